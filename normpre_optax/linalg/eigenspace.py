@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The leading modes of ``Psi Psi^T``: exactly, or by the randomized sketch of Algorithm 2.
+
+Both work on the shorter side of ``Psi`` (its rows when square): ``Psi Psi^T`` and ``Psi^T Psi`` share their nonzero
+eigenvalues, and clipping the same modes from the left or from the right is the same update.
+"""
+
+from typing import NamedTuple
+
+import jax
+
+from normpre_optax.linalg.lapack import eigh
+from normpre_optax.linalg.orthonormal import orthonormal_columns
+from normpre_optax.linalg.precision import product
+
+
+class Modes(NamedTuple):
+    """Leading modes of a wide matrix ``Psi`` ``(..., s, n)``, largest first.
+
+    Attributes:
+        values: eigenvalues of ``Psi Psi^T``, squared singular values of ``Psi``, ``(..., k)``.
+        vectors: their eigenvectors in columns, ``(..., s, k)``.
+        coordinates: ``vectors^T Psi``, ``(..., k, n)``.
+    """
+
+    values: jax.Array
+    vectors: jax.Array
+    coordinates: jax.Array
+
+
+def leading_modes_exact(psi: jax.Array, rank: int) -> Modes:
+    """The ``rank`` leading modes by a full symmetric eigendecomposition.
+
+    Args:
+        psi: wide matrices ``(..., s, n)``, ``s <= n``.
+        rank: number of modes; at most ``s`` are returned.
+
+    Returns:
+        ``Modes`` with ``k = min(rank, s)``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.eigenspace import leading_modes_exact
+        >>> print(leading_modes_exact(jnp.diag(jnp.array([1.0, 3.0, 2.0])), 2).values)
+        [9. 4.]
+    """
+    values, vectors = eigh(product(psi, psi.mT))
+    k = min(rank, psi.shape[-2])
+    vectors = vectors[..., :k]
+    return Modes(values[..., :k], vectors, product(vectors.mT, psi))
+
+
+def leading_modes_sketch(
+    psi: jax.Array,
+    omega: jax.Array,
+    rank: int,
+    power_iterations: int = 1,
+    compute_dtype: jax.typing.DTypeLike | None = None,
+) -> Modes:
+    """The ``rank`` leading modes as seen from a random subspace: Algorithm 2 of the paper.
+
+    ``Y = Psi Omega``, ``p`` times ``Y = Psi Psi^T Y``, ``Q = qr(Y)``, then the eigenpairs of
+    ``(Q^T Psi)(Q^T Psi)^T`` (Rayleigh-Ritz), lifted by ``Q``. The basis is made orthonormal before every power step
+    too: the same span, without losing its smaller directions to rounding.
+
+    Args:
+        psi: wide matrices ``(..., s, n)``, ``s <= n``.
+        omega: Gaussian draws ``(..., n, l)``, ``l = min(s, rank + oversampling)``.
+        rank: number of modes; at most ``l`` are returned.
+        power_iterations: ``p``.
+        compute_dtype: dtype of the operands of the products with ``psi``; None: that of ``psi``.
+
+    Returns:
+        ``Modes`` with ``k = min(rank, l)``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from normpre_optax.linalg.eigenspace import leading_modes_sketch
+        >>> psi = jnp.diag(jnp.array([5.0, 3.0, 1.0, 0.1]))
+        >>> omega = jax.random.normal(jax.random.key(0), (4, 3))
+        >>> print(leading_modes_sketch(psi, omega, rank=2, power_iterations=4).values.round(2))
+        [25.  9.]
+
+    References:
+        Halko, Martinsson and Tropp, arXiv 0909.4061.
+    """
+    q = orthonormal_columns(product(psi, omega, compute_dtype))
+    for _ in range(power_iterations):
+        back = product(psi.mT, q, compute_dtype)
+        q = orthonormal_columns(product(psi, back, compute_dtype))
+    seen = product(q.mT, psi, compute_dtype)
+    values, z = eigh(product(seen, seen.mT))
+    k = min(rank, omega.shape[-1])
+    z = z[..., :k]
+    vectors = product(q, z)
+    return Modes(values[..., :k], vectors, product(z.mT, seen))

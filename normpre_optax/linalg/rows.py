@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a matrix: their lengths, their directions, and their part along another matrix's rows.
+
+Lengths are taken of rows divided by their largest entry, so that squares neither overflow nor vanish: a row of
+entries near 1e-30 or 1e30 is measured as well as one near 1. Zero rows stay zero and NaN stays NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+
+TANGENT_MODES = ("relaxed", "bounded", "strict", "none")
+
+
+def _peak(x: jax.Array) -> jax.Array:
+    """Largest magnitude of each row, ``(..., m, 1)``, with 1 in place of 0."""
+    peak = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
+    return jnp.where(peak == 0, 1, peak)
+
+
+def row_norms(x: jax.Array) -> jax.Array:
+    """Euclidean length of each row.
+
+    Args:
+        x: matrices ``(..., m, n)``.
+
+    Returns:
+        Lengths ``(..., m, 1)``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.rows import row_norms
+        >>> print(row_norms(jnp.array([[3e-30, 4e-30], [0.0, 0.0]])).ravel())
+        [5.e-30 0.e+00]
+    """
+    peak = _peak(x)
+    return peak * jnp.sqrt(jnp.sum((x / peak) ** 2, axis=-1, keepdims=True))
+
+
+def unit_rows(x: jax.Array) -> jax.Array:
+    """Every row divided by its length: ``Psi = D(X)^-1 X`` of the paper; zero rows stay zero.
+
+    Args:
+        x: matrices ``(..., m, n)``.
+
+    Returns:
+        Matrices ``(..., m, n)`` whose rows have length 1 or 0.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.rows import unit_rows
+        >>> print(unit_rows(jnp.array([[3.0, 4.0], [0.0, 0.0]])))
+        [[0.6 0.8]
+         [0.  0. ]]
+    """
+    x = x / _peak(x)
+    norm = jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True))
+    return x / jnp.where(norm == 0, 1, norm)
+
+
+def tangent_rows(m: jax.Array, w: jax.Array, mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0) -> jax.Array:
+    """Rows of ``m`` with their part along the rows of ``w`` damped, removed or kept.
+
+    Per row, with the radius c and the radial part ``r = <m, w> w / ||w||^2``:
+
+    - ``relaxed``: ``x = m - <m, w> w / c^2``, which keeps ``r`` times ``1 - ||w||^2 / c^2`` (the paper's, c = 1);
+    - ``bounded``: keeps ``r`` times ``max(0, 1 - ||w||^2 / c^2)``;
+    - ``strict``: removes ``r``;
+    - ``none``: ``x = m``.
+
+    A row of which only rounding noise is left, ``||x|| <= 8 eps ||m||``, counts as zero.
+
+    Args:
+        m: momentum ``(..., m, n)``.
+        w: weights ``(..., m, n)``.
+        mode: one of the above.
+        radius: the row length c at which the relaxed radial part vanishes.
+
+    Returns:
+        ``X`` of the paper, ``(..., m, n)``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.rows import tangent_rows
+        >>> m, w = jnp.array([[1.0, 1.0]]), jnp.array([[0.0, 0.5]])
+        >>> print(tangent_rows(m, w), tangent_rows(m, w, "strict"))
+        [[1.   0.75]] [[1. 0.]]
+    """
+    if mode == "none":
+        return m
+    peak = _peak(m)
+    m = m / peak
+    if mode == "relaxed":
+        along, amount = w, 1 / jnp.square(jnp.asarray(radius, m.dtype))
+    else:
+        along, amount = unit_rows(w), jnp.ones((), m.dtype)
+    if mode == "bounded":
+        amount = jnp.minimum(1, jnp.square(row_norms(w) / radius)).astype(m.dtype)
+    x = m - amount * jnp.sum(m * along, axis=-1, keepdims=True) * along
+    noise = 8 * jnp.finfo(m.dtype).eps
+    gone = jnp.sum(x**2, axis=-1, keepdims=True) <= noise**2 * jnp.sum(m**2, axis=-1, keepdims=True)
+    return jnp.where(gone, 0, x) * peak

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the spectral stage does to singular values: clip the leading ones to one, or set all of them to one."""
+
+import jax
+import jax.numpy as jnp
+
+from normpre_optax.linalg.eigenspace import Modes
+from normpre_optax.linalg.lapack import svd
+from normpre_optax.linalg.precision import product
+
+
+def clip_modes(psi: jax.Array, modes: Modes, compute_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """``(I + U (Lambda^-1/2 - I) U^T) Psi`` over the modes with ``lambda > 1``: their singular values become one.
+
+    Args:
+        psi: wide matrices ``(..., s, n)``.
+        modes: leading modes of ``psi``.
+        compute_dtype: dtype of the product's operands; None: that of ``psi``.
+
+    Returns:
+        Matrices ``(..., s, n)``: ``T`` of NormPre-L.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.eigenspace import leading_modes_exact
+        >>> from normpre_optax.linalg.spectrum import clip_modes
+        >>> psi = jnp.diag(jnp.array([3.0, 2.0, 0.5]))
+        >>> print(jnp.diag(clip_modes(psi, leading_modes_exact(psi, rank=1))).round(3))
+        [1.  2.  0.5]
+    """
+    # lambda <= 1 gives exactly 0 here, so unselected modes need no mask.
+    change = 1 / jnp.sqrt(jnp.maximum(modes.values, 1)) - 1
+    return psi + product(modes.vectors * change[..., None, :], modes.coordinates, compute_dtype)
+
+
+def exact_msign(x: jax.Array) -> jax.Array:
+    """``msign(x) = U V^T`` over the nonzero singular values, by singular value decomposition.
+
+    Args:
+        x: matrices ``(..., m, n)``.
+
+    Returns:
+        Matrices ``(..., m, n)`` whose singular values are one, or zero where those of ``x`` are rounding noise.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.spectrum import exact_msign
+        >>> print(exact_msign(jnp.array([[0.0, 5.0], [1e-3, 0.0]])))
+        [[0. 1.]
+         [1. 0.]]
+    """
+    u, s, vt = svd(x)
+    noise = max(x.shape[-2:]) * jnp.finfo(x.dtype).eps * s[..., :1]
+    kept = jnp.where(s <= noise, 0, 1).astype(x.dtype)
+    return product(u * kept[..., None, :], vt)
