@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The spectral stage: all singular values to one (NormPre-G), or the leading ones clipped to one (NormPre-L).
+
+Both commute with transposition, so they always work on the shorter side and need no orientation.
+"""
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from normpre_optax.linalg.eigenspace import leading_modes_exact, leading_modes_sketch
+from normpre_optax.linalg.newton_schulz import coefficient_table, newton_schulz
+from normpre_optax.linalg.precision import in_working_dtype, working_dtype
+from normpre_optax.linalg.spectrum import clip_modes, exact_msign
+
+METHODS = ("sketch", "exact")
+
+
+def precondition_globally(
+    ns_steps: int | None = 5,
+    ns_coefficients: str | Sequence = "muon",
+    compute_dtype: jax.typing.DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Bring every singular value near one: ``T = msign(Psi)`` by Newton-Schulz iterations.
+
+    Args:
+        ns_steps: number of iterations; None computes ``msign`` exactly by singular value decomposition.
+        ns_coefficients: ``"muon"``, ``"you"``, ``"polar_express"``, one triple ``(a, b, c)``, or a triple a step. A
+            table shorter than ``ns_steps`` goes on with its last triple.
+        compute_dtype: dtype of the products' operands, with sums in float32; None means float32 on every device.
+            ``jnp.bfloat16`` is what Muon uses on accelerators.
+
+    Returns:
+        A stateless transformation on matrices in the last two axes.
+
+    Raises:
+        TypeError: if ``ns_steps`` is traced.
+        ValueError: if ``ns_steps`` is negative or ``ns_coefficients`` is no table.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import precondition_globally
+        >>> tx = precondition_globally(ns_steps=None)
+        >>> psi = jnp.diag(jnp.array([3.0, 0.5]))
+        >>> print(tx.update(psi, tx.init(psi))[0])
+        [[1. 0.]
+         [0. 1.]]
+
+    References:
+        Normalize-Then-Precondition, "NormPre-G"; coefficient sources stand in ``linalg.newton_schulz``.
+    """
+    if ns_steps is None:
+        orthogonalize = exact_msign
+    else:
+        steps = _static_int("ns_steps", ns_steps, least=1)
+        coefficient_table(ns_coefficients, steps)
+        orthogonalize = functools.partial(
+            newton_schulz, steps=steps, coefficients=ns_coefficients, compute_dtype=compute_dtype
+        )
+
+    def update(updates, state, params=None, **extra_args):
+        del params, extra_args
+        return jax.tree.map(in_working_dtype(_unbatched(orthogonalize)), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+class PreconditionLocallyState(NamedTuple):
+    """Steps taken so far, int32 ``()``: the sketch of step ``t`` is drawn from it."""
+
+    count: jax.typing.ArrayLike
+
+
+def precondition_locally(
+    rank: int = 32,
+    oversample: int = 8,
+    power_iterations: int = 1,
+    method: str = "sketch",
+    seed: int = 0,
+    compute_dtype: jax.typing.DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the leading singular values above one to one and leave the rest: ``T = P Psi`` of NormPre-L.
+
+    With the ``rank`` largest eigenvalues ``lambda_i`` of ``Psi Psi^T`` and their eigenvectors ``u_i``,
+    ``P = I + sum_i (lambda_i^-1/2 - 1) u_i u_i^T`` over those with ``lambda_i > 1``.
+
+    Args:
+        rank: spectral budget r: how many modes may be clipped.
+        oversample: o: the sketch sees ``min(m, n, r + o)`` directions.
+        power_iterations: p: passes that sharpen the sketch.
+        method: ``"sketch"`` (Algorithm 2: products with thin matrices only) or ``"exact"`` (an eigendecomposition of
+            the shorter side).
+        seed: of the sketch's Gaussian draws, which depend on it, the step, the parameter's path and the matrix's place
+            in its stack, and on nothing else.
+        compute_dtype: dtype of the operands of the sketch's products with ``Psi``, with sums in float32; None means
+            float32. Everything small stays in float32, and so does ``method="exact"``.
+
+    Returns:
+        A transformation on matrices in the last two axes whose state is a step counter.
+
+    Raises:
+        TypeError: if an argument that shapes the computation is traced.
+        ValueError: if one is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import precondition_locally
+        >>> tx = precondition_locally(rank=1, method="exact")
+        >>> psi = jnp.diag(jnp.array([3.0, 2.0, 0.5]))
+        >>> print(jnp.diag(tx.update(psi, tx.init(psi))[0]).round(3))
+        [1.  2.  0.5]
+
+    References:
+        Normalize-Then-Precondition, "NormPre-L", Algorithm 2, Propositions 1 and 2.
+    """
+    rank = _static_int("rank", rank, least=1)
+    oversample = _static_int("oversample", oversample, least=0)
+    power_iterations = _static_int("power_iterations", power_iterations, least=0)
+    seed = _static_int("seed", seed, least=0)
+    if method not in METHODS:
+        raise ValueError(f"{method=} is not one of {METHODS}")
+
+    def clip_exactly(psi: jax.Array) -> jax.Array:
+        return clip_modes(psi, leading_modes_exact(psi, rank))
+
+    def clip_sketched(psi: jax.Array, omega: jax.Array) -> jax.Array:
+        return clip_modes(psi, leading_modes_sketch(psi, omega, rank, power_iterations, compute_dtype), compute_dtype)
+
+    def draws(psi: jax.Array, ids: jax.Array, step: jax.Array) -> jax.Array:
+        shape = (max(psi.shape[-2:]), min(*psi.shape[-2:], rank + oversample))
+        draw = lambda identity: sketch_draws(seed, step, identity[0], identity[1], shape)  # noqa: E731
+        for _ in psi.shape[:-2]:
+            draw = jax.vmap(draw)
+        return draw(ids).astype(working_dtype(psi.dtype))
+
+    def update(updates, state, params=None, *, matrix_ids=None, **extra_args):
+        del params, extra_args
+        if method == "exact":
+            new = jax.tree.map(in_working_dtype(_unbatched(_wide(clip_exactly))), updates)
+        else:
+            ids = matrix_ids if matrix_ids is not None else _identities(updates)
+            clip = in_working_dtype(_unbatched(_wide(clip_sketched)))
+            new = jax.tree.map(lambda psi, i: clip(psi, draws(psi, i, state.count)), updates, ids)
+        return new, PreconditionLocallyState(optax.safe_increment(state.count))
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: PreconditionLocallyState(jnp.zeros((), jnp.int32)), update
+    )
+
+
+def sketch_draws(
+    seed: int,
+    step: jax.typing.ArrayLike,
+    identity: jax.typing.ArrayLike,
+    slice_index: jax.typing.ArrayLike,
+    shape: tuple[int, int],
+) -> jax.Array:
+    """Standard normal draws of one matrix at one step, the same on every host and for every sharding.
+
+    Args:
+        seed: the optimizer's seed.
+        step: steps taken before this one.
+        identity: of the parameter: crc32 of its path.
+        slice_index: place of the matrix in its stack.
+        shape: ``(longer side, l)``.
+
+    Returns:
+        float32 array of ``shape``: ``Omega`` of Algorithm 2.
+
+    Example:
+        >>> from normpre_optax.transforms.precondition import sketch_draws
+        >>> sketch_draws(0, 0, 17, 0, (6, 2)).shape
+        (6, 2)
+    """
+    key = jax.random.key(seed, impl="threefry2x32")  # The one generator whose draws do not depend on the sharding.
+    for part in (step, identity, slice_index):
+        key = jax.random.fold_in(key, part)
+    return jax.random.normal(key, shape, jnp.float32)
+
+
+def _identities(tree):
+    """uint32 ``(..., 2)`` for every leaf, crc32 of its path and place in the stack, for use outside ``as_matrices``."""
+
+    def identify(path, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        places = jnp.arange(math.prod(x.shape[:-2]), dtype=jnp.uint32).reshape(x.shape[:-2])
+        return jnp.stack([jnp.full_like(places, zlib.crc32(name.encode())), places], axis=-1)
+
+    return jax.tree_util.tree_map_with_path(identify, tree)
+
+
+def _wide(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``f`` on the shorter side: a tall matrix goes in transposed and comes out transposed."""
+
+    def oriented(x: jax.Array, *rest: jax.Array) -> jax.Array:
+        return f(x.mT, *rest).mT if x.shape[-2] > x.shape[-1] else f(x, *rest)
+
+    return oriented
+
+
+def _unbatched(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``f`` without leading axes of size one: XLA's CPU backend multiplies a plain matrix twice as fast."""
+
+    def squeezed(x: jax.Array, *rest: jax.Array) -> jax.Array:
+        if x.ndim < 2:
+            raise ValueError(f"a spectral stage needs matrices in the last two axes, got a leaf of shape {x.shape}")
+        if x.ndim == 2 or any(size != 1 for size in x.shape[:-2]):
+            return f(x, *rest)
+        return f(*(y.reshape(y.shape[-2:]) for y in (x, *rest))).reshape(x.shape)
+
+    return squeezed
+
+
+def _static_int(name: str, value, least: int) -> int:
+    if isinstance(value, jax.Array):
+        raise TypeError(
+            f"{name} shapes the computation and cannot be traced, got {value}. Under optax.inject_hyperparams name it "
+            f"in static_args, for instance static_args={{{name!r}}} or what normpre_optax.STATIC_ARGS lists."
+        )
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return value

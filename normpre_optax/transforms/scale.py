@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The size of a matrix update: measured, or a nominal factor of the matrix's shape."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import optax
+
+from normpre_optax.linalg.newton_schulz import unit_frobenius
+from normpre_optax.linalg.precision import in_working_dtype
+
+
+def scale_to_rms(rms: jax.typing.ArrayLike | None = 0.2) -> optax.GradientTransformationExtraArgs:
+    """Scale every matrix to a root mean square entry of ``rms``: ``R(T) = rms T / RMS(T)``.
+
+    Args:
+        rms: root mean square of the entries of every matrix afterwards; None leaves the matrices as they are.
+
+    Returns:
+        A stateless transformation on matrices in the last two axes. A zero matrix stays zero.
+
+    Raises:
+        ValueError: if ``rms`` is not positive.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import scale_to_rms
+        >>> tx = scale_to_rms(0.2)
+        >>> t = jnp.array([[3.0, -3.0], [3.0, 3.0]])
+        >>> print(tx.update(t, tx.init(t))[0])
+        [[ 0.2 -0.2]
+         [ 0.2  0.2]]
+
+    References:
+        Normalize-Then-Precondition, "Consistent Update RMS"; Liu et al., arXiv 2502.16982.
+    """
+    if isinstance(rms, int | float) and not rms > 0:
+        raise ValueError(f"rms must be positive, or None for no scaling; got {rms}")
+
+    def scale(t: jax.Array) -> jax.Array:
+        return t if rms is None else unit_frobenius(t) * (rms * math.sqrt(t.shape[-2] * t.shape[-1]))
+
+    def update(updates, state, params=None, **extra_args):
+        del params, extra_args
+        return jax.tree.map(in_working_dtype(scale), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def scale_by_shape(factor: Callable[[int, int], float]) -> optax.GradientTransformationExtraArgs:
+    """Multiply every matrix by a factor of its shape: the nominal scale rules of Muon and MANO.
+
+    Args:
+        factor: ``(rows, columns) -> factor``.
+
+    Returns:
+        A stateless transformation on matrices in the last two axes.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.transforms.scale import scale_by_shape
+        >>> tx = scale_by_shape(lambda rows, columns: max(1, rows / columns) ** 0.5)
+        >>> t = jnp.ones((4, 1))
+        >>> print(tx.update(t, tx.init(t))[0].T)
+        [[2. 2. 2. 2.]]
+    """
+
+    def update(updates, state, params=None, **extra_args):
+        del params, extra_args
+        return jax.tree.map(in_working_dtype(lambda t: t * factor(*t.shape[-2:])), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

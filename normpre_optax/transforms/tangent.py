@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Momentum against the weights: the relaxed tangent projection and its relatives."""
+
+import functools
+
+import jax
+import optax
+
+from normpre_optax.linalg.precision import in_working_dtype
+from normpre_optax.linalg.rows import TANGENT_MODES, tangent_rows
+
+
+def project_to_tangent(
+    mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0
+) -> optax.GradientTransformationExtraArgs:
+    """Damp the part of every row of the update along the same row of the weights.
+
+    Per row, with the radius c (1 in the paper):
+
+    - ``relaxed``: ``x = m - <m, w> w / c^2``, which keeps the radial part times ``1 - ||w||^2 / c^2``. For a row
+      longer than c that factor is negative: the published step shrinks such a row even where the loss wants it longer;
+    - ``bounded``: keeps it times ``max(0, 1 - ||w||^2 / c^2)``;
+    - ``strict``: removes it;
+    - ``none``: keeps it whole.
+
+    Args:
+        mode: one of the above.
+        radius: c, in units of the weights.
+
+    Returns:
+        A stateless transformation. It reads the last two axes of every leaf as (rows, columns) and needs ``params``.
+
+    Raises:
+        ValueError: if ``mode`` is unknown, ``radius`` is not positive, or ``update`` is called without ``params``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import project_to_tangent
+        >>> tx = project_to_tangent()
+        >>> w, m = jnp.array([[0.0, 0.5]]), jnp.array([[1.0, 1.0]])
+        >>> print(tx.update(m, tx.init(w), w)[0])
+        [[1.   0.75]]
+
+    References:
+        Normalize-Then-Precondition, "Relaxed Tangent Momentum"; ``bounded`` and the radius are this library's.
+    """
+    if mode not in TANGENT_MODES:
+        raise ValueError(f"tangent {mode=} is not one of {TANGENT_MODES}")
+    if isinstance(radius, int | float) and not radius > 0:
+        raise ValueError(f"tangent_radius must be positive, got {radius}")
+    project = in_working_dtype(functools.partial(tangent_rows, mode=mode, radius=radius))
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        if mode == "none":
+            return updates, state
+        if params is None:
+            raise ValueError(
+                "the tangent projection needs the weights: call update(grads, state, params). In an Equinox loop that "
+                "is optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array)); a loop that never passes "
+                "params (brax, for one) needs that third argument added, or tangent='none'."
+            )
+        return jax.tree.map(project, updates, params), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrappers that change what an ordinary transformation sees, and undo it on the way out: ``L^-1 . f . L``.
+
+``as_matrices`` changes the layout, ``alternate_orientation``, ``fixed_orientation`` and ``both_orientations`` the
+orientation, ``at_least_float32`` and ``in_dtype`` the dtype. What stands inside needs to know nothing of it.
+"""
+
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from normpre_optax.parameters.dims import MatrixDims, matrix_shape, to_matrices
+from normpre_optax.parameters.rules import resolve
+from normpre_optax.transforms.batches import Matrices, Parameter, run
+
+
+def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Let ``inner`` see every parameter as a stack of matrices ``(batch, out, in)``.
+
+    ``inner`` must treat every matrix by itself: it is run on one matrix ``(out, in)`` at a time, or on many of one
+    shape as a stack, whichever suits the device (see ``batches``). State that it keeps for matrices is held as a tree
+    like the parameters', in stacks. It is handed the matrices' identities as the extra argument ``matrix_ids``, uint32
+    ``(..., 2)``: crc32 of the parameter's path, and the place in its stack.
+
+    Args:
+        dims: which axes are inputs and outputs: everything that ``matrix_dims`` of the finished optimizers may be. None
+            is the default rule; a bare 2-D leaf is read as (in, out).
+        inner: a transformation that reads the last two axes as (rows, columns).
+
+    Returns:
+        A transformation on the parameters' own layout with the state of ``inner``.
+
+    Raises:
+        ValueError: if some leaf is no matrix by ``dims``, or its shape does not fit them.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import MatrixDims, as_matrices, normalize_rows
+        >>> kernel = {"kernel": jnp.array([[3.0, 0.0], [4.0, 1.0]])}  # (in, out): output neurons are columns
+        >>> tx = as_matrices(MatrixDims(inputs=0, outputs=1), normalize_rows())
+        >>> print(tx.update(kernel, tx.init(kernel))[0]["kernel"])
+        [[0.6 0. ]
+         [0.8 1. ]]
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def readings(tree) -> list[tuple[str, tuple[int, ...], MatrixDims]]:
+        """Path, shape and axes of every leaf, in order."""
+        found = []
+        for choice in resolve(tree, dims).values():
+            if choice.dims is None:
+                raise ValueError(
+                    f"parameter {choice.path!r} of shape {choice.shape} is no matrix ({choice.reason}). The finished "
+                    "optimizers (normpre_g, normpre_l, ...) send it to AdamW; a direction alone needs optax.masked or "
+                    "optax.partition around it, or dims that read the leaf: MatrixDims(inputs=..., outputs=...)"
+                )
+            found.append((choice.path, choice.shape, choice.dims))
+        return found
+
+    def init(params):
+        leaves, treedef = jax.tree.flatten(params)
+        axes = [dims for _, _, dims in readings(params)]
+        return inner.init(treedef.unflatten(map(to_matrices, leaves, axes)))
+
+    def update(updates, state, params=None, **extra_args):
+        treedef = jax.tree.structure(updates)
+        found = readings(updates if params is None else params)
+        if not found:
+            return updates, inner.update(updates, state, params, **extra_args)[1]
+        layout = _StateLayout.of(state, treedef)
+        kept, shared = layout.split(state)
+        kept = [treedef.flatten_up_to(tree) for tree in kept]
+        weights = [None] * len(found) if params is None else jax.tree.leaves(params)
+        parameters = [
+            Parameter(u, w, _matrix_ids(path, shape, axes), [leaves[i] for leaves in kept], axes)
+            for i, (u, w, (path, shape, axes)) in enumerate(zip(jax.tree.leaves(updates), weights, found, strict=True))
+        ]
+
+        def stage(matrices: Matrices, shared: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+            view = layout.join(matrices.state, shared)
+            new, view = inner.update(matrices.update, view, matrices.weight, **extra_args, matrix_ids=matrices.ids)
+            return (new, *layout.split(view))
+
+        new, kept, shared = run(stage, parameters, shared)
+        return treedef.unflatten(new), layout.join([treedef.unflatten(x) for x in zip(*kept, strict=True)], shared)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _StateLayout(NamedTuple):
+    """Which parts of a state are trees of arrays, one for every parameter, and which are shared, such as counters."""
+
+    outer: Any
+    per_parameter: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, state, treedef) -> "_StateLayout":
+        def per_parameter(node) -> bool:
+            return jax.tree.structure(node) == treedef and all(jnp.ndim(x) > 0 for x in jax.tree.leaves(node))
+
+        nodes, outer = jax.tree.flatten(state, is_leaf=per_parameter)
+        return cls(outer, tuple(map(per_parameter, nodes)))
+
+    def split(self, state) -> tuple[list[Any], list[Any]]:
+        parts = list(zip(self.outer.flatten_up_to(state), self.per_parameter, strict=True))
+        return [part for part, own in parts if own], [part for part, own in parts if not own]
+
+    def join(self, kept, shared):
+        kept, shared = iter(kept), iter(shared)
+        return self.outer.unflatten([next(kept if own else shared) for own in self.per_parameter])
+
+
+def _matrix_ids(path: str, shape: tuple[int, ...], dims: MatrixDims) -> jax.Array:
+    """uint32 ``(batch, 2)``: crc32 of the path, and the place in the stack."""
+    places = np.arange(matrix_shape(shape, dims)[0], dtype=np.uint32)
+    return jnp.asarray(np.stack([np.full_like(places, zlib.crc32(path.encode())), places], axis=-1))
+
+
+class AlternateOrientationState(NamedTuple):
+    """Steps taken so far, int32 ``()``, and the state of the wrapped transformation."""
+
+    count: jax.typing.ArrayLike
+    inner_state: optax.OptState
+
+
+def alternate_orientation(
+    inner: optax.GradientTransformation, *, first: str = "rows"
+) -> optax.GradientTransformationExtraArgs:
+    """Let ``inner`` see matrices as they are on every other step, and transposed on the steps between.
+
+    ``O_k^-1 . f . O_k`` with ``O_0(A) = A``, ``O_1(A) = A^T`` and ``k = count mod 2``.
+
+    Args:
+        inner: a transformation that reads the last two axes as (rows, columns).
+        first: ``"rows"`` or ``"columns"``: the orientation of the first step.
+
+    Returns:
+        A transformation whose state is a step counter and the state of ``inner``.
+
+    Raises:
+        ValueError: if ``first`` is unknown, or (at ``init``) if the state of ``inner`` depends on the orientation: the
+            momentum of an oriented matrix would be added to its transpose. Put such a stage outside.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import alternate_orientation, normalize_rows
+        >>> tx = alternate_orientation(normalize_rows())
+        >>> x = jnp.array([[3.0, 4.0], [0.0, 3.0]])
+        >>> rows, state = tx.update(x, tx.init(x))
+        >>> columns, state = tx.update(x, state)
+        >>> print(rows, columns)
+        [[0.6 0.8]
+         [0.  1. ]] [[1.  0.8]
+         [0.  0.6]]
+
+    References:
+        Normalize-Then-Precondition, "Alternating Row/Column Orientation".
+    """
+    if first not in ("rows", "columns"):
+        raise ValueError(f"{first=} is neither 'rows' nor 'columns'")
+    inner = optax.with_extra_args_support(inner)
+    flipped = _transposed(inner)
+    even, odd = (inner, flipped) if first == "rows" else (flipped, inner)
+
+    def init(params):
+        _refuse_oriented_state(inner, params)
+        return AlternateOrientationState(jnp.zeros((), jnp.int32), inner.init(params))
+
+    def update(updates, state, params=None, **extra_args):
+        def run(tx):
+            return lambda u, s, p: tx.update(u, s, p, **extra_args)
+
+        is_even = state.count % 2 == 0
+        new, inner_state = jax.lax.cond(is_even, run(even), run(odd), updates, state.inner_state, params)
+        return new, AlternateOrientationState(optax.safe_increment(state.count), inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def fixed_orientation(
+    inner: optax.GradientTransformation, orientation: str = "rows"
+) -> optax.GradientTransformationExtraArgs:
+    """Let ``inner`` see matrices as they are (``"rows"``) or transposed (``"columns"``), on every step.
+
+    Args:
+        inner: a transformation that reads the last two axes as (rows, columns).
+        orientation: ``"rows"`` or ``"columns"``.
+
+    Returns:
+        A transformation with the state of ``inner``.
+
+    Raises:
+        ValueError: if ``orientation`` is unknown.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import normalize_rows
+        >>> from normpre_optax.transforms.wrappers import fixed_orientation
+        >>> tx = fixed_orientation(normalize_rows(), "columns")
+        >>> x = jnp.array([[3.0], [4.0]])
+        >>> print(tx.update(x, tx.init(x))[0].T)
+        [[0.6 0.8]]
+    """
+    if orientation not in ("rows", "columns"):
+        raise ValueError(f"{orientation=} is neither 'rows' nor 'columns'")
+    inner = optax.with_extra_args_support(inner)
+    return inner if orientation == "rows" else _transposed(inner)
+
+
+def both_orientations(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Apply ``inner`` to the rows, then to the columns of the result, on every step.
+
+    Args:
+        inner: a transformation that reads the last two axes as (rows, columns).
+
+    Returns:
+        A transformation whose state is a pair of states of ``inner``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import normalize_rows
+        >>> from normpre_optax.transforms.wrappers import both_orientations
+        >>> tx = both_orientations(normalize_rows())
+        >>> x = jnp.array([[3.0, 0.0], [0.0, 5.0]])
+        >>> print(tx.update(x, tx.init(x))[0])
+        [[1. 0.]
+         [0. 1.]]
+    """
+    inner = optax.with_extra_args_support(inner)
+    return optax.chain(inner, _transposed(inner))
+
+
+def at_least_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Let ``inner`` see half-precision gradients and parameters in float32, so that its accumulators are float32 too.
+
+    Args:
+        inner: any transformation.
+
+    Returns:
+        A transformation with the state of ``inner`` whose updates have the parameters' dtype (without parameters, the
+        gradients').
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from normpre_optax.transforms.wrappers import at_least_float32
+        >>> tx = at_least_float32(optax.trace(0.9))
+        >>> tx.init(jnp.ones(3, jnp.bfloat16)).trace.dtype
+        dtype('float32')
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def lift(x):
+        return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+
+    def init(params):
+        return inner.init(jax.tree.map(lift, params))
+
+    def update(updates, state, params=None, **extra_args):
+        like = updates if params is None else params
+        lifted = None if params is None else jax.tree.map(lift, params)
+        new, state = inner.update(jax.tree.map(lift, updates), state, lifted, **extra_args)
+        return jax.tree.map(lambda u, p: u.astype(p.dtype), new, like), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def in_dtype(
+    dtype: jax.typing.DTypeLike | None, inner: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Hand ``inner`` its updates in ``dtype``, and give back what it makes of them in the dtype they came in.
+
+    Args:
+        dtype: dtype of the updates inside; None changes nothing.
+        inner: any transformation.
+
+    Returns:
+        A transformation with the state of ``inner``.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from normpre_optax.transforms.wrappers import in_dtype
+        >>> tx = in_dtype(jnp.bfloat16, optax.identity())
+        >>> x = jnp.array([1.001])
+        >>> print(tx.update(x, tx.init(x))[0])
+        [1.]
+    """
+    inner = optax.with_extra_args_support(inner)
+    if dtype is None:
+        return inner
+
+    def update(updates, state, params=None, **extra_args):
+        new, state = inner.update(jax.tree.map(lambda u: u.astype(dtype), updates), state, params, **extra_args)
+        return jax.tree.map(lambda n, u: n.astype(u.dtype), new, updates), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _transposed(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    def turn(tree):
+        return jax.tree.map(lambda x: jnp.swapaxes(x, -1, -2), tree)
+
+    def update(updates, state, params=None, **extra_args):
+        new, state = inner.update(turn(updates), state, None if params is None else turn(params), **extra_args)
+        return turn(new), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: inner.init(turn(params)), update)
+
+
+def _refuse_oriented_state(inner: optax.GradientTransformation, params) -> None:
+    """Compare the state for stacks of 2 x 3 matrices with that for their transposes: shapes tell, for squares too."""
+
+    def state_shapes(rows: int, columns: int):
+        probe = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape[:-2], rows, columns), x.dtype), params)
+        flat, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(inner.init, probe))
+        return {jax.tree_util.keystr(path): leaf.shape for path, leaf in flat}
+
+    upright, turned = state_shapes(2, 3), state_shapes(3, 2)
+    for path, shape in upright.items():
+        if shape != turned.get(path):
+            raise ValueError(
+                f"state{path} has shape {shape} for rows and {turned.get(path)} for columns: it depends on the "
+                "orientation and cannot alternate. Put the stage that keeps it outside alternate_orientation"
+            )
