@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rules see of a parameter tree: a name and a `Leaf` for every array.
+
+`named_leaves` walks the tree and takes arrays out of their boxes (Flax NNX variables, Linen's partitioned leaves), so
+that a parameter has one name whether it is boxed or not. `views` adds to each shape what only the whole tree can tell:
+the names beside it, the class that holds it, and how many layer axes stand in front of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+
+_BOXES = {"Variable", "VariableState", "AxisMetadata"}  # base classes, all of them in flax
+_STACKS = {"layers", "blocks", "stack", "stacked", "scan", "scanned", "cells", "repeat", "repeats", "stages"}
+_UNITS = {"layer", "block", "cell", "stage", "unit", "encoderblock", "decoderblock", "h", "l"} | _STACKS
+_ALWAYS = {"scan", "stack"}  # a number after these counts modules, not layers: ScanBlock_0
+_VECTORS = {"bias", "biases", "scale", "scales", "gamma", "beta", "offset", "gain"}
+_NORMS = {"norm", "norms", "ln", "layernorm", "rmsnorm", "rms", "groupnorm", "batchnorm", "bn", "gn", "normalization"}
+QUERIES = {f"{a}{b}" for a in ("query", "key", "value", "q", "k", "v") for b in ("", "_proj", "_projection")}
+QUERIES |= {f"{a}{b}" for a in ("w", "w_", "to_") for b in ("q", "k", "v")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What a rule `(path, leaf)` is shown of one parameter: everything but its values.
+
+    Args:
+        shape: its shape.
+        dtype: its dtype.
+        names: names of its axes where a box carries them (Linen's `with_partitioning`), else None.
+        holder: class name of the object that has it as an attribute ("Embedding", "LayerNorm"), else "".
+        siblings: names of the modules beside its own.
+        beside: names beside the leaf itself, its own among them; empty outside `resolve`.
+        layers: number of layer axes in front that the tree shows; None where it shows nothing.
+        doubt: why a layer axis in front is contradicted, else "".
+
+    Example:
+        >>> Leaf((12, 768, 3072), np.dtype("float32"), layers=1).ndim
+        3
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    names: tuple[Any, ...] | None = None
+    holder: str = ""
+    siblings: frozenset[str] = frozenset()
+    beside: frozenset[str] = frozenset()
+    layers: int | None = None
+    doubt: str = ""
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+
+def key_names(key_path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Returns the plain names along a jax key path."""
+    return tuple(str(_key(entry)) for entry in key_path)
+
+
+def _key(entry: Any) -> Any:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return entry
+
+
+@functools.cache
+def words(part: str) -> tuple[str, ...]:
+    """Splits one part of a path into lower-case words: at anything but letters, and in camel case.
+
+    Example:
+        >>> words("RMSNorm_0"), words("token_embedder"), words("ln1")
+        (('rms', 'norm'), ('token', 'embedder'), ('ln',))
+    """
+    return tuple(word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part))
+
+
+def is_box(node: object) -> bool:
+    """Whether `node` is one of Flax's boxes around an array; told by the class, so that flax need not be imported."""
+    return any(cls.__name__ in _BOXES and cls.__module__.split(".")[0] == "flax" for cls in type(node).__mro__)
+
+
+def named_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any, Any, tuple[Any, ...]]]:
+    """Walks the arrays of a tree in jax's order, boxes opened.
+
+    Args:
+        tree: any pytree.
+
+    Yields:
+        (names along the path, array, box or None, key path) for every leaf.
+    """
+    for key_path, node in tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]:
+        if not is_box(node):
+            yield key_names(key_path), node, None, key_path
+            continue
+        inner = tree_util.tree_flatten_with_path(node)[0]
+        for inner_path, leaf in inner:
+            suffix = key_names(inner_path) if len(inner) > 1 else ()
+            yield key_names(key_path) + suffix, leaf, node, key_path
+
+
+def views(params: Any) -> dict[str, Leaf]:
+    """Returns every parameter's `Leaf` by its path, in jax's order.
+
+    Args:
+        params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+        A dict from "/"-joined path to `Leaf`.
+
+    Raises:
+        ValueError: two parameters have the same path.
+        TypeError: a leaf is no array.
+
+    Example:
+        >>> views({"blocks": {"w": np.zeros((4, 8, 8)), "b": np.zeros((4, 8))}})["blocks/w"].layers
+        1
+    """
+    found: dict[str, Leaf] = {}
+    for names, leaf, box, key_path in named_leaves(params):
+        path = "/".join(names)
+        if path in found:
+            raise ValueError(f"two parameters have the path {path!r}: rename one, so that a rule can tell them apart")
+        shape, dtype = _shape_dtype(path, leaf)
+        axis_names = getattr(box, "names", None)
+        axis_names = axis_names if isinstance(axis_names, tuple) and len(axis_names) == len(shape) else None
+        found[path] = Leaf(shape, dtype, axis_names, "" if box is not None else _holder(params, key_path))
+    return _with_context(found)
+
+
+def _shape_dtype(path: str, leaf: Any) -> tuple[tuple[int, ...], Any]:
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return tuple(leaf.shape), leaf.dtype
+    if isinstance(leaf, (bool, int, float, complex)):
+        return (), np.asarray(leaf).dtype
+    raise TypeError(
+        f"parameter {path!r} is {leaf!r}, no array. Pass the arrays alone; of an Equinox model they are "
+        "eqx.filter(model, eqx.is_inexact_array)"
+    )
+
+
+def _holder(tree: Any, key_path: tuple[Any, ...]) -> str:
+    """Returns the class name of the object whose attribute the leaf is."""
+    if not key_path or not isinstance(key_path[-1], jax.tree_util.GetAttrKey):
+        return ""
+    node = tree
+    for entry in key_path[:-1]:
+        key = _key(entry)
+        try:
+            node = getattr(node, key) if isinstance(entry, jax.tree_util.GetAttrKey) else node[key]
+        except (AttributeError, KeyError, IndexError, TypeError):
+            return ""
+    return type(node).__name__
+
+
+def _with_context(found: dict[str, Leaf]) -> dict[str, Leaf]:
+    """Adds to each leaf what stands around it, and then the layer axes that this shows."""
+    children: dict[str, set[str]] = {}
+    for path in found:
+        for prefix, name in _prefixes(path):
+            children.setdefault(prefix, set()).add(name)
+    for path, leaf in found.items():
+        parts = path.split("/")
+        siblings = frozenset(children["/".join(parts[: module_depth(parts) - 1])])
+        beside = frozenset(children["/".join(parts[:-1])])
+        found[path] = dataclasses.replace(leaf, siblings=siblings, beside=beside)
+    groups: dict[str, dict[str, Leaf]] = {}
+    for path, leaf in found.items():
+        for prefix, _ in _prefixes(path):
+            groups.setdefault(prefix, {})[path] = leaf
+    stacks = {prefix: _stack(group) for prefix, group in groups.items()}
+    layers = {path: _layers(path, leaf, groups, stacks) for path, leaf in found.items()}
+    return {
+        path: dataclasses.replace(leaf, layers=layers[path][0], doubt=layers[path][1]) for path, leaf in found.items()
+    }
+
+
+def _prefixes(path: str) -> list[tuple[str, str]]:
+    """Returns, for every container above a leaf, its path and the name of the child that leads to the leaf."""
+    parts = path.split("/")
+    return [("/".join(parts[:depth]), part) for depth, part in enumerate(parts)]
+
+
+def module_depth(parts: list[str]) -> int:
+    """Returns how many parts name the layer itself: all but a generic last one such as "kernel"."""
+    generic = parts[-1].lower() in {"kernel", "w", "weight", "weights", "bias", "b", "scale", "embedding", "embeddings"}
+    return max(1, len(parts) - 1) if generic else len(parts)
+
+
+def is_vector(path: str, leaf: Leaf) -> bool:
+    """Whether an unstacked parameter of this name has one axis: biases and norms, but not attention's (heads, size)."""
+    parts = path.split("/")
+    module = parts[-2] if len(parts) > 1 else ""
+    last = words(parts[-1])
+    if module.lower() in QUERIES:
+        return False
+    return bool(
+        _VECTORS.intersection(last)
+        or is_short_bias(parts, leaf)
+        or _NORMS.intersection(last + words(module) + words(leaf.holder))
+    )
+
+
+def is_short_bias(parts: list[str], leaf: Leaf) -> bool:
+    """Whether a last part "b", "b1", "bq", "b_out" is a bias: where the tree is known, only beside its "w"."""
+    last = parts[-1].lower()
+    if not re.fullmatch(r"b(\d+|[qkvo])?|b_.*", last):
+        return False
+    return f"w{last[1:]}" in {name.lower() for name in leaf.beside} if leaf.beside else len(parts) > 1
+
+
+def is_norm(*parts: str) -> bool:
+    """Whether one of the parts names a normalisation."""
+    return any(_NORMS.intersection(words(part)) for part in parts)
+
+
+def stack_depth(parts: list[str]) -> int | None:
+    """Returns how many parts lead to the last name that says that layers are stacked below it, or None."""
+    for depth in range(len(parts), 0, -1):
+        if _is_stack(parts[depth - 1]) and not (depth < len(parts) and is_index(parts[depth])):
+            return depth
+    return None
+
+
+def _is_stack(part: str) -> bool:
+    found = set(words(part))
+    return found == {"h"} or bool(found & _STACKS and (found & _ALWAYS or not part[-1:].isdigit()))
+
+
+def is_index(part: str) -> bool:
+    """Whether a part counts layers: "0", "layer_3", "Block_0"."""
+    found = set(words(part))
+    return part[-1:].isdigit() and found <= _UNITS and not found & _ALWAYS
+
+
+def block_depth(parts: list[str]) -> int:
+    """Returns how many parts lead into the innermost layer: past "blocks", "blocks/0", "TransformerBlock_0"."""
+    for depth in range(len(parts) - 1, 0, -1):
+        found = set(words(parts[depth - 1]))
+        if _is_stack(parts[depth - 1]) or (parts[depth - 1][-1:].isdigit() and found & _UNITS):
+            return depth
+        if not found and depth > 1 and set(words(parts[depth - 2])) & _UNITS:
+            return depth
+    return 0
+
+
+def _stack(group: dict[str, Leaf]) -> tuple[int | None, str] | None:
+    """Reads the layer axes in front of a group off its biases and norms: (count, doubt), or None without evidence."""
+    vectors = [leaf for path, leaf in group.items() if leaf.ndim and is_vector(path, leaf)]
+    depths = {leaf.ndim - 1 for leaf in vectors}
+    if not depths or (len(depths) > 1 and 0 in depths):
+        return None
+    for count in range(min(depths), 0, -1):
+        if not _disagreement(group, count):
+            return count, ""
+    return (None, _disagreement(group, 1)) if min(depths) else (0, "")
+
+
+def _disagreement(group: dict[str, Leaf], count: int) -> str:
+    """Returns "" if all leaves of a group begin with the same `count` sizes, else a sentence naming two that do not."""
+    heads: dict[tuple[int, ...], str] = {}
+    for path, leaf in group.items():
+        heads.setdefault(leaf.shape[:count], path)
+    if len(heads) < 2:
+        return ""
+    (one, two), paths = list(heads)[:2], list(heads.values())
+    return f"it looks stacked, but not in front ({paths[0]!r} begins with {one}, {paths[1]!r} with {two})"
+
+
+def _layers(path: str, leaf: Leaf, groups: Any, stacks: Any) -> tuple[int | None, str]:
+    """Reads the number of layer axes in front of a parameter off the nearest module with a bias or a norm."""
+    parts = path.split("/")
+    root = stack_depth(parts)
+    for depth in range(len(parts) - 1, (root or 0) - 1, -1):
+        prefix = "/".join(parts[:depth])
+        if stacks[prefix] is None:
+            continue
+        count, doubt = stacks[prefix]
+        if doubt and root is None and depth < len(parts) - 1:
+            return None, ""
+        doubt = doubt or _against_bias(path, leaf, groups[prefix], count)
+        return (None if doubt else count), doubt
+    group = groups.get("/".join(parts[:root]), {}) if root else {}
+    if all(other.ndim < 3 for other in group.values()):
+        return None, ""
+    doubt = _disagreement(group, 1)
+    return (None if doubt else 1), doubt
+
+
+def _against_bias(path: str, leaf: Leaf, group: dict[str, Leaf], count: int) -> str:
+    """Returns why the module's own bias contradicts `count` layer axes in front of its weight, else ""."""
+    parent, _, name = path.rpartition("/")
+    bias = group.get(f"{parent}/bias", group.get(f"{parent}/b"))
+    if not count or bias is None or bias.ndim >= leaf.ndim:
+        return ""
+    own, rest = bias.shape[count:], leaf.shape[count:]
+    outputs = rest[: len(own)] if "weight" in words(name) else rest[len(rest) - len(own) :]
+    return "" if own == outputs else f"it looks stacked, but not in front (its bias has shape {bias.shape})"
