@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Newton-Schulz against the reference and against what its polynomial does to a known spectrum."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from normpre_optax.linalg.newton_schulz import COEFFICIENTS, newton_schulz
+from tests import reference
+
+SHAPES = [(4, 9), (9, 4), (6, 6), (1, 5), (5, 1), (1, 1), (16, 64)]
+EPS32 = float(np.finfo(np.float32).eps)
+HEADROOM = {"muon": 1.0, "you": 1.0, "polar_express": 1.02}
+
+
+def gaussian(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def with_spectrum(m, n, singular_values, seed=0):
+    """U diag(s) V^T with random orthonormal U, V."""
+    u, _ = np.linalg.qr(gaussian((m, len(singular_values)), seed))
+    v, _ = np.linalg.qr(gaussian((n, len(singular_values)), seed + 1))
+    return u @ np.diag(singular_values) @ v.T
+
+
+def slope(table):
+    """Largest amplification of a perturbation: the product of the leading coefficients, the slope at zero."""
+    return float(np.prod([a for a, _, _ in table]))
+
+
+def test_the_tables_are_the_published_ones():
+    assert set(COEFFICIENTS) >= set(reference.TABLES)
+    assert next(iter(COEFFICIENTS["muon"])) == reference.MUON
+    assert tuple(map(tuple, COEFFICIENTS["you"])) == reference.YOU
+    assert tuple(map(tuple, COEFFICIENTS["polar_express"])) == reference.POLAR_EXPRESS
+
+
+@pytest.mark.parametrize("name", sorted(reference.TABLES))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_agrees_with_the_reference_in_float64(x64, shape, name):
+    x = gaussian(shape)
+    expected = reference.newton_schulz(x, reference.TABLES[name], HEADROOM[name])
+    # Odd polynomials of singular values have a derivative of at most the slope at zero: 485 for Muon's five steps,
+    # 970 for Polar Express; times a few eps of 2.2e-16.
+    got = newton_schulz(jnp.asarray(x), 5, name)
+    assert np.linalg.norm(got - expected) <= 1e-12
+
+
+@pytest.mark.parametrize("name", sorted(reference.TABLES))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_agrees_with_the_reference_in_float32(shape, name):
+    x = gaussian(shape).astype(np.float32)
+    table = reference.TABLES[name]
+    got = np.asarray(newton_schulz(jnp.asarray(x), 5, name), np.float64)
+    expected = reference.newton_schulz(x.astype(np.float64), table, HEADROOM[name])
+    # The start has norm one and carries a few eps of rounding, amplified by the slope at zero.
+    assert np.linalg.norm(got - expected) <= 4 * slope(table) * EPS32
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5, 8])
+def test_counts_its_steps(x64, steps):
+    x = gaussian((4, 7))
+    expected = reference.newton_schulz(x, (reference.MUON,) * steps)
+    np.testing.assert_allclose(newton_schulz(jnp.asarray(x), steps), expected, atol=1e-11)
+
+
+def test_a_table_is_cut_or_continued_with_its_last_triple(x64):
+    x = jnp.asarray(gaussian((4, 7)))
+    short = reference.newton_schulz(np.asarray(x), reference.YOU[:3])
+    long = reference.newton_schulz(np.asarray(x), reference.YOU + reference.YOU[-1:] * 2)
+    np.testing.assert_allclose(newton_schulz(x, 3, "you"), short, atol=1e-12)
+    np.testing.assert_allclose(newton_schulz(x, 7, "you"), long, atol=1e-12)
+
+
+def test_accepts_one_triple_and_a_list_of_triples(x64):
+    x = gaussian((4, 7))
+    cubic = (1.5, -0.5, 0.0)
+    expected = reference.newton_schulz(x, (cubic,) * 4)
+    np.testing.assert_allclose(newton_schulz(jnp.asarray(x), 4, cubic), expected, atol=1e-12)
+    two = (cubic, reference.MUON)
+    expected = reference.newton_schulz(x, two)
+    np.testing.assert_allclose(newton_schulz(jnp.asarray(x), 2, two), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (12, 5), (5, 5)])
+def test_does_to_singular_values_what_the_polynomial_says(x64, shape):
+    s = np.array([0.8, 0.5, 0.3, 0.1, 0.01])
+    s = s / np.linalg.norm(s)
+    x = with_spectrum(*shape, s)
+    got = np.linalg.svd(newton_schulz(jnp.asarray(x)), compute_uv=False)
+    np.testing.assert_allclose(got, np.sort(np.abs(reference.newton_schulz_scalar(s)))[::-1], atol=1e-12)
+
+
+def test_large_enough_singular_values_land_in_the_band():
+    """Between 0.0052 and 1 (of Frobenius norm one) Muon's five steps reach 0.68 to 1.14; a fine grid shows it."""
+    image = reference.newton_schulz_scalar(np.geomspace(0.0052, 1.0, 100_001))
+    assert 0.68 < image.min() < 0.69
+    assert 1.13 < image.max() < 1.14
+    spectrum = np.array([1.0, 0.7, 0.2, 0.05, 0.01])
+    assert spectrum.min() / np.linalg.norm(spectrum) > 0.0052
+    x = with_spectrum(5, 9, spectrum)
+    got = np.linalg.svd(np.asarray(newton_schulz(jnp.asarray(x, jnp.float32))), compute_uv=False)
+    assert got.min() > 0.68
+    assert got.max() < 1.14
+
+
+@pytest.mark.parametrize("shape", [(4, 9), (6, 6)])
+def test_commutes_with_transposition(shape):
+    x = jnp.asarray(gaussian(shape), jnp.float32)
+    difference = newton_schulz(x).T - newton_schulz(x.T)
+    assert np.linalg.norm(difference) <= 4 * slope(reference.TABLES["muon"]) * EPS32
+
+
+@pytest.mark.parametrize("scale", [1e-33, 1e-20, 1e20, 1e37])
+def test_does_not_see_the_scale_of_its_input(scale):
+    x = jnp.asarray(gaussian((4, 9)), jnp.float32)
+    difference = newton_schulz(x * jnp.float32(scale)) - newton_schulz(x)
+    assert np.linalg.norm(difference) <= 4 * slope(reference.TABLES["muon"]) * EPS32
+
+
+def test_zero_stays_zero_and_a_bad_matrix_spoils_no_neighbour():
+    x = gaussian((3, 4, 6)).astype(np.float32)
+    x[1] = 0
+    clean = np.asarray(newton_schulz(jnp.asarray(x)))
+    assert not clean[1].any()
+    bad = x.copy()
+    bad[0, 2, 2] = np.nan
+    out = np.asarray(newton_schulz(jnp.asarray(bad)))
+    assert np.isnan(out[0]).any()
+    np.testing.assert_array_equal(out[1:], clean[1:])
+
+
+def test_bfloat16_products_stay_near_the_float32_result():
+    x = gaussian((16, 24)).astype(np.float32)
+    exact = reference.newton_schulz(x.astype(np.float64))
+    low = np.asarray(newton_schulz(jnp.asarray(x), compute_dtype=jnp.bfloat16), np.float64)
+    # One bfloat16 rounding is 2^-9 relative. Where the slope is steep (485 at zero) it becomes of order one for the
+    # smallest modes; those in the band see a slope of a few. PERFORMANCE measured 5e-4 to 8e-3 in the products alone;
+    # a tenth of the norm is what five steps of rounding to 8 bits leave, and it is more than 1e-4, so it did round.
+    relative = np.linalg.norm(low - exact) / np.linalg.norm(exact)
+    assert 1e-4 < relative < 0.1
+
+
+@pytest.mark.parametrize("bad", ["muno", (1.0, 2.0), ((1.0, 2.0, 3.0), (1.0,)), ()])
+def test_a_table_that_is_none_is_refused(bad):
+    with pytest.raises(ValueError, match="coefficients"):
+        newton_schulz(jnp.ones((2, 2)), 5, bad)

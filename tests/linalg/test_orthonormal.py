@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cholesky-QR: an orthonormal basis of the right span, for every condition number that float32 can hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from normpre_optax.linalg import orthonormal
+
+# Compiled whole: run eagerly, the inner loop would compile anew at every call.
+inverse_cholesky = jax.jit(orthonormal.inverse_cholesky)
+orthonormal_columns = jax.jit(orthonormal.orthonormal_columns)
+
+EPS32 = float(np.finfo(np.float32).eps)
+
+
+def gaussian(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def with_condition(m, k, condition):
+    u, _ = np.linalg.qr(gaussian((m, k)))
+    v, _ = np.linalg.qr(gaussian((k, k), 1))
+    return u * np.geomspace(1, 1 / condition, k) @ v.T, u
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 40])
+def test_inverse_cholesky_inverts_numpys_factor(x64, size):
+    a = gaussian((3, size, size + 2))
+    g = a @ np.swapaxes(a, -1, -2)
+    expected = np.linalg.inv(np.linalg.cholesky(g))
+    # Backward stable: relative to the factor's norm, eps times the condition number of g, here below 1e5.
+    assert np.linalg.cond(g).max() < 1e5
+    np.testing.assert_allclose(inverse_cholesky(jnp.asarray(g)), expected, atol=1e-10 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("condition", [1.0, 1e2, 1e4, 1e6])
+@pytest.mark.parametrize("shape", [(40, 12), (12, 12), (9, 1)])
+def test_spans_the_columns_it_was_given(shape, condition):
+    m, k = shape
+    y, u = with_condition(m, k, condition)
+    q = np.asarray(orthonormal_columns(jnp.asarray(y, jnp.float32)), np.float64)
+    # Three passes bring Q^T Q to the identity within a few eps times the number of columns.
+    np.testing.assert_allclose(q.T @ q, np.eye(k), atol=4 * k * EPS32 + 1e-6)
+    # The float32 copy of y has lost directions of relative length eps; what is left spans u up to eps * condition.
+    outside = q - u @ (u.T @ q)
+    assert np.linalg.norm(outside, 2) <= 8 * k * EPS32 * condition
+
+
+def test_rank_deficient_input_gives_an_orthonormal_basis_of_its_range():
+    u, _ = np.linalg.qr(gaussian((20, 3)))
+    y = u @ gaussian((3, 8), 1)  # rank 3 in 8 columns
+    q = np.asarray(orthonormal_columns(jnp.asarray(y, jnp.float32)), np.float64)
+    assert np.isfinite(q).all()
+    # No direction is counted twice, and the range is there: the projector onto it survives Q Q^T.
+    assert np.linalg.norm(q, 2) <= 1 + 1e-3
+    assert np.linalg.norm(u - q @ (q.T @ u), 2) <= 1e-3
+
+
+def test_zero_and_bad_input():
+    assert not np.any(orthonormal_columns(jnp.zeros((6, 3))))
+    y = gaussian((3, 6, 2)).astype(np.float32)
+    clean = np.asarray(orthonormal_columns(jnp.asarray(y)))
+    y[1, 0, 0] = np.nan
+    q = np.asarray(orthonormal_columns(jnp.asarray(y)))
+    assert np.isnan(q[1]).any()
+    np.testing.assert_array_equal(q[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_does_not_see_the_scale(scale):
+    y = jnp.asarray(gaussian((10, 4)), jnp.float32)
+    np.testing.assert_allclose(orthonormal_columns(y * jnp.float32(scale)), orthonormal_columns(y), atol=1e-5)
+
+
+def test_a_stack_is_a_loop_under_vmap_too():
+    y = jnp.asarray(gaussian((3, 10, 4)), jnp.float32)
+    one_by_one = np.stack([orthonormal_columns(x) for x in y])
+    np.testing.assert_allclose(orthonormal_columns(y), one_by_one, atol=1e-6)
+    np.testing.assert_allclose(jax.vmap(orthonormal_columns)(y), one_by_one, atol=1e-6)

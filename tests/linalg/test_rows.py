@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row norms, unit rows and the tangent stage against the reference, and at the edges of the number range."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from normpre_optax.linalg.rows import row_norms, tangent_rows, unit_rows
+from tests import reference
+
+SHAPES = [(3, 8), (8, 3), (5, 5), (1, 6), (6, 1), (1, 1)]
+MODES = ["relaxed", "bounded", "strict", "none"]
+EPS32 = float(np.finfo(np.float32).eps)
+EPS64 = float(np.finfo(np.float64).eps)
+
+
+def gaussian(shape, seed=0, scale=1.0):
+    return scale * np.random.default_rng(seed).standard_normal(shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_row_norms_and_unit_rows_agree_with_the_reference(x64, shape):
+    x = gaussian(shape)
+    # A sum of n squares, a root and a division: n + 3 roundings at the very most.
+    np.testing.assert_allclose(row_norms(jnp.asarray(x)), reference.row_norms(x), rtol=16 * EPS64)
+    np.testing.assert_allclose(unit_rows(jnp.asarray(x)), reference.unit_rows(x), rtol=16 * EPS64)
+
+
+@pytest.mark.parametrize("scale", [1e-35, 1e-30, 1e-20, 1.0, 1e20, 1e30, 1e37])
+def test_rows_are_measured_where_their_squares_leave_float32(scale):
+    # Entries of 0.1 to 1 times the scale: all normal numbers (above 1.2e-38), which XLA's CPU code never flushes.
+    x = np.random.default_rng(0).uniform(0.1, 1, (4, 7)).astype(np.float32)
+    rows = jnp.asarray(x * np.float32(scale))
+    exact = np.asarray(rows, np.float64)
+    np.testing.assert_allclose(row_norms(rows), reference.row_norms(exact), rtol=8 * EPS32)
+    np.testing.assert_allclose(unit_rows(rows), reference.unit_rows(exact), rtol=8 * EPS32)
+
+
+def test_rows_of_very_different_length_do_not_see_each_other():
+    x = gaussian((3, 5))
+    scaled = x * np.array([[1e-30], [1.0], [1e30]])
+    np.testing.assert_allclose(unit_rows(jnp.asarray(scaled, jnp.float32)), reference.unit_rows(x), rtol=8 * EPS32)
+
+
+def test_zero_rows_stay_zero_and_bad_rows_stay_visible():
+    x = jnp.array([[0.0, 0.0], [jnp.nan, 1.0], [jnp.inf, 1.0], [3.0, 4.0]])
+    out = np.asarray(unit_rows(x))
+    assert (out[0] == 0).all()
+    assert np.isnan(out[1]).all()
+    assert not np.isfinite(out[2]).all()
+    np.testing.assert_allclose(out[3], [0.6, 0.8], rtol=4 * EPS32)
+    assert np.asarray(row_norms(x))[0, 0] == 0
+    assert np.isnan(np.asarray(row_norms(x))[1, 0])
+
+
+@pytest.mark.parametrize("radius", [1.0, 0.5, 3.0])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tangent_agrees_with_the_reference(x64, shape, mode, radius):
+    # Rows of w on both sides of every radius above, so that `bounded` takes both of its branches.
+    m, w = gaussian(shape), np.linspace(0.2, 2.0, shape[0])[:, None] * reference.unit_rows(gaussian(shape, 1))
+    expected = reference.tangent_rows(m, w, mode, radius, EPS64)
+    got = tangent_rows(jnp.asarray(m), jnp.asarray(w), mode, radius)
+    # |x - exact| <= a few eps (|m| + |<m, w> w| / c^2), and the second is at most 16 |m| here (|w| <= 2, c = 1/2).
+    np.testing.assert_allclose(got, expected, rtol=0, atol=64 * 17 * EPS64 * np.abs(m).max())
+
+
+def test_the_bounded_mode_takes_both_branches():
+    m = np.ones((2, 2))
+    w = np.array([[0.5, 0.0], [2.0, 0.0]])
+    # Row 0 keeps 1 - 0.25 of its radial part (1, 0); row 1 keeps none, where `relaxed` would turn it round to -3.
+    np.testing.assert_allclose(tangent_rows(jnp.asarray(m), jnp.asarray(w), "bounded"), [[0.75, 1.0], [0.0, 1.0]])
+    np.testing.assert_allclose(tangent_rows(jnp.asarray(m), jnp.asarray(w), "relaxed"), [[0.75, 1.0], [-3.0, 1.0]])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_zero_weights_leave_the_momentum_alone(mode):
+    m = jnp.asarray(gaussian((4, 6)), jnp.float32)
+    # Dividing by the largest entry and multiplying by it again may cost two roundings.
+    np.testing.assert_allclose(tangent_rows(m, jnp.zeros_like(m), mode), m, rtol=2 * EPS32)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_tangent_commutes_with_the_scale_of_the_momentum(mode, scale):
+    m, w = (jnp.asarray(gaussian((4, 6), seed), jnp.float32) for seed in (0, 1))
+    scaled = tangent_rows(m * jnp.float32(scale), w, mode) / jnp.float32(scale)
+    # |w|^2 is up to about 10 here: 1 + |w|^2 times a few roundings of |m|.
+    np.testing.assert_allclose(scaled, tangent_rows(m, w, mode), rtol=0, atol=50 * EPS32 * float(jnp.abs(m).max()))
+
+
+def test_rounding_noise_of_a_radial_row_counts_as_zero():
+    w = reference.unit_rows(gaussian((64, 16)))
+    m = gaussian((64, 1), 1) * w  # parallel to w: nothing but rounding is left
+    for mode in ("strict", "relaxed", "bounded"):
+        assert not np.any(tangent_rows(jnp.asarray(m, jnp.float32), jnp.asarray(w, jnp.float32), mode))
+
+
+@pytest.mark.parametrize(("size", "zero"), [(2.0, True), (64.0, False)])
+def test_the_line_between_noise_and_signal_is_at_eight_epsilon(size, zero):
+    # m is w plus an orthogonal part of `size` epsilons, all exactly representable.
+    w, m = jnp.array([[1.0, 0.0]]), jnp.array([[1.0, size * EPS32]])
+    assert bool(jnp.all(tangent_rows(m, w, "strict") == 0)) == zero
+
+
+def test_one_bad_row_spoils_no_other():
+    m = gaussian((3, 5)).astype(np.float32)
+    w = gaussian((3, 5), 1).astype(np.float32)
+    bad = m.copy()
+    bad[1, 2] = np.nan
+    for mode in MODES:
+        good, hurt = (np.asarray(tangent_rows(jnp.asarray(x), jnp.asarray(w), mode)) for x in (m, bad))
+        np.testing.assert_array_equal(hurt[[0, 2]], good[[0, 2]])
+        assert np.isnan(hurt[1]).any()
+
+
+def test_stacks_are_loops():
+    m, w = (jnp.asarray(gaussian((2, 3, 4, 5), seed), jnp.float32) for seed in (0, 1))
+    for mode in MODES:
+        out = tangent_rows(m, w, mode)
+        for i in np.ndindex(2, 3):
+            np.testing.assert_allclose(out[i], tangent_rows(m[i], w[i], mode), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(unit_rows(m)[1, 2], unit_rows(m[1, 2]), rtol=4 * EPS32)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clipping and the exact matrix sign: Propositions 1 and 2."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from normpre_optax.linalg.eigenspace import leading_modes_exact
+from normpre_optax.linalg.spectrum import clip_modes, exact_msign
+from tests import reference
+
+EPS32 = float(np.finfo(np.float32).eps)
+
+
+def gaussian(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def unit(shape, seed=0):
+    return reference.unit_rows(gaussian(shape, seed))
+
+
+def clipped(psi, rank):
+    return np.asarray(clip_modes(jnp.asarray(psi), leading_modes_exact(jnp.asarray(psi), rank)), np.float64)
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (6, 6), (1, 4)])
+def test_at_full_rank_it_is_the_projection_of_proposition_1(x64, shape):
+    psi = unit(shape)
+    got = clipped(psi, min(shape))
+    np.testing.assert_allclose(got, reference.projection_on_unit_ball(psi), atol=1e-12)
+    assert np.linalg.norm(got, 2) <= 1 + 1e-12
+
+
+def test_no_other_matrix_of_the_unit_ball_is_nearer(x64):
+    psi, random = 1.5 * unit((5, 9)), np.random.default_rng(1)
+    best = clipped(psi, 5)
+    value = reference.proposition_1_objective(best, psi)
+    for size in (1e-3, 1e-2, 0.1, 1.0):
+        for _ in range(50):
+            other = reference.projection_on_unit_ball(best + size * random.standard_normal(psi.shape))
+            assert reference.proposition_1_objective(other, psi) >= value - 1e-12
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_at_rank_r_it_reaches_the_optimum_of_proposition_2(x64, rank):
+    psi = 3 * unit((5, 9))  # four modes above one, one below
+    delta = (clipped(psi, rank) - psi) @ np.linalg.pinv(psi)
+    assert np.linalg.matrix_rank(delta, tol=1e-10) <= rank
+    value = reference.proposition_2_objective(delta, psi)
+    assert value == pytest.approx(reference.proposition_2_optimum(psi, rank), abs=1e-12)
+    random = np.random.default_rng(2)
+    u, s, vt = np.linalg.svd(delta)
+    for size in (1e-3, 1e-2, 0.1, 1.0):
+        for _ in range(50):
+            u2, s2, vt2 = np.linalg.svd(delta + size * random.standard_normal(delta.shape))
+            other = (u2[:, :rank] * s2[:rank]) @ vt2[:rank]
+            assert reference.proposition_2_objective(other, psi) >= value - 1e-12
+    # Dropping or moving the weakest of the selected modes is worse, so the test above can fail.
+    worse = (u[:, : rank - 1] * s[: rank - 1]) @ vt[: rank - 1]
+    assert reference.proposition_2_objective(worse, psi) > value + 1e-3
+
+
+def test_modes_below_one_are_left_alone_bit_for_bit():
+    psi = jnp.asarray(0.4 * unit((3, 30)), jnp.float32)  # nearly orthogonal rows of length 0.4
+    assert np.linalg.norm(psi, 2) < 1
+    np.testing.assert_array_equal(clip_modes(psi, leading_modes_exact(psi, 3)), psi)
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (12, 5), (6, 6), (1, 4), (4, 1), (1, 1)])
+def test_msign_agrees_with_the_reference(x64, shape):
+    x = gaussian(shape)
+    # The condition of U V^T is 1 / sigma_min: at most 100 for these, times a few eps.
+    assert np.linalg.svd(x, compute_uv=False).min() > 0.01
+    np.testing.assert_allclose(exact_msign(jnp.asarray(x)), reference.msign(x), atol=1e-12)
+
+
+def test_msign_of_rank_deficient_and_zero_matrices():
+    u, _ = np.linalg.qr(gaussian((6, 2)))
+    v, _ = np.linalg.qr(gaussian((9, 2), 1))
+    x = u @ np.diag([3.0, 1e-2]) @ v.T
+    np.testing.assert_allclose(exact_msign(jnp.asarray(x, jnp.float32)), u @ v.T, atol=4 * 300 * EPS32)
+    assert not np.any(exact_msign(jnp.zeros((3, 4))))
+
+
+def test_msign_of_a_bad_matrix_spoils_no_neighbour():
+    x = gaussian((3, 4, 6)).astype(np.float32)
+    clean = np.asarray(exact_msign(jnp.asarray(x)))
+    x[1, 0, 0] = np.nan
+    hurt = np.asarray(exact_msign(jnp.asarray(x)))
+    assert np.isnan(hurt[1]).any()
+    np.testing.assert_allclose(hurt[[0, 2]], clean[[0, 2]], atol=4 * EPS32)

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The algorithms once more, in NumPy float64, transcribed from the paper line by line: the oracle of the tests.
+
+It shares no code with the package and takes no short cut: matrices one at a time, dense eigendecompositions on the
+active side, a plain QR, plain powers. Matrices are (out, in) = (m, n), as in the paper. Where the paper is silent
+(first orientation, zero rows, tangent modes, the sketch's side) it follows ``docs/design.md``.
+"""
+
+import dataclasses
+
+import numpy as np
+
+Array = np.ndarray
+
+
+# Marginal scale: Section 2.2 and "Relaxed Tangent Momentum" of Section 3.1.
+
+
+def row_norms(x: Array) -> Array:
+    """||x_i||_2 as a column."""
+    return np.sqrt(np.sum(np.square(x), axis=1, keepdims=True))
+
+
+def unit_rows(x: Array) -> Array:
+    """Psi = Diag(diag(X X^T))^(-1/2) X; the inverse of a zero row's norm is taken as zero."""
+    norms = row_norms(x)
+    return np.divide(x, norms, out=np.zeros_like(x), where=norms != 0)
+
+
+def tangent_rows(m: Array, w: Array, mode: str = "relaxed", radius: float = 1.0, eps: float = 0.0) -> Array:
+    """X from momentum m and weights w; eps is the machine epsilon of the implementation under test.
+
+    Each row is split as m = tangent + radial with radial = <m, w> w / ||w||^2, and the mode says how much of the
+    radial part stays: 1 - ||w||^2 / c^2 (relaxed), the same but not below 0 (bounded), nothing (strict), all (none).
+    """
+    if mode == "none":
+        return m.copy()
+    squares = np.square(row_norms(w))
+    dots = np.sum(m * w, axis=1, keepdims=True)
+    radial = np.divide(dots * w, squares, out=np.zeros_like(m), where=squares != 0)
+    kept = {
+        "relaxed": 1 - squares / radius**2,
+        "bounded": np.maximum(0, 1 - squares / radius**2),
+        "strict": np.zeros_like(squares),
+    }[mode]
+    x = (m - radial) + kept * radial
+    return np.where(row_norms(x) <= 8 * eps * row_norms(m), 0.0, x)
+
+
+# Spectral stage: Sections 2.3 and 3.2, Algorithm 2, Propositions 1 and 2.
+
+MUON = (3.4445, -4.7750, 2.0315)
+YOU = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+TABLES = {"muon": (MUON,) * 5, "you": YOU, "polar_express": POLAR_EXPRESS}
+
+
+def newton_schulz(x: Array, table: tuple = TABLES["muon"], headroom: float = 1.0) -> Array:
+    """X / (headroom ||X||_F), then one odd polynomial per triple: X <- a X + (b A + c A A) X, A = X X^T.
+
+    The family's additive 1e-7 under the norm is left out: it would break the scale invariance that we promise.
+    """
+    norm = np.sqrt(np.sum(np.square(x)))
+    if norm == 0:
+        return np.zeros_like(x)
+    transposed = x.shape[0] > x.shape[1]
+    y = (x.T if transposed else x) / (headroom * norm)
+    for a, b, c in table:
+        gram = y @ y.T
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    return y.T if transposed else y
+
+
+def newton_schulz_scalar(s: Array, table: tuple = TABLES["muon"]) -> Array:
+    """What the iteration does to a singular value s of a matrix of Frobenius norm one."""
+    for a, b, c in table:
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+def newton_schulz_lipschitz(s: Array, table: tuple = TABLES["muon"]) -> float:
+    """How far the iteration can carry a unit perturbation of a matrix with singular values s, to first order.
+
+    The largest of the divided differences of the odd polynomial f over plus and minus the singular values and zero
+    (those of f at s and -s are f(s) / s): 485 where all are tiny, about 20 where the smallest is a twentieth.
+    """
+    points = np.concatenate([s, -s, [0.0], s * (1 + 1e-6)])
+    image = newton_schulz_scalar(points, table)
+    gaps = points[:, None] - points[None, :]
+    apart = np.abs(gaps) > 1e-12
+    return float(np.abs((image[:, None] - image[None, :])[apart] / gaps[apart]).max())
+
+
+def msign(x: Array) -> Array:
+    """U V^T over the nonzero singular values."""
+    u, s, vt = np.linalg.svd(x, full_matrices=False)
+    keep = s > max(x.shape) * np.finfo(np.float64).eps * s.max(initial=0.0)
+    return (u * keep) @ vt
+
+
+def active_modes(gamma: Array, rank: int) -> tuple[Array, Array]:
+    """(U_C, Lambda_C): the at most ``rank`` largest eigenpairs of gamma with eigenvalue above one."""
+    values, vectors = np.linalg.eigh(gamma)
+    order = np.argsort(values)[::-1][:rank]
+    order = order[values[order] > 1]
+    return vectors[:, order], values[order]
+
+
+def local_preconditioner(u: Array, values: Array) -> Array:
+    """P = I + U (Lambda^(-1/2) - I) U^T."""
+    return np.eye(u.shape[0]) + u @ np.diag(values**-0.5 - 1) @ u.T
+
+
+def precondition_exact(psi: Array, rank: int) -> Array:
+    """T^L = P^L Psi with the eigenvectors of Psi Psi^T."""
+    return local_preconditioner(*active_modes(psi @ psi.T, rank)) @ psi
+
+
+def interaction_sketch(psi: Array, omega: Array, rank: int, power_iterations: int) -> tuple[Array, Array]:
+    """Algorithm 2, with its Gaussian draws given: (U_C, Lambda_C)."""
+    y = psi @ omega
+    for _ in range(power_iterations):
+        y = psi @ (psi.T @ y)
+    q, _ = np.linalg.qr(y)
+    b = q.T @ psi
+    z, values = active_modes(b @ b.T, rank)
+    return q @ z, values
+
+
+def precondition_sketch(psi: Array, omega: Array, rank: int, power_iterations: int) -> Array:
+    """T^L with the sketched modes, on the shorter side (rows when square); omega is (longer side, l)."""
+    if psi.shape[0] > psi.shape[1]:
+        return precondition_sketch(psi.T, omega, rank, power_iterations).T
+    return local_preconditioner(*interaction_sketch(psi, omega, rank, power_iterations)) @ psi
+
+
+def projection_on_unit_ball(psi: Array) -> Array:
+    """Proposition 1: all singular values above one become one."""
+    u, s, vt = np.linalg.svd(psi, full_matrices=False)
+    return (u * np.minimum(s, 1)) @ vt
+
+
+def proposition_1_objective(t: Array, psi: Array) -> float:
+    """||T - Psi||_F^2 / 2, to be minimised over ||T||_op <= 1."""
+    return float(0.5 * np.sum(np.square(t - psi)))
+
+
+def proposition_2_objective(delta: Array, psi: Array) -> float:
+    """||(Delta - Delta_A) Psi||_F^2 / 2, to be minimised over rank(Delta) <= r; Delta_A is the full clipping."""
+    u, values = active_modes(psi @ psi.T, psi.shape[0])
+    full = local_preconditioner(u, values) - np.eye(psi.shape[0])
+    return float(0.5 * np.sum(np.square((delta - full) @ psi)))
+
+
+def proposition_2_optimum(psi: Array, rank: int) -> float:
+    """Eckart-Young: half the squared singular values (sigma_i - 1) of the refinement that no rank-r matrix reaches."""
+    excess = np.maximum(np.linalg.svd(psi, compute_uv=False) - 1, 0)
+    return float(0.5 * np.sum(np.square(excess[rank:])))
+
+
+# Scale.
+
+
+def root_mean_square(t: Array) -> float:
+    """RMS(T) = ||T||_F / sqrt(m n)."""
+    return float(np.sqrt(np.sum(np.square(t)) / t.size))
+
+
+def scale_to_rms(t: Array, rms: float | None = 0.2) -> Array:
+    """rms T / RMS(T); zero stays zero, None changes nothing."""
+    if rms is None:
+        return t
+    measured = root_mean_square(t)
+    return np.zeros_like(t) if measured == 0 else rms * t / measured
+
+
+# Algorithm 1.
+
+
+@dataclasses.dataclass(frozen=True)
+class NormPre:
+    """One step of Algorithm 1 as a pure function of the weights, the momentum and the step number.
+
+    ``stage``: "newton_schulz" (G), "msign" (G, exact), "exact" (L) or "sketch" (L, needs omega).
+    """
+
+    stage: str
+    orientation: str = "alternating"
+    tangent: str = "relaxed"
+    radius: float = 1.0
+    momentum: float = 0.95
+    rms: float | None = 0.2
+    rank: int = 32
+    power_iterations: int = 1
+    table: tuple = TABLES["muon"]
+    headroom: float = 1.0
+    eps: float = 0.0
+
+    def normalised(self, m: Array, w: Array, step: int) -> Array:
+        """Psi_t, in the parameter's own layout; step counts from 0 and step 0 is row-oriented."""
+
+        def on_rows(m: Array, w: Array) -> Array:
+            return unit_rows(tangent_rows(m, w, self.tangent, self.radius, self.eps))
+
+        def on_columns(m: Array, w: Array) -> Array:
+            return on_rows(m.T, w.T).T
+
+        if self.orientation == "both":
+            return on_columns(on_rows(m, w), w)
+        columns = self.orientation == "columns" or (self.orientation == "alternating" and step % 2 == 1)
+        return on_columns(m, w) if columns else on_rows(m, w)
+
+    def preconditioned(self, psi: Array, omega: Array | None = None) -> Array:
+        """T_t."""
+        if self.stage == "newton_schulz":
+            return newton_schulz(psi, self.table, self.headroom)
+        if self.stage == "msign":
+            return msign(psi)
+        if self.stage == "exact":
+            return precondition_exact(psi, self.rank)
+        assert self.stage == "sketch"
+        assert omega is not None
+        return precondition_sketch(psi, omega, self.rank, self.power_iterations)
+
+    def accumulate(self, trace: Array, g: Array) -> Array:
+        """M_t = mu M_(t-1) + G_t."""
+        return self.momentum * trace + g
+
+    def direction(self, m: Array, w: Array, step: int, omega: Array | None = None) -> Array:
+        """R(T_t): what the learning rate multiplies, before weight decay."""
+        return scale_to_rms(self.preconditioned(self.normalised(m, w, step), omega), self.rms)
+
+
+def decoupled_step(w: Array, direction: Array, learning_rate: float, weight_decay: float) -> Array:
+    """W_(t+1) = W_t - eta (R(T_t) + wd W_t)."""
+    return w - learning_rate * (direction + weight_decay * w)
+
+
+# Relatives.
+
+
+@dataclasses.dataclass(frozen=True)
+class Muon:
+    """Muon, in the conventions of Keller Jordan and of Moonlight."""
+
+    convention: str = "moonlight"
+    nesterov: bool = True
+    momentum: float = 0.95
+    table: tuple = TABLES["muon"]
+
+    def accumulate(self, trace: Array, g: Array) -> Array:
+        if self.convention == "keller":
+            return self.momentum * trace + (1 - self.momentum) * g
+        return self.momentum * trace + g
+
+    def direction(self, trace: Array, g: Array) -> Array:
+        """From the accumulated trace and the gradient of this step."""
+        m, n = g.shape
+        if self.convention == "keller":
+            signal = (1 - self.momentum) * g + self.momentum * trace if self.nesterov else trace
+            return max(1, m / n) ** 0.5 * newton_schulz(signal, self.table)
+        signal = g + self.momentum * trace if self.nesterov else trace
+        return 0.2 * max(m, n) ** 0.5 * newton_schulz(signal, self.table)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mano:
+    """MANO, official versions 1 (unit weights in the projection) and 2 (raw weights)."""
+
+    version: int = 1
+    nesterov: bool = False
+    momentum: float = 0.95
+    eps: float = 1e-8
+
+    def accumulate(self, trace: Array, g: Array) -> Array:
+        return self.momentum * trace + g
+
+    def direction(self, trace: Array, g: Array, w: Array, step: int) -> Array:
+        axis = step % 2  # sums run along this axis of (out, in): columns on even steps
+        signal = g + self.momentum * trace if self.nesterov else trace
+
+        def length(x: Array) -> Array:
+            return np.sqrt(np.sum(np.square(x), axis=axis, keepdims=True))
+
+        along = w / np.maximum(length(w), self.eps) if self.version == 1 else w
+        x = signal - np.sum(signal * along, axis=axis, keepdims=True) * along
+        unit = x / np.maximum(length(x), self.eps) if self.version == 1 else x / (length(x) + self.eps)
+        return 0.2 * g.shape[axis] ** 0.5 * unit

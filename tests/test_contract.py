@@ -1,0 +1,518 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract that every public optimizer keeps with optax and JAX: one table of optimizers, one table of promises.
+
+Most promises are checked with `jax.disable_jit`, operation by operation, because a compilation per promise, optimizer
+and dtype would take minutes; compiled and uncompiled updates are held to be equal once for each.
+"""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import normpre_optax as npo
+from tests import cases
+from tests.cases import updater
+
+FACTORIES = {
+    "normpre_g": npo.normpre_g,
+    "normpre_l-sketch": functools.partial(npo.normpre_l, rank=1, oversample=1),
+    "normpre_l-exact": functools.partial(npo.normpre_l, rank=2, method="exact"),
+    "normpre": functools.partial(npo.normpre, precondition=optax.identity()),
+    "muon-moonlight": npo.muon,
+    "muon-keller": functools.partial(npo.muon, convention="keller"),
+    "mano-1": npo.mano,
+    "mano-2": functools.partial(npo.mano, version=2),
+}
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+every_optimizer = pytest.mark.parametrize("name", FACTORIES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@functools.cache
+def optimizer(name):
+    return FACTORIES[name](0.01)
+
+
+def numbers(seed=0, dtype="float32"):
+    """Two layers of one shape, a stack, vectors."""
+    random = np.random.default_rng(seed)
+    shapes = {
+        "mlp": {"up": {"kernel": (4, 6), "bias": (6,)}, "down": {"kernel": (4, 6), "bias": (6,)}},
+        "layers": {"proj": {"kernel": (2, 4, 6), "bias": (2, 6)}},
+        "norm": {"scale": (4,)},
+    }
+    return jax.tree.map(
+        lambda shape: jnp.asarray(random.standard_normal(shape), DTYPES[dtype]),
+        shapes,
+        is_leaf=lambda x: type(x) is tuple,
+    )
+
+
+def describe(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), tree)
+
+
+def assert_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+
+
+def assert_close(a, b, atol=1e-6):
+    """Within the rounding of updates of size lr = 0.01: two programs for the same numbers."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+
+    def check(x, y):
+        # One unit in the last place of bfloat16 where two float32 results fall on different sides of a tie.
+        rtol = 2**-7 if x.dtype == jnp.bfloat16 else 0
+        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), atol=atol, rtol=rtol)
+
+    jax.tree.map(check, a, b)
+
+
+def plain(name, dtype="float32", steps=2):
+    """Updates and states of the bare optimizer: what a wrapper must not change."""
+    tx, params = optimizer(name), numbers(dtype=dtype)
+    state, out = tx.init(params), []
+    for step in range(steps):
+        updates, state = updater(tx)(numbers(step + 1, dtype), state, params)
+        out.append((updates, state))
+    return out
+
+
+@every_optimizer
+def test_is_a_transformation_with_extra_args(name):
+    tx = optimizer(name)
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    params = numbers()
+    jax.eval_shape(lambda p, s: tx.update(p, s, p, value=1.0, grad=p, anything=None), params, tx.init(params))
+
+
+@every_dtype
+@every_optimizer
+def test_does_not_recompile_on_later_updates(name, dtype):
+    tx, traces = optimizer(name), []
+
+    @cases.quick_jit
+    def step(grads, state, params):
+        traces.append(1)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = numbers(dtype=dtype)
+    state = tx.init(params)
+    for i in range(3):
+        params, state = step(numbers(i + 1, dtype), state, params)
+    assert len(traces) == 1
+
+
+@every_dtype
+@every_optimizer
+def test_keeps_the_dtype_of_the_parameters_and_the_shape_of_its_state(name, dtype):
+    tx, params = optimizer(name), numbers(dtype=dtype)
+    state = tx.init(params)
+    updates, new_state = jax.eval_shape(tx.update, params, state, params)
+    jax.tree.map(lambda u, p: np.testing.assert_equal((u.shape, u.dtype), (p.shape, p.dtype)), updates, params)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    for new, old in zip(jax.tree.leaves(new_state), jax.tree.leaves(state), strict=True):
+        assert (new.shape, new.dtype) == (old.shape, old.dtype)
+        # Accumulators are float32 for bfloat16 parameters too; what else there is, counts.
+        assert old.dtype in (jnp.float32, jnp.int32)
+
+
+@every_optimizer
+def test_gradients_may_be_of_another_dtype_than_the_parameters(name):
+    tx, params = optimizer(name), numbers()
+    updates, _ = jax.eval_shape(tx.update, numbers(dtype="bfloat16"), tx.init(params), params)
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
+
+
+@every_dtype
+@every_optimizer
+def test_its_state_is_arrays_and_init_is_traceable(name, dtype):
+    tx, params = optimizer(name), numbers(dtype=dtype)
+    state = tx.init(params)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+    assert describe(state) == describe(jax.eval_shape(tx.init, params))
+    assert_equal(jax.jit(tx.init)(params), state)
+    assert describe(tx.init(jax.tree.map(lambda x: x + 1, params))) == describe(state)
+
+
+@every_dtype
+@every_optimizer
+def test_compiled_and_uncompiled_updates_are_equal_and_repeatable(name, dtype):
+    compiled = plain(name, dtype)
+    assert_equal(compiled, plain(name, dtype))
+    with jax.disable_jit():
+        tx, params = optimizer(name), numbers(dtype=dtype)
+        state = tx.init(params)
+        for step, (updates, new_state) in enumerate(compiled):
+            found, state = tx.update(numbers(step + 1, dtype), state, params)
+            assert_close(found, updates)
+            assert_close(state, new_state, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["normpre_g", "normpre_l-sketch", "normpre_l-exact"])
+def test_the_optimised_program_computes_the_same(name):
+    tx, params = optimizer(name), numbers()
+    updates, _ = jax.jit(tx.update)(numbers(1), tx.init(params), params)
+    assert_close(updates, plain(name)[0][0])
+
+
+@every_dtype
+@every_optimizer
+def test_a_constant_schedule_is_a_number(name, dtype):
+    tx, params = FACTORIES[name](optax.constant_schedule(0.01)), numbers(dtype=dtype)
+    with jax.disable_jit():
+        state = tx.init(params)
+        for step, (updates, _) in enumerate(plain(name, dtype)):
+            found, state = tx.update(numbers(step + 1, dtype), state, params)
+            assert_close(found, updates)
+
+
+@every_optimizer
+def test_a_schedule_is_read_at_every_step(name):
+    tx, params = FACTORIES[name](lambda count: jnp.where(count == 0, 0.01, 0.02)), numbers()
+    with jax.disable_jit():
+        state = tx.init(params)
+        for step, (updates, _) in enumerate(plain(name)):
+            found, state = tx.update(numbers(step + 1), state, params)
+            assert_close(found, jax.tree.map(lambda u, k=step: u * (k + 1), updates), atol=2e-6)
+
+
+@every_optimizer
+def test_sharded_parameters_get_sharded_state_and_it_stays(name):
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("fsdp",))
+
+    def place(x):
+        # The last axis over both devices; everything here is divisible by two.
+        spec = jax.sharding.PartitionSpec(*(None,) * (x.ndim - 1), "fsdp")
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+    tx, params = optimizer(name), jax.tree.map(place, numbers())
+    state = tx.init(params)
+    update = cases.quick_jit(tx.update)
+    shardings = []
+    for step in range(2):
+        updates, state = update(jax.tree.map(place, numbers(step + 1)), state, params)
+        shardings.append(jax.tree.map(lambda x: x.sharding, state))
+        assert_close(updates, plain(name)[step][0], atol=1e-5)
+    assert shardings[0] == shardings[1]
+    kernels = [x for x in jax.tree.leaves(state) if x.shape == (4, 6)]
+    assert kernels
+    wanted = params["mlp"]["up"]["kernel"].sharding
+    assert all(x.sharding.is_equivalent_to(wanted, x.ndim) for x in kernels)
+
+
+@every_dtype
+@every_optimizer
+def test_works_in_chain(name, dtype):
+    tx = optax.chain(optax.clip_by_global_norm(1e9), optimizer(name), optax.scale(2.0))
+    params = numbers(dtype=dtype)
+    with jax.disable_jit():
+        updates, _ = tx.update(numbers(1, dtype), tx.init(params), params)
+    assert_close(updates, jax.tree.map(lambda u: 2 * u, plain(name, dtype)[0][0]), atol=2e-6)
+
+
+@every_dtype
+@every_optimizer
+def test_works_in_partition(name, dtype):
+    labels = {"mlp": "matrix", "layers": "matrix", "norm": "frozen"}
+    tx = optax.partition({"matrix": optimizer(name), "frozen": optax.set_to_zero()}, labels)
+    params = numbers(dtype=dtype)
+    with jax.disable_jit():
+        updates, _ = tx.update(numbers(1, dtype), tx.init(params), params)
+    expected = plain(name, dtype)[0][0]
+    assert not np.any(updates["norm"]["scale"])
+    for part in ("mlp", "layers"):
+        assert_close(updates[part], expected[part])
+
+
+@every_dtype
+@every_optimizer
+def test_works_in_masked(name, dtype):
+    mask = {"mlp": {"up": True, "down": False}, "layers": True, "norm": False}
+    params, grads = numbers(dtype=dtype), numbers(1, dtype)
+    tx = optax.masked(optimizer(name), mask)
+    with jax.disable_jit():
+        updates, _ = tx.update(grads, tx.init(params), params)
+    expected = plain(name, dtype)[0][0]
+    assert_close(updates["mlp"]["up"], expected["mlp"]["up"])
+    assert_close(updates["layers"], expected["layers"])
+    assert_equal(updates["mlp"]["down"], grads["mlp"]["down"])  # optax leaves what is masked out as it is
+
+
+@every_dtype
+@every_optimizer
+def test_apply_if_finite_skips_what_is_not(name, dtype):
+    tx, params = optax.apply_if_finite(optimizer(name), max_consecutive_errors=5), numbers(dtype=dtype)
+    bad = numbers(1, dtype)
+    bad["mlp"]["up"]["kernel"] = bad["mlp"]["up"]["kernel"].at[0, 0].set(jnp.nan)
+    with jax.disable_jit():
+        state = tx.init(params)
+        updates, after_bad = tx.update(bad, state, params)
+        assert not any(np.any(np.asarray(u)) for u in jax.tree.leaves(updates))
+        assert_equal(after_bad.inner_state, state.inner_state)
+        updates, _ = tx.update(numbers(1, dtype), after_bad, params)
+    assert_close(updates, plain(name, dtype)[0][0])
+
+
+@every_dtype
+@every_optimizer
+def test_nan_gradients_stay_visible_and_stay_where_they_are(name, dtype):
+    tx, params = optimizer(name), numbers(dtype=dtype)
+    bad = numbers(1, dtype)
+    bad["mlp"]["up"]["kernel"] = bad["mlp"]["up"]["kernel"].at[0, 0].set(jnp.nan)
+    bad["layers"]["proj"]["kernel"] = bad["layers"]["proj"]["kernel"].at[1, 0, 0].set(jnp.nan)
+    updates, _ = updater(tx)(bad, tx.init(params), params)
+    expected = plain(name, dtype)[0][0]
+    assert np.isnan(np.asarray(updates["mlp"]["up"]["kernel"], np.float32)).any()
+    assert np.isnan(np.asarray(updates["layers"]["proj"]["kernel"][1], np.float32)).any()
+    # The sound layer of the stack and every other leaf do not notice.
+    assert_close(updates["layers"]["proj"]["kernel"][0], expected["layers"]["proj"]["kernel"][0])
+    assert_close(updates["mlp"]["down"], expected["mlp"]["down"])
+    assert_close(updates["norm"], expected["norm"])
+
+
+@every_dtype
+@every_optimizer
+def test_multisteps_averages_before_the_optimizer(name, dtype):
+    multi, params = optax.MultiSteps(optimizer(name), every_k_schedule=2), numbers(dtype=dtype)
+    with jax.disable_jit():
+        state = multi.init(params)
+        updates, state = multi.update(numbers(1, dtype), state, params)
+        assert not any(np.any(np.asarray(u)) for u in jax.tree.leaves(updates))
+        updates, state = multi.update(numbers(1, dtype), state, params)  # the mean of two equal ones
+        assert_close(updates, plain(name, dtype)[0][0])
+        assert int(state.gradient_step) == 1
+
+
+def static_arguments(factory):
+    return npo.STATIC_ARGS & inspect.signature(factory).parameters.keys()
+
+
+@every_dtype
+@every_optimizer
+def test_hyperparameters_can_be_injected(name, dtype):
+    factory = FACTORIES[name]
+    fixed = factory.keywords if isinstance(factory, functools.partial) else {}
+    factory = factory.func if isinstance(factory, functools.partial) else factory
+    # optax keeps hyperparameters in the parameters' dtype unless told otherwise; 0.01 in bfloat16 is off by 0.2 %.
+    inject = optax.inject_hyperparams(
+        factory, static_args=static_arguments(factory), hyperparam_dtype=jnp.dtype(jnp.float32)
+    )
+    tx, params = inject(learning_rate=0.01, **fixed), numbers(dtype=dtype)
+    with jax.disable_jit():
+        state = tx.init(params)
+        assert {"learning_rate", "momentum", "weight_decay", "adam_b1"} <= set(state.hyperparams)
+        updates, state = tx.update(numbers(1, dtype), state, params)
+        (expected, _), (second, _) = plain(name, dtype)
+        assert_close(updates, expected)
+        state.hyperparams["learning_rate"] = jnp.asarray(0.02)
+        updates, _ = tx.update(numbers(2, dtype), state, params)
+    assert_close(updates, jax.tree.map(lambda u: 2 * u, second), atol=2e-6)
+
+
+@every_optimizer
+def test_injected_schedules_compile_once(name):
+    factory = FACTORIES[name]
+    fixed = factory.keywords if isinstance(factory, functools.partial) else {}
+    factory = factory.func if isinstance(factory, functools.partial) else factory
+    inject = optax.inject_hyperparams(factory, static_args=static_arguments(factory))
+    tx, params = inject(learning_rate=optax.linear_schedule(0.01, 0.0, 10), **fixed), numbers()
+    state = tx.init(params)
+    updates, new_state = jax.eval_shape(tx.update, params, state, params)
+    assert describe(state) == describe(new_state)
+    assert describe(updates) == describe(params)
+
+
+@pytest.mark.parametrize(
+    ("factory", "argument", "value"),
+    [
+        (npo.normpre_l, "rank", 4),
+        (npo.normpre_l, "oversample", 4),
+        (npo.normpre_l, "power_iterations", 1),
+        (npo.normpre_l, "seed", 1),
+        (npo.normpre_g, "ns_steps", 5),
+        (npo.muon, "ns_steps", 5),
+        (npo.mano, "version", 1),
+    ],
+)
+def test_a_traced_argument_that_shapes_the_computation_is_named(factory, argument, value):
+    tx = optax.inject_hyperparams(factory, static_args=static_arguments(factory) - {argument})
+    with pytest.raises((TypeError, ValueError), match=argument):
+        tx(learning_rate=0.01, **{argument: value}).init(numbers())
+
+
+def stacked(*trees):
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+
+
+@every_optimizer
+def test_vmap_runs_independent_optimizers(name):
+    tx, both = optimizer(name), stacked(numbers(0), numbers(5))
+    state = jax.vmap(tx.init)(both)
+    updates, _ = cases.quick_jit(jax.vmap(tx.update))(stacked(numbers(1), numbers(6)), state, both)
+    for i, (p, g) in enumerate(((0, 1), (5, 6))):
+        alone, _ = updater(tx)(numbers(g), tx.init(numbers()), numbers(p))
+        assert_close(jax.tree.map(lambda u, i=i: u[i], updates), alone)
+
+
+def scan(tx, params):
+    def step(state, gradient):
+        updates, state = tx.update(gradient, state, params)
+        return state, updates
+
+    return lambda state, gradients: jax.lax.scan(step, state, gradients)
+
+
+@every_optimizer
+def test_scan_over_steps_is_the_loop(name):
+    tx, params = optimizer(name), numbers()
+    _, updates = cases.quick_jit(scan(tx, params))(tx.init(params), stacked(numbers(1), numbers(2)))
+    for i, (expected, _) in enumerate(plain(name)):
+        assert_close(jax.tree.map(lambda u, i=i: u[i], updates), expected)
+
+
+@every_optimizer
+def test_vmap_and_scan_keep_bfloat16(name):
+    """Traced only: a state or an update whose dtype drifted would be refused by scan, or seen in the result."""
+    tx, params = optimizer(name), numbers(dtype="bfloat16")
+    gradients = stacked(params, params)
+    _, updates = jax.eval_shape(scan(tx, params), tx.init(params), gradients)
+    assert describe(updates) == describe(gradients)
+    state = jax.vmap(tx.init)(gradients)
+    updates, new_state = jax.eval_shape(jax.vmap(tx.update), gradients, state, gradients)
+    assert describe(updates) == describe(gradients)
+    assert describe(new_state) == describe(state)
+
+
+@every_optimizer
+def test_parameters_and_state_can_be_donated(name):
+    tx = optimizer(name)
+
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    kept, donated = cases.quick_jit(step), cases.quick_jit(step, donate_argnums=(1, 2))
+    params, other = numbers(), numbers()
+    state, other_state = tx.init(params), tx.init(other)
+    for i in range(3):
+        given = jax.tree.leaves((other, other_state))
+        params, state = kept(numbers(i + 1), state, params)
+        other, other_state = donated(numbers(i + 1), other_state, other)
+        assert all(x.is_deleted() for x in given if x.ndim)
+    assert_equal(params, other)
+
+
+@every_optimizer
+def test_map_params_finds_the_accumulators(name):
+    tx, params = optimizer(name), numbers()
+    state = tx.init(params)
+    marked = optax.tree.map_params(
+        tx, lambda leaf: jnp.full_like(leaf, 7), state, transform_non_params=lambda leaf: leaf
+    )
+    assert jax.tree.structure(marked) == jax.tree.structure(state)
+    for new, old in zip(jax.tree.leaves(marked), jax.tree.leaves(state), strict=True):
+        assert (new.shape, new.dtype) == (old.shape, old.dtype)
+        assert bool(jnp.all(new == 7)) == (old.ndim > 0)  # every array is a parameter's; scalars count steps
+
+
+@every_optimizer
+def test_missing_parameters_are_named_with_the_way_out(name):
+    tx, params = optimizer(name), numbers()
+    with pytest.raises(ValueError, match=r"(?s)update\(grads, state, params\).*Equinox.*brax"):
+        tx.update(params, tx.init(params))
+
+
+def test_the_direction_alone_names_missing_parameters_too():
+    tx = npo.scale_by_normpre(npo.precondition_globally())
+    params = {"kernel": jnp.ones((3, 4))}
+    with pytest.raises(ValueError, match=r"(?s)update\(grads, state, params\).*tangent='none'"):
+        tx.update(params, tx.init(params))
+    free = npo.scale_by_normpre(npo.precondition_globally(), tangent="none")
+    assert jax.tree.leaves(free.update(params, free.init(params))[0])[0].shape == (3, 4)
+
+
+@every_optimizer
+def test_trees_with_holes_and_empty_trees(name):
+    tx = optimizer(name)
+    params = {**numbers(), "hole": None, "holes": {"a": None}}
+    grads = {**numbers(1), "hole": None, "holes": {"a": None}}
+    with jax.disable_jit():
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert updates["hole"] is None
+        assert_close({k: updates[k] for k in numbers()}, plain(name)[0][0])
+        for empty in ({}, {"only": None}):
+            updates, _ = tx.update(empty, tx.init(empty), empty)
+            assert updates == empty
+
+
+@every_optimizer
+@pytest.mark.parametrize("leaves", ["matrices", "vectors"])
+def test_trees_of_one_kind_of_leaf(name, leaves):
+    tx = optimizer(name)
+    if leaves == "matrices":
+        params = {"mlp": {"up": {"kernel": numbers()["mlp"]["up"]["kernel"]}}}
+    else:
+        params = {"norm": numbers()["norm"]}
+    with jax.disable_jit():
+        updates, _ = tx.update(params, tx.init(params), params)
+    assert all(np.isfinite(u).all() for u in jax.tree.leaves(updates))
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
+TARGET = {"w": {"kernel": jnp.array([[1.0, 0.0], [-1.0, 1.0]]), "bias": jnp.array([0.5, -0.5])}}
+
+
+def minimise(tx, start, target, steps=300):
+    def distance(params):
+        return sum(jnp.sum((a - b) ** 2) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True))
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(jax.grad(distance)(params), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    (params, _), _ = cases.quick_jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), length=steps))(start)
+    return params
+
+
+@pytest.mark.parametrize("name", [name for name in FACTORIES if not name.startswith("mano")])
+def test_converges_on_a_quadratic(name):
+    """optax's own contract problem. Its optimum has rows longer than one, which the published tangent cannot fit."""
+    kwargs = {} if name.startswith("muon") else {"tangent": "none"}
+    tx = FACTORIES[name](optax.cosine_decay_schedule(0.1, 300), weight_decay=0.0, momentum=0.9, **kwargs)
+    got = minimise(tx, jax.tree.map(lambda x: 0.5 * jnp.ones_like(x), TARGET), TARGET)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.02), got, TARGET)
+
+
+@pytest.mark.parametrize("name", ["normpre_g", "normpre"])
+def test_the_published_tangent_stops_at_unit_rows(name):
+    """What the documentation says of the paper's method: a row whose optimum is longer than one stops at one."""
+    target = {"kernel": jnp.array([[1.0, 0.0], [-1.0, 0.5]])}  # output neurons are columns: (1, -1) and (0, 0.5)
+    tx = FACTORIES[name](optax.cosine_decay_schedule(0.1, 300), weight_decay=0.0, orientation="rows", momentum=0.9)
+    got = minimise(tx, {"kernel": 0.5 * jnp.ones((2, 2))}, target)["kernel"]
+    np.testing.assert_allclose(got[:, 0], [0.7071, -0.7071], atol=0.03)
+    np.testing.assert_allclose(got[:, 1], [0.0, 0.5], atol=0.03)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mano_goes_downhill(version):
+    """Its projection keeps it from most optima; half of the loss must go all the same."""
+    target = jax.tree.map(lambda x: 0.5 * x, TARGET)
+    tx = npo.mano(optax.cosine_decay_schedule(0.1, 300), version=version, weight_decay=0.0)
+    start = jax.tree.map(lambda x: 0.5 * jnp.ones_like(x), TARGET)
+    got = minimise(tx, start, target)
+
+    def distance(params):
+        return float(jnp.sum((params["w"]["kernel"] - target["w"]["kernel"]) ** 2))
+
+    assert distance(got) < 0.5 * distance(start)
+    np.testing.assert_allclose(got["w"]["bias"], target["w"]["bias"], atol=0.02)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No method can stop for ever: two hundred compiled steps of many matrices, in a process of its own, under a timeout.
+
+Several batched LAPACK calls in one program never return on two CPU cores (docs/cpu_hang.md), so every run is held to
+two cores, whatever the machine has, and a model with stacks of several shapes is what would run into it.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+METHODS = {
+    "normpre_g": "normpre_g(0.01, matrix_dims=dims)",
+    "normpre_g-exact": "normpre_g(0.01, ns_steps=None, matrix_dims=dims)",
+    "normpre_l-sketch": "normpre_l(0.01, matrix_dims=dims)",
+    "normpre_l-exact": "normpre_l(0.01, method='exact', matrix_dims=dims)",
+}
+
+SCRIPT = """
+import os
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # before JAX makes its threads
+import jax, jax.numpy as jnp, optax
+from normpre_optax import MatrixDims, normpre_g, normpre_l
+
+def dims(path, leaf):
+    return MatrixDims(inputs=leaf.ndim - 2, outputs=leaf.ndim - 1)
+
+tx = {optimizer}
+shapes = {shapes}
+params = {{
+    name: {{"kernel": jax.random.normal(jax.random.key(i), shape) / shape[-2] ** 0.5}}
+    for i, (name, shape) in enumerate(shapes.items())
+}}
+
+def step(params, state):
+    grads = jax.tree.map(lambda p: p + 0.1 * jnp.sin(17 * p), params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+init = tx.init
+if {lanes}:
+    step, init = jax.vmap(step), jax.vmap(init)
+    params = jax.tree.map(lambda p: jnp.stack([p + 0.01 * i for i in range({lanes})]), params)
+step, state = jax.jit(step, donate_argnums=(0, 1)), init(params)
+for _ in range({steps}):
+    params, state = step(params, state)
+jax.block_until_ready(params)
+assert all(bool(jnp.isfinite(p).all()) for p in jax.tree.leaves(params))
+print("returned")
+"""
+
+# 48 matrices: three stacks of eight, two of four, and sixteen that stand alone, in eight shapes.
+MANY = {
+    "a": (8, 128, 128),
+    "b": (8, 64, 128),
+    "c": (8, 128, 48),
+    "d": (4, 96, 96),
+    "e": (4, 32, 64),
+    **{f"f{i}": (128, 64) for i in range(8)},
+    **{f"g{i}": (40, 128) for i in range(4)},
+    **{f"h{i}": (72, 72) for i in range(4)},
+}
+# Three stacks of eight: with a batched svd in place of ours this hung within ten steps.
+FEW = {"a": (8, 128, 128), "b": (8, 192, 192), "c": (8, 256, 256)}
+
+# The program of docs/cpu_hang.md with our factorisations in it; with `jnp.linalg.eigh` it never returns.
+KERNELS = {
+    "eigh": "eigh(g)[0], jax.vmap(eigh)(g)[0]",
+    "svd": "svd(g)[1], jax.vmap(svd)(g)[1]",
+    "orthonormal": "orthonormal_columns(x[..., :40])",
+}
+KERNEL_SCRIPT = """
+import os
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+import jax
+from normpre_optax.linalg.lapack import eigh, svd
+from normpre_optax.linalg.orthonormal import orthonormal_columns
+
+def factor(x):
+    g = (x @ x.mT)[..., :40, :40]
+    return {expression}
+
+program = jax.jit(lambda xs: [factor(x) for x in xs])
+xs = [jax.random.normal(jax.random.key(i), (8, 128 + 64 * i, 128 + 64 * i)) for i in range(3)]
+for _ in range(20):
+    jax.block_until_ready(program(xs))
+print("returned")
+"""
+
+
+def run(optimizer, shapes, steps, lanes, timeout):
+    execute(SCRIPT.format(optimizer=optimizer, shapes=shapes, steps=steps, lanes=lanes), timeout)
+
+
+def execute(code, timeout):
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    # On a busy machine OpenBLAS' own threads, which spin while they wait, make a run crawl; that is another matter.
+    env |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"did not return within {timeout} s")
+    assert done.returncode == 0, done.stderr
+    assert "returned" in done.stdout
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_factorisations_return(kernel):
+    execute(KERNEL_SCRIPT.format(expression=KERNELS[kernel]), 60)
+
+
+@pytest.mark.parametrize("method", ["normpre_g-exact", "normpre_l-sketch"])
+def test_a_few_stacks_return(method):
+    """The short form of the test below, for every run: those methods that factor matrices."""
+    run(METHODS[method], FEW, 10, 0, 120)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", METHODS)
+def test_two_hundred_steps_of_48_matrices_return(method):
+    assert sum(shape[0] if len(shape) == 3 else 1 for shape in MANY.values()) == 48
+    run(METHODS[method], MANY, 200, 0, 800)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", METHODS)
+def test_they_return_under_vmap_too(method):
+    run(METHODS[method], MANY, 20, 4, 800)

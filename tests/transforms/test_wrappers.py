@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout, orientation and dtype are conjugations: what is inside sees another view, and nobody outside can tell."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import normpre_optax as npo
+from normpre_optax.transforms import wrappers
+from tests import cases
+from tests.cases import EPS32
+
+
+def gaussian(shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+PARAMS = {
+    "kernel": gaussian((4, 6)),
+    "same": gaussian((4, 6), 1),
+    "weight": gaussian((6, 4), 2),
+    "stack": gaussian((3, 4, 6), 3),
+    "query": gaussian((4, 2, 3), 4),
+    "middle": gaussian((4, 3, 6), 5),
+}
+DIMS = {
+    "kernel": npo.MatrixDims(inputs=0, outputs=1),
+    "same": npo.MatrixDims(inputs=0, outputs=1),
+    "weight": npo.MatrixDims(inputs=1, outputs=0),
+    "stack": npo.MatrixDims(inputs=1, outputs=2),
+    "query": npo.MatrixDims(inputs=0, outputs=(1, 2)),
+    "middle": npo.MatrixDims(inputs=0, outputs=2),  # the layer axis in the middle
+}
+
+
+def in_rows(name, x):
+    """The matrices (out, in) of a leaf, by hand."""
+    return {
+        "kernel": lambda: x.T[None],
+        "same": lambda: x.T[None],
+        "weight": lambda: x[None],
+        "stack": lambda: jnp.swapaxes(x, 1, 2),
+        "query": lambda: x.reshape(4, 6).T[None],
+        "middle": lambda: jnp.transpose(x, (1, 2, 0)),
+    }[name]()
+
+
+def row_numbers():
+    """A transformation that tells rows from columns and one matrix from another: entry times row number."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda x: x * (1 + jnp.arange(x.shape[-2], dtype=x.dtype))[:, None], updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def test_as_matrices_shows_output_neurons_as_rows():
+    found = cases.first_update(npo.as_matrices(DIMS, row_numbers()), PARAMS, PARAMS)
+    assert jax.tree.structure(found) == jax.tree.structure(PARAMS)
+    for name, x in found.items():
+        assert x.shape == PARAMS[name].shape
+        matrices = in_rows(name, PARAMS[name])
+        np.testing.assert_allclose(
+            in_rows(name, x), matrices * (1 + jnp.arange(matrices.shape[1], dtype=x.dtype))[:, None], rtol=2 * EPS32
+        )
+
+
+@pytest.mark.parametrize("first", ["rows", "columns"])
+def test_alternation_turns_every_other_step(first):
+    tx = npo.alternate_orientation(row_numbers(), first=first)
+    x = gaussian((3, 5))
+    rows = x * (1 + jnp.arange(3.0))[:, None]
+    columns = x * (1 + jnp.arange(5.0))
+    state = tx.init(x)
+    for step in range(5):
+        out, state = tx.update(x, state)
+        np.testing.assert_allclose(out, rows if (step % 2 == 0) == (first == "rows") else columns, rtol=2 * EPS32)
+    assert int(state.count) == 5
+
+
+def test_alternation_hands_the_weights_over_in_the_same_orientation():
+    tx = npo.alternate_orientation(npo.project_to_tangent("strict"))
+    m, w = gaussian((3, 5)), gaussian((3, 5), 1)
+    state = tx.init(w)
+    rows, state = tx.update(m, state, w)
+    columns, state = tx.update(m, state, w)
+    np.testing.assert_allclose(jnp.sum(rows * w, axis=1), 0, atol=1e-5)
+    np.testing.assert_allclose(jnp.sum(columns * w, axis=0), 0, atol=1e-5)
+    assert jnp.abs(jnp.sum(rows * w, axis=0)).max() > 1e-2
+
+
+def test_a_state_that_knows_the_orientation_is_refused_at_init():
+    tx = npo.alternate_orientation(optax.trace(0.9))
+    for shape in ((3, 5), (4, 4), (2, 3, 3)):  # squares too, whose transpose has the same shape
+        with pytest.raises(ValueError, match=r"orientation.*outside alternate_orientation"):
+            tx.init({"w": jnp.ones(shape)})
+    npo.alternate_orientation(optax.scale_by_schedule(lambda count: 1.0)).init({"w": jnp.ones((3, 5))})  # a counter may
+
+
+def test_alternation_keeps_the_inner_count():
+    tx = npo.alternate_orientation(optax.scale_by_schedule(lambda count: count.astype(jnp.float32)))
+    x, state = jnp.ones((2, 3)), tx.init(jnp.ones((2, 3)))
+    seen = []
+    for _ in range(4):
+        out, state = tx.update(x, state)
+        seen.append(float(out[0, 0]))
+    assert seen == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_both_is_rows_and_then_columns():
+    tx = wrappers.both_orientations(npo.normalize_rows())
+    x = gaussian((3, 5))
+    out, _ = tx.update(x, tx.init(x))
+    rows = x / jnp.linalg.norm(x, axis=1, keepdims=True)
+    np.testing.assert_allclose(out, rows / jnp.linalg.norm(rows, axis=0), rtol=8 * EPS32)
+
+
+def test_at_least_float32_lifts_what_is_lower_and_only_that():
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.extend([x.dtype for x in jax.tree.leaves((updates, params))])
+        return updates, state
+
+    tx = wrappers.at_least_float32(optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+    low = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.float32)}
+    out, _ = tx.update(low, tx.init(low), low)
+    assert set(seen) == {jnp.dtype(jnp.float32)}
+    assert (out["a"].dtype, out["b"].dtype) == (jnp.bfloat16, jnp.float32)
+    with jax.enable_x64(True):
+        wide = {"a": jnp.ones(2, jnp.float64)}
+        assert tx.update(wide, tx.init(wide), wide)[0]["a"].dtype == jnp.float64
+
+
+def stateful():
+    """Keeps state for every matrix (its shape is the stack's) and a counter beside it, as a stage inside may."""
+
+    def init(params):
+        return {"sum": jax.tree.map(jnp.zeros_like, params), "count": jnp.zeros((), jnp.int32)}
+
+    def update(updates, state, params=None, **extra_args):
+        total = jax.tree.map(jnp.add, state["sum"], updates)
+        return total, {"sum": total, "count": state["count"] + 1}
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def test_state_inside_belongs_to_each_parameter():
+    tx = npo.as_matrices(DIMS, stateful())
+    state = tx.init(PARAMS)
+    shapes = jax.tree.map(jnp.shape, state)
+    for step in range(3):
+        out, state = cases.updater(tx)(PARAMS, state, PARAMS)
+        jax.tree.map(lambda o, p, k=step: np.testing.assert_allclose(o, (k + 1) * p, rtol=8 * EPS32), out, PARAMS)
+        assert jax.tree.map(jnp.shape, state) == shapes
+        assert int(state["count"]) == step + 1
+
+
+def test_every_matrix_gets_its_own_identity():
+    seen = {}
+
+    def update(updates, state, params=None, *, matrix_ids=None, **extra_args):
+        # Write the identity into the update, to read it outside.
+        def write(x, ids):
+            low = (ids % 1024).astype(x.dtype)
+            return jnp.zeros_like(x) + (low[..., 0] + 4096 * low[..., 1])[..., None, None]
+
+        return jax.tree.map(write, updates, matrix_ids), state
+
+    tx = npo.as_matrices(DIMS, optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update))
+    out = cases.first_update(tx, PARAMS, PARAMS)
+    for name, x in out.items():
+        for matrix in np.asarray(in_rows(name, x)):
+            assert np.ptp(matrix) == 0
+            seen[name, float(matrix[0, 0])] = True
+    assert len(seen) == 1 + 1 + 1 + 3 + 1 + 3  # every layer of every stack apart
+
+
+def test_a_leaf_that_is_no_matrix_is_named():
+    tx = npo.as_matrices(None, npo.normalize_rows())
+    params = {"dense": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}}
+    with pytest.raises(ValueError, match=r"dense/bias.*(?s:.*)optax\.masked"):
+        tx.init(params)
+
+
+def test_dims_that_do_not_fit_are_named():
+    tx = npo.as_matrices(npo.MatrixDims(inputs=0, outputs=2), npo.normalize_rows())
+    with pytest.raises(ValueError, match=r"'kernel'.*outputs=2 is out of range"):
+        tx.init({"kernel": jnp.ones((3, 4))})
