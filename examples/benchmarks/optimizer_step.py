@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time, compile time and memory of one optimizer step, side by side, on the hidden matrices of a real model.
+
+``python -m examples.benchmarks.optimizer_step --model gpt2_small`` measures AdamW, optax's Muon, a clean Muon and the
+optimizers of this library in turns (A B C ..., A B C ...) in one process, so that a machine whose speed drifts treats
+all alike, and writes medians and ratios as JSON, Markdown and a plot. Every step is update and application, jitted,
+with donated state and parameters.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import optax
+import tyro
+from rich.console import Console
+
+from examples.benchmarks.shapes import MODELS, matrices
+from normpre_optax import mano, muon, normpre_g, normpre_l
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+RATE = 1e-3
+BASELINE = "optax_muon"
+
+
+def clean_muon(dtype: jnp.dtype | None) -> optax.GradientTransformation:
+    """Muon written plainly: on each leaf five Newton-Schulz iterations of whole products, without a batch axis."""
+
+    def orthogonalize(x: jax.Array) -> jax.Array:
+        tall = x.shape[0] > x.shape[1]
+        y = (x.T if tall else x).astype(dtype or x.dtype)
+        y = y / jnp.linalg.norm(y)
+        for _ in range(5):
+            gram = y @ y.T
+            y = 3.4445 * y + (-4.7750 * gram + 2.0315 * gram @ gram) @ y
+        return (y.T if tall else y).astype(x.dtype)
+
+    return optax.chain(
+        optax.trace(0.95, nesterov=True),
+        optax.stateless(lambda updates, params=None: jax.tree.map(orthogonalize, updates)),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(RATE),
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[jnp.dtype | None], optax.GradientTransformation]] = {
+    "adamw": lambda dtype: optax.adamw(RATE, b2=0.95, weight_decay=0.1),
+    BASELINE: lambda dtype: optax.contrib.muon(RATE, weight_decay=0.1),
+    "clean_muon": clean_muon,
+    "muon": lambda dtype: muon(RATE, compute_dtype=dtype),
+    "mano": lambda dtype: mano(RATE),
+    "normpre_g": lambda dtype: normpre_g(RATE, compute_dtype=dtype),
+    "normpre_l": lambda dtype: normpre_l(RATE, compute_dtype=dtype),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Measure one optimizer step."""
+
+    model: str = "gpt2_small"
+    """Shapes: one of tiny, gpt2_small, llama_130m, llama_350m, llama_1p3b, llama_1p3b_layer, qwen3_0p6b, qwen3_1p7b."""
+    optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = tuple(OPTIMIZERS)
+    """Which to measure, in which order."""
+    repeats: int = 5
+    """Counted rounds, after one that is not counted. Each round runs every optimizer once."""
+    device: str = ""
+    """JAX platform (cpu, gpu, tpu); the default one if empty."""
+    bfloat16: bool = False
+    """Products in bfloat16 with float32 sums, where an optimizer has the choice."""
+    out: Path = Path("docs/results")
+    """Folder for the three files."""
+
+
+@dataclasses.dataclass
+class Arm:
+    """One optimizer, compiled, with its state."""
+
+    step: Callable
+    params: dict
+    state: optax.OptState
+    compile_s: float
+    temporaries: int
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def run(self, grads: dict) -> float:
+        """One step; returns its seconds."""
+        start = time.perf_counter()
+        self.params, self.state = self.step(grads, self.state, self.params)
+        jax.block_until_ready(self.params)
+        return time.perf_counter() - start
+
+
+def prepare(tx: optax.GradientTransformation, grads: dict, params: dict) -> Arm:
+    """Compile the step ahead of time, and note what that took."""
+
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.copy, params)
+    state = jax.jit(tx.init)(params)
+    start = time.perf_counter()
+    compiled = jax.jit(step, donate_argnums=(1, 2)).lower(grads, state, params).compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    return Arm(compiled, params, state, seconds, memory.temp_size_in_bytes if memory else 0)
+
+
+def measure(options: Options, console: Console) -> dict[str, Arm]:
+    """Compile all, then run them in turns."""
+    params = matrices(options.model)
+    grads = jax.tree.map(lambda p: p / 2, matrices(options.model, seed=1))
+    dtype = jnp.dtype(jnp.bfloat16) if options.bfloat16 else None
+    arms = {}
+    for name in options.optimizers:
+        arms[name] = prepare(OPTIMIZERS[name](dtype), grads, params)
+        console.print(f"{name}: compiled in {arms[name].compile_s:.1f} s")
+    for i in range(options.repeats + 1):
+        for arm in arms.values():
+            seconds = arm.run(grads)
+            if i:
+                arm.seconds.append(seconds)
+        console.print(f"round {i} of {options.repeats}" + ("" if i else " (not counted)"))
+    return arms
+
+
+def report(options: Options, arms: dict[str, Arm]) -> dict:
+    """Medians and ratios, with what is needed to measure them again."""
+    size = sum(x.nbytes for x in jax.tree.leaves(matrices(options.model)))
+    rows = {}
+    for name, arm in arms.items():
+        row = {
+            "median_ms": 1e3 * statistics.median(arm.seconds),
+            "min_ms": 1e3 * min(arm.seconds),
+            "max_ms": 1e3 * max(arm.seconds),
+            "compile_s": arm.compile_s,
+            "temporaries_per_parameter_byte": arm.temporaries / size,
+        }
+        for other in ("adamw", BASELINE, "clean_muon"):
+            if other in arms:
+                pairs = zip(arm.seconds, arms[other].seconds, strict=True)
+                row[f"over_{other}"] = statistics.median(a / b for a, b in pairs)
+        rows[name] = row
+    device = jax.devices()[0]
+    return {
+        "command": f"python -m examples.benchmarks.optimizer_step --model {options.model} --repeats {options.repeats}"
+        + (" --bfloat16" if options.bfloat16 else ""),
+        "date": datetime.date.today().isoformat(),
+        "machine": {"device": device.device_kind, "platform": device.platform, "cores": len(_cores())},
+        "versions": {"python": platform.python_version(), "jax": jax.__version__, "optax": optax.__version__},
+        "matrices": len(jax.tree.leaves(matrices(options.model))),
+        "parameter_bytes": size,
+        "rows": rows,
+    }
+
+
+def _cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def markdown(result: dict) -> str:
+    """The report as a table."""
+    machine, versions = result["machine"], result["versions"]
+    lines = [
+        f"`{result['command']}`, {result['date']}, {machine['device']} ({machine['cores']} cores), "
+        f"jax {versions['jax']}, optax {versions['optax']}, {result['matrices']} matrices of "
+        f"{result['parameter_bytes'] / 2**20:.0f} MiB. Ratios are medians over rounds.",
+        "",
+        "| optimizer | ms | / optax Muon | / clean Muon | / AdamW | compile s | temporaries / parameters |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in result["rows"].items():
+        ratios = [f"{row.get(f'over_{other}', float('nan')):.3g}" for other in (BASELINE, "clean_muon", "adamw")]
+        lines.append(
+            f"| {name} | {row['median_ms']:.0f} | {' | '.join(ratios)} | {row['compile_s']:.1f} | "
+            f"{row['temporaries_per_parameter_byte']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plot(result: dict, file: Path) -> None:
+    """Median milliseconds as bars on a logarithmic axis."""
+    names = list(result["rows"])
+    medians = [result["rows"][name]["median_ms"] for name in names]
+    figure, axes = plt.subplots(figsize=(6, 0.4 * len(names) + 1.2), layout="constrained")
+    bars = axes.barh(names, medians, color=["#0072B2" if n.startswith("normpre") else "#999999" for n in names])
+    axes.bar_label(bars, labels=[f"{m:,.0f}" for m in medians], padding=3)
+    axes.set(xscale="log", xlabel="milliseconds a step (median)", xlim=(min(medians) / 2, max(medians) * 3))
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def main(options: Options) -> None:
+    """Measure, print, write."""
+    console = Console(highlight=False)
+    unknown = [name for name in options.optimizers if name not in OPTIMIZERS]
+    if options.model not in MODELS or unknown:
+        raise SystemExit(f"unknown: {unknown or options.model}; models {sorted(MODELS)}, optimizers {list(OPTIMIZERS)}")
+    with jax.default_device(jax.devices(options.device or None)[0]):
+        result = report(options, measure(options, console))
+    name = f"optimizer_step_{options.model}_{result['machine']['platform']}" + ("_bf16" if options.bfloat16 else "")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    (options.out / f"{name}.md").write_text(markdown(result))
+    plot(result, options.out / f"{name}.png")
+    console.print(markdown(result))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one-line switch, in a bare Flax NNX training loop: ``python -m examples.quickstart``, about twenty seconds."""
+
+import sysconfig
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from normpre_optax import explain, normpre_g
+
+WIDTH, HEADS, LAYERS, CONTEXT, BATCH, STEPS = 64, 4, 2, 64, 32, 300
+FILES = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+TEXT = np.frombuffer(b"".join(file.read_bytes() for file in FILES), np.uint8)  # the tokens are bytes
+
+
+class Model(nnx.Module):
+    """A small transformer: bytes (B, T) to logits (B, T, 256)."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed, self.positions = nnx.Embed(256, WIDTH, rngs=rngs), nnx.Embed(CONTEXT, WIDTH, rngs=rngs)
+        self.attention = nnx.List([nnx.MultiHeadAttention(HEADS, WIDTH, rngs=rngs) for _ in range(LAYERS)])
+        self.up = nnx.List([nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs) for _ in range(LAYERS)])
+        self.down = nnx.List([nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
+        self.norms = nnx.List([nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2 * LAYERS + 1)])
+        self.head = nnx.Linear(WIDTH, 256, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits of every next byte."""
+        norms = iter(self.norms)
+        x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[-1]))
+        for attention, up, down in zip(self.attention, self.up, self.down, strict=True):
+            x = x + attention(next(norms)(x), mask=nnx.make_causal_mask(tokens), decode=False)
+            x = x + down(jax.nn.gelu(up(next(norms)(x))))
+        return self.head(next(norms)(x))
+
+
+@nnx.jit
+def train_step(model: Model, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+    """One update in place; returns the loss before it."""
+    loss, grads = nnx.value_and_grad(
+        lambda model: optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+    )(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+model, draw = Model(nnx.Rngs(0)), np.random.default_rng(0)
+rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=30, decay_steps=STEPS)
+optimizer = nnx.Optimizer(model, normpre_g(rate), wrt=nnx.Param)  # was: optax.adamw(rate)
+print(explain(nnx.state(model, nnx.Param)), "\n")
+for step in range(1, STEPS + 1):
+    starts = draw.integers(len(TEXT) - CONTEXT - 1, size=(BATCH, 1))
+    loss = train_step(model, optimizer, jnp.asarray(TEXT[starts + np.arange(CONTEXT + 1)], jnp.int32))
+    if step % 50 == 0 or step == 1:
+        print(f"step {step:3}  loss {loss:.3f} nats per byte")

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command line accepts, and the line it answers with where it does not."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from examples.pretrain import config as config_module
+from examples.pretrain import configs, main
+from examples.pretrain.config import Config, RunError, check, differences, to_dict
+
+
+def test_flags_override_the_named_configuration():
+    config = main.parse(
+        ["--steps", "77", "--config", "tiny", "--model.width", "48", "--optimizer", "adamw", "--resume"]
+    )
+    tiny = configs.load("tiny")
+    assert (config.steps, config.model.width, config.optimizer, config.resume) == (77, 48, "adamw", True)
+    assert dataclasses.replace(
+        config, steps=tiny.steps, optimizer=tiny.optimizer, resume=False, model=tiny.model
+    ) == dataclasses.replace(tiny, config="tiny")
+    assert config.run_folder == Path("runs/tiny-adamw")
+
+
+def test_the_default_is_the_first_run():
+    assert main.parse([]) == configs.load("first_run")
+    assert main.parse([]).run_folder == Path("runs/first_run-normpre_g")
+
+
+@pytest.mark.parametrize("name", configs.NAMES)
+def test_a_named_configuration_gives_its_command_and_passes_the_checks(name):
+    module = __import__(f"examples.pretrain.configs.{name}", fromlist=["config"])
+    check(module.config)
+    assert module.config.config == name
+    assert "python -m examples.pretrain" in module.__doc__
+
+
+def test_help_describes_every_field(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main.parse(["--help"])
+    assert stopped.value.code == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    tree = ast.parse(Path(config_module.__file__).read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    described = 0
+    for name in ("Config", "ModelConfig", "DataConfig"):
+        body = classes[name].body
+        for field, after in zip(body, [*body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign) and field.target.id not in ("model", "data"):
+                first_words = " ".join(after.value.value.split()[:4])
+                assert first_words in text, f"{name}.{field.target.id}"
+                described += 1
+    assert (
+        described
+        == sum(len(dataclasses.fields(getattr(config_module, name))) for name in classes if name != "RunError") - 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--steps", "80"], "--warmup-steps"),
+        (["--batch-size", "-3"], "--batch-size must be at least 1"),
+        (["--learning-rate", "0"], "--learning-rate must be a positive number"),
+        (["--learning-rate", "nan"], "--learning-rate must be a positive number"),
+        (["--clip-norm", "-1"], "--clip-norm must be a positive number"),
+        (["--weight-decay", "-0.1"], "--weight-decay must be 0 or more"),
+        (["--temperature", "nan"], "--temperature must be 0 or more"),
+        (["--model.heads", "3"], "--model.heads 3 must divide --model.width 128 into even parts"),
+        (["--model.layers", "0"], "--model.layers must be at least 1"),
+        (["--seed", "-1"], "--seed must be 0 or more"),
+        (["--data.vocabulary", "100"], "--data.vocabulary must lie in 257"),
+        (["--data.validation-percent", "51"], "--data.validation-percent must lie in 1..50"),
+        (["--data.validation-tokens", "10"], "must hold one sequence"),
+        (["--name", "a/b"], "--name must be a plain folder name"),
+        (["--name", ".."], "--name must be a plain folder name"),
+        (["--resume", "--overwrite"], "exclude each other"),
+        (["--config", "huge"], "--config must be one of first_run, tiny"),
+        (["--data.source", "nowhere"], "no Python source for train under nowhere"),
+    ],
+)
+def test_a_bad_setting_is_one_line_before_anything_is_written(arguments, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["--steps", "100", "--warmup-steps", "80", *arguments]) == 1
+    said = capsys.readouterr()
+    assert line in said.err
+    assert said.err.count("\n") == 1
+    assert said.err.startswith("error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_differences_name_what_changes_the_numbers_only():
+    stored = to_dict(Config())
+    assert differences(stored, Config()) == []
+    assert (
+        differences(stored, dataclasses.replace(Config(), resume=True, checkpoint_every=3, runs_folder=Path("x"))) == []
+    )
+    changed = differences(stored, dataclasses.replace(Config(), learning_rate=1.0, seed=5))
+    assert changed == ["--seed was 0, is 5", f"--learning-rate was {Config().learning_rate}, is 1.0"]
+    assert differences({**stored, "gone": 1}, Config()) == ["--gone was 1, is None"]
+
+
+def test_run_error_is_no_value_error():
+    # ``main`` turns RunError into one line; a ValueError from a library must keep its traceback.
+    assert not issubclass(RunError, ValueError)

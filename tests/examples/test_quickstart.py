@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example a newcomer runs first."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import pretrain
+
+QUICKSTART = Path(pretrain.__file__).parents[1] / "quickstart.py"
+
+
+def test_it_is_short_and_the_switch_is_one_line():
+    text = QUICKSTART.read_text()
+    assert len(text.splitlines()) < 60
+    assert [line for line in text.splitlines() if "normpre_g(" in line] == [
+        "optimizer = nnx.Optimizer(model, normpre_g(rate), wrt=nnx.Param)  # was: optax.adamw(rate)"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["normpre_g(rate)", "optax.adamw(rate)"])
+def test_it_learns(tmp_path, optimizer):
+    script = tmp_path / "quickstart.py"
+    script.write_text(QUICKSTART.read_text().replace("model, normpre_g(rate)", f"model, {optimizer}"))
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(QUICKSTART.parents[1])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", result.stdout)]
+    assert len(losses) == 7
+    assert losses[-1] < 2.4 < 5.0 < losses[0]  # log 256 = 5.5 knowing nothing; 3.1 knowing the frequency of each byte
+    assert "12 matrices" in result.stdout

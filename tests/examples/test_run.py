@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command from beginning to end, stopped, continued, refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from examples.pretrain import main, train
+from examples.pretrain.logs import read_lines
+
+STEPS = ["--steps", "12", "--warmup-steps", "2", "--checkpoint-every", "4", "--evaluate-every", "6", "--log-every", "3"]
+SMALLEST = ["--model.layers", "1", "--model.width", "16", "--model.mlp-width", "32", "--batch-size", "4"]
+
+
+def losses(run: Path) -> list[dict]:
+    """The log without what the clock says."""
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_lines(run / "log.jsonl")]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, data_config, dataset) -> tuple[Path, list[str], str]:
+    """A run without interruption: its folder, its arguments, what it said."""
+    folder = tmp_path_factory.mktemp("finished")
+    arguments = [
+        *("--config", "tiny", "--data.folder", str(data_config.folder), "--data.source", str(data_config.source)),
+        *("--data.validation-percent", "20", *STEPS, *SMALLEST),
+    ]
+    with pytest.MonkeyPatch.context() as patch, (folder / "said.txt").open("w") as said:
+        patch.chdir(folder)
+        patch.setattr(sys, "stdout", said)
+        assert main.main(arguments) == 0
+    return folder / "runs" / "tiny-normpre_g", arguments, (folder / "said.txt").read_text()
+
+
+@pytest.fixture
+def copy(finished, tmp_path, monkeypatch) -> tuple[Path, list[str]]:
+    """A copy of the finished run in a working folder of its own, and the arguments that made it."""
+    run, arguments, _ = finished
+    shutil.copytree(run.parent, tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs" / run.name, arguments
+
+
+def test_a_run_leaves_its_folder_and_nothing_else(finished):
+    run, _, said = finished
+    assert files(run.parent.parent) == ["runs", "said.txt"]
+    assert files(run) == ["checkpoints", "log.jsonl", "loss.png", "parameters.txt", "run.json", "sample.txt"]
+    assert files(run / "checkpoints") == ["12", "8"]
+    lines = losses(run)
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
+    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 6, 12]
+    rate = train.schedule(main.parse(finished[1]))
+    assert [line["learning_rate"] for line in lines if "loss" in line] == pytest.approx(
+        [float(rate(t)) for t in range(12)]
+    )
+    assert lines[-1]["validation_loss"] < lines[0]["validation_loss"] < 6.4
+    assert (run / "sample.txt").read_text().startswith("def read_lines(path, encoding=None):")
+    assert f"Final validation loss {lines[-1]['validation_loss']:.4f}" in said
+    assert "7 matrices" in said
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_stores_what_made_it(finished, dataset):
+    run, _, _ = finished
+    stored = json.loads((run / "run.json").read_text())
+    assert stored["config"]["model.width"] == 16
+    assert stored["config"]["steps"] == 12
+    assert stored["fingerprint"] == dataset.manifest["fingerprint"]
+    assert len(stored["sessions"]) == 1
+    assert stored["sessions"][0]["versions"]["jax"]
+    assert stored["sessions"][0]["device"]["platform"]
+    assert "attention/query/kernel" in (run / "parameters.txt").read_text()
+
+
+def interrupt(monkeypatch, after: int) -> None:
+    """Make the trainer stop, as by Ctrl-C, once ``after`` updates of this process are done."""
+    whole = train.make_train_step
+
+    def make(*args):
+        step, calls = whole(*args), iter(range(after))
+
+        def counted(state, tokens):
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return step(state, tokens)
+
+        return counted
+
+    monkeypatch.setattr(train, "make_train_step", make)
+
+
+def test_a_stopped_run_goes_on_exactly(finished, tmp_path, monkeypatch, capsys):
+    run, arguments, _ = finished
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt(patch, after=7)
+        assert main.main(arguments) == 130
+    assert "--resume" in capsys.readouterr().err
+    part = tmp_path / "runs" / run.name
+    assert files(part / "checkpoints") == ["4"]
+    assert [line["step"] for line in losses(part)][-1] == 6  # two steps behind the checkpoint: to be done again
+    assert main.main([*arguments, "--resume"]) == 0
+    assert losses(part) == losses(run)
+    assert (part / "sample.txt").read_text() == (run / "sample.txt").read_text()
+    assert len(json.loads((part / "run.json").read_text())["sessions"]) == 2
+
+
+def test_a_finished_run_resumed_is_left_as_it_is(copy, capsys):
+    run, arguments = copy
+    before = losses(run)
+    assert main.main([*arguments, "--resume", "--sample-tokens", "3"]) == 0
+    assert losses(run) == before
+    assert f"Final validation loss {before[-1]['validation_loss']:.4f}" in capsys.readouterr().out
+
+
+def test_overwrite_begins_anew(copy):
+    run, arguments = copy
+    (run / "stray.txt").write_text("")
+    anew = ["--overwrite", "--name", run.name, "--optimizer", "adamw", "--steps", "3", "--sample-tokens", "0"]
+    assert main.main([*arguments, *anew]) == 0
+    assert [line["step"] for line in losses(run) if "loss" in line] == [1, 2, 3]
+    assert not (run / "stray.txt").exists()
+    assert not (run / "sample.txt").exists()
+
+
+def refused(arguments: list[str], capsys) -> str:
+    """The one line with which the program refuses."""
+    capsys.readouterr()
+    assert main.main(arguments) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert "step " not in said.out
+    return said.err
+
+
+def test_a_run_in_the_way_is_not_touched(copy, capsys):
+    run, arguments = copy
+    assert "--resume goes on with it" in refused(arguments, capsys)
+    (run / "run.json").unlink()
+    assert "run.json" in refused([*arguments, "--overwrite"], capsys)
+    assert (run / "log.jsonl").exists()
+
+
+def test_another_runs_checkpoint_is_refused(copy, data_config, capsys):
+    run, arguments = copy
+    other = refused([*arguments, "--resume", "--model.width", "32", "--learning-rate", "0.5"], capsys)
+    assert "--model.width was 16, is 32" in other
+    assert "--learning-rate was 0.01, is 0.5" in other
+    assert "other text" in refused([*arguments, "--resume", "--data.source", str(data_config.source / "email")], capsys)
+    stored = json.loads((run / "run.json").read_text())
+    stored["config"]["model.mlp_width"] = 48
+    (run / "run.json").write_text(json.dumps(stored))
+    other = refused([*arguments, "--resume", "--model.mlp-width", "48"], capsys)
+    assert "of another model or optimizer: params/blocks/0/mlp" in other
+    assert "is float32[32, 16] there, float32[48, 16] here" in other
+    (run / "run.json").write_text("{")
+    assert "missing or damaged" in refused([*arguments, "--resume"], capsys)
+
+
+@pytest.mark.parametrize("part", ["facts", "state"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Tensorstore's reads, given up midway
+def test_a_damaged_checkpoint_is_refused(copy, capsys, part):
+    run, arguments = copy
+    for path in (run / "checkpoints" / "12" / part).rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert "it is damaged" in refused([*arguments, "--resume"], capsys)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = [*finished[1], "--optimizer", "adamw", "--learning-rate", "1e30"]
+    assert main.main(arguments) == 1
+    assert "try a --learning-rate below 1e+30" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_exactly(flags, tmp_path):
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-m", "examples.pretrain", *flags, "--steps", "400", "--checkpoint-every", "7"]
+    command += ["--evaluate-every", "100", "--optimizer", "normpre_l"]
+
+    def start(*more: str) -> subprocess.Popen:
+        return subprocess.Popen([*command, *more], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+
+    def kill_after(process: subprocess.Popen, log: Path, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while not any(line["step"] >= step for line in read_lines(log)):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+
+    assert start("--name", "whole").wait(200) == 0
+    log = tmp_path / "runs" / "killed" / "log.jsonl"
+    kill_after(start("--name", "killed"), log, 60)
+    kill_after(start("--name", "killed", "--resume"), log, 200)
+    assert read_lines(log)[-1]["step"] < 400
+    assert start("--name", "killed", "--resume").wait(200) == 0
+    assert losses(log.parent) == losses(tmp_path / "runs" / "whole")
+    assert len(json.loads((log.parent / "run.json").read_text())["sessions"]) == 3

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule, the step, the optimizers by name, evaluation and generation."""
+
+import ast
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import examples
+from examples.pretrain import models, optimizers, train
+from examples.pretrain.config import Config, ModelConfig
+from examples.pretrain.evaluate import EVALUATION_BATCH, make_evaluate
+from examples.pretrain.generate import generate
+from examples.pretrain.prepare.tokenizer import end_of_text
+
+MODEL = ModelConfig(layers=1, width=16, heads=2, mlp_width=32, context=8)
+VOCABULARY = 32
+MATRICES = ("attention/key", "attention/out", "attention/query", "attention/value", "mlp/down", "mlp/gate", "mlp/up")
+
+
+@functools.cache
+def model_and_params():
+    graphdef, variables = nnx.split(models.build(MODEL, VOCABULARY, dtype=jnp.dtype("float32"), seed=0))
+    return graphdef, nnx.to_pure_dict(variables)
+
+
+def batch(rows: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(VOCABULARY, size=(rows, MODEL.context + 1), dtype=np.int32)
+
+
+def named(tree) -> dict[str, np.ndarray]:
+    return {
+        "/".join(str(key.key) for key in path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 2), (1, 5), (10, 101), (80, 800)])
+def test_schedule(warmup, steps):
+    rate = train.schedule(dataclasses.replace(Config(), learning_rate=2.0, warmup_steps=warmup, steps=steps))
+    values = np.asarray(rate(np.arange(steps)))
+    # float32: a cosine and three products, each within 6e-8 of values up to 2.
+    np.testing.assert_allclose(values[:warmup], 2.0 * np.arange(1, warmup + 1) / (warmup + 1), rtol=1e-6)
+    np.testing.assert_allclose(values[warmup], 2.0, rtol=1e-6)
+    np.testing.assert_allclose(values[-1], 0.2, rtol=1e-6)
+    done = np.arange(steps - warmup) / (steps - 1 - warmup)
+    np.testing.assert_allclose(values[warmup:], 0.2 + 0.9 * (1 + np.cos(np.pi * done)), rtol=2e-6)
+    np.testing.assert_allclose(rate(steps + 50), 0.2, rtol=1e-6)
+    assert rate(jnp.int32(0)).dtype == jnp.float32
+
+
+@functools.cache
+def gradients():
+    graphdef, params = model_and_params()
+    return jax.jit(jax.grad(lambda p: train.token_losses(graphdef, p, jnp.asarray(batch(4))).mean()))(params)
+
+
+@functools.cache
+def first_updates(name: str) -> list[dict[str, np.ndarray]]:
+    """The first update at weight decay 0 and at 0.5."""
+    _, params = model_and_params()
+
+    @jax.jit
+    def update(weight_decay, grads, params):
+        optimizer = optimizers.make_optimizer(name, 1.0, weight_decay=weight_decay, clip_norm=1.0)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    return [named(update(weight_decay, gradients(), params)) for weight_decay in (0.0, 0.5)]
+
+
+@pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
+def test_every_optimizer_by_name(name):
+    params = named(model_and_params()[1])
+    updates, decayed = first_updates(name)
+    adamw, _ = first_updates("adamw")
+    for path, update in updates.items():
+        hidden = any(f"{m}/kernel" in path for m in MATRICES)
+        rms = np.sqrt(np.mean(np.square(update, dtype=np.float64)))
+        if not hidden:
+            np.testing.assert_allclose(update, adamw[path], atol=1e-6, err_msg=path)
+        elif name == "muon":
+            # Moonlight's factor gives 0.2 for an orthogonal matrix; Newton-Schulz leaves singular values in 0.65..1.25.
+            assert 0.13 < rms < 0.25, path
+        elif name != "adamw":
+            np.testing.assert_allclose(rms, 0.2, rtol=1e-5, err_msg=path)
+        # Decay is decoupled: learning rate 1 x 0.5 x W. The direction, at most 3, is rounded to 2e-7, so is the sum.
+        np.testing.assert_allclose(decayed[path] - update, -0.5 * params[path], atol=1e-6, err_msg=path)
+
+
+def test_gradients_are_clipped_before_the_optimizer():
+    gradient = {"w": jnp.full((3, 4), 1e3)}
+    optimizer = optimizers.make_optimizer("adamw", 1.0, weight_decay=0.0, clip_norm=0.25)
+    _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
+    # AdamW's first moment is 0.1 of the gradient it has seen; two float32 roundings of 6e-8.
+    moment = optax.tree.get(state, "mu")["w"]
+    np.testing.assert_allclose(np.linalg.norm(moment), 0.1 * 0.25, rtol=1e-6)
+
+
+def test_parameter_table_tells_matrices_from_the_rest():
+    _, params = model_and_params()
+    table, totals = optimizers.parameter_table(params, "normpre_g")
+    assert [line.split()[0] for line in table.splitlines() if " matrix " in line] == [
+        f"blocks/0/{name}/kernel" for name in sorted(MATRICES)
+    ]
+    assert "\n" not in totals
+    assert "7 matrices" in totals
+    assert "every parameter" in optimizers.parameter_table(params, "adamw")[1]
+
+
+@pytest.mark.parametrize("name", ["adamw", "normpre_g"])
+def test_a_batch_is_learned_by_heart(name):
+    graphdef, params = model_and_params()
+    optimizer = optimizers.make_optimizer(name, 0.03, weight_decay=0.0, clip_norm=1.0)
+    step = train.make_train_step(graphdef, optimizer)
+    state = train.TrainState(jax.tree.map(jnp.copy, params), jax.jit(optimizer.init)(params))
+    tokens = batch(4)
+    losses = []
+    for _ in range(60):
+        given = state
+        state, metrics = step(state, tokens)
+        losses.append(float(metrics.loss))
+        assert metrics.grad_norm > 0
+    # From log 32 = 3.5 for 32 predictions, by a model with 2,600 parameters.
+    assert losses[0] == pytest.approx(np.log(VOCABULARY), abs=0.1)
+    assert losses[-1] < 1.0
+    assert step._cache_size() == 1
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.params))
+
+
+@pytest.mark.parametrize("count", [1, EVALUATION_BATCH, EVALUATION_BATCH + 5])
+def test_evaluate_is_the_mean_over_every_prediction(count):
+    graphdef, params = model_and_params()
+    sequences = batch(count, seed=count)
+    lengths = np.random.default_rng(0).integers(1, 9, size=VOCABULARY)
+    score = make_evaluate(graphdef, sequences, lengths.tolist())(params)
+    logits = np.asarray(jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))(sequences[:, :-1]), np.float64)
+    log_sum = np.log(np.exp(logits).sum(-1))
+    chosen = np.take_along_axis(logits, sequences[:, 1:, None].astype(int), -1)[..., 0]
+    # float32 logits of size 0.1 and losses near 3.5: some 6e-8 x 3.5 each, less in the mean.
+    assert score.loss == pytest.approx((log_sum - chosen).mean(), rel=1e-6)
+    assert score.bits_per_byte == pytest.approx(
+        (log_sum - chosen).sum() / np.log(2) / lengths[sequences[:, 1:]].sum(), rel=1e-6
+    )
+
+
+class Successor(nnx.Module):
+    """Predicts token + 1 wherever it stands."""
+
+    def __call__(self, tokens):
+        return 50.0 * jax.nn.one_hot(tokens + 1, 512)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("context", "prompt"), [(8, "x"), (8, "a longer prompt than the context holds"), (64, "x = ")])
+def test_generate_feeds_the_model_its_own_tokens(dataset, context, prompt, temperature):
+    graphdef, params = nnx.split(Successor())
+    start = dataset.tokenizer.encode(prompt).ids[-1]
+    text = generate(
+        graphdef,
+        nnx.to_pure_dict(params),
+        dataset.tokenizer,
+        prompt,
+        context=context,
+        new_tokens=20,
+        temperature=temperature,
+        seed=0,
+    )
+    assert text == prompt + dataset.tokenizer.decode(list(range(start + 1, start + 21)))
+
+
+class Ender(nnx.Module):
+    """Predicts the end of the text after the third token of its context, 65 before."""
+
+    def __init__(self, end: int):
+        self.end = end
+
+    def __call__(self, tokens):
+        token = jnp.where(jnp.arange(tokens.shape[1]) < 2, 65, self.end)
+        return 50.0 * jnp.broadcast_to(jax.nn.one_hot(token, 512), (*tokens.shape, 512))
+
+
+def test_generate_stops_at_the_end_of_a_text(dataset):
+    graphdef, _ = nnx.split(Ender(end_of_text(dataset.tokenizer)))
+    text = generate(graphdef, {}, dataset.tokenizer, "x", context=8, new_tokens=6, temperature=0.0, seed=0)
+    assert text == "x" + dataset.tokenizer.decode([65, 65])
+
+
+def test_only_the_optimizers_know_the_library():
+    root = Path(examples.__file__).parent / "pretrain"
+    knowing = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else names
+            if any(name.split(".")[0] == "normpre_optax" for name in names):
+                knowing.add(path.relative_to(root).as_posix())
+    assert knowing == {"optimizers.py"}
