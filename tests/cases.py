@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import normpre_optax as npo
-from normpre_optax.transforms.precondition import sketch_draws
+from normpre_optax.transforms import precondition
 
 EPS32 = float(np.finfo(np.float32).eps)
 EPS64 = float(np.finfo(np.float64).eps)
@@ -69,7 +69,7 @@ def gradients(steps, seed=1, shapes=SHAPES):
 def omega(seed, step, path, slice_index, shape, width):
     """The sketch's draws for a matrix of this (out, in) shape, as the library makes them, in float64."""
     drawn = (max(shape), min(*shape, width))
-    return np.asarray(sketch_draws(seed, step, zlib.crc32(path.encode()), slice_index, drawn), np.float64)
+    return np.asarray(precondition.sketch_draws(seed, step, zlib.crc32(path.encode()), slice_index, drawn), np.float64)
 
 
 # Compiling without LLVM's optimisations is two to three times faster, and most tests here compile more than they run.
