@@ -60,6 +60,7 @@ def svd(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """
 
     def thin(y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return tuple(jnp.linalg.svd(y, full_matrices=False))
+        u, s, vt = jnp.linalg.svd(y, full_matrices=False)
+        return u, s, vt
 
     return jax.lax.platform_dependent(x, cpu=lambda y: _walk(thin, y), default=thin)
