@@ -19,6 +19,7 @@ import optax
 
 from normpre_optax.assemble import RestOptions, assemble
 from normpre_optax.transforms.normalize import normalize_rows
+from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally, precondition_locally
 from normpre_optax.transforms.scale import scale_to_rms
 from normpre_optax.transforms.tangent import project_to_tangent
@@ -84,7 +85,7 @@ def scale_by_normpre(
         raise ValueError(f"{orientation=} is not one of {ORIENTATIONS}")
     if isinstance(momentum, int | float) and not 0 <= momentum < 1:
         raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
-    normalized = optax.chain(
+    normalized = chain(
         project_to_tangent(tangent, tangent_radius),  # X_t
         normalize_rows(),  # Psi_t
     )
@@ -93,7 +94,7 @@ def scale_by_normpre(
             optax.trace(momentum, accumulator_dtype=mu_dtype),  # M_t
             as_matrices(
                 matrix_dims,
-                optax.chain(
+                chain(
                     _oriented(normalized, orientation),  # O_k ... O_k^-1
                     in_dtype(compute_dtype, precondition),  # T_t
                     scale_to_rms(rms),  # R_k(T_t)

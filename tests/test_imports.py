@@ -18,8 +18,8 @@ THIRD_PARTY = {"jax", "optax", "numpy"}
 TABLE = {
     "linalg/": ({"jax"}, {"linalg"}),
     "parameters/": (THIRD_PARTY, {"parameters"}),
-    "transforms/": (THIRD_PARTY, {"linalg"}),
-    "transforms/wrappers.py": (THIRD_PARTY, {"parameters", "transforms.batches", "transforms.wrappers"}),
+    "transforms/": (THIRD_PARTY, {"linalg", "transforms.oriented"}),
+    "transforms/wrappers.py": (THIRD_PARTY, {"parameters", "transforms.batches", "transforms.oriented"}),
     "transforms/batches.py": (THIRD_PARTY, {"parameters"}),
     "assemble.py": ({"jax", "optax"}, {"parameters", "transforms.wrappers"}),
     "algorithm.py": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),

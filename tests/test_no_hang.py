@@ -70,7 +70,7 @@ FEW = {"a": (8, 128, 128), "b": (8, 192, 192), "c": (8, 256, 256)}
 KERNELS = {
     "eigh": "eigh(g)[0], jax.vmap(eigh)(g)[0]",
     "svd": "svd(g)[1], jax.vmap(svd)(g)[1]",
-    "orthonormal": "orthonormal_columns(x[..., :40])",
+    "orthonormal": "orthonormal_rows(x[..., :40, :])",
 }
 KERNEL_SCRIPT = """
 import os
@@ -78,7 +78,7 @@ if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 import jax
 from normpre_optax.linalg.lapack import eigh, svd
-from normpre_optax.linalg.orthonormal import orthonormal_columns
+from normpre_optax.linalg.orthonormal import orthonormal_rows
 
 def factor(x):
     g = (x @ x.mT)[..., :40, :40]

@@ -3,6 +3,9 @@
 
 Both work on the shorter side of ``Psi`` (its rows when square): ``Psi Psi^T`` and ``Psi^T Psi`` share their nonzero
 eigenvalues, and clipping the same modes from the left or from the right is the same update.
+
+Thin factors are kept as rows, ``(l, s)`` and ``(l, n)``, so that ``Psi`` is only ever the right operand of a product:
+there it may lie either way, ``psi`` or ``stored.mT``, and nothing large is transposed.
 """
 
 from typing import NamedTuple
@@ -10,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from normpre_optax.linalg.lapack import eigh
-from normpre_optax.linalg.orthonormal import orthonormal_columns
+from normpre_optax.linalg.orthonormal import orthonormal_rows
 from normpre_optax.linalg.precision import product
 
 
@@ -19,8 +22,8 @@ class Modes(NamedTuple):
 
     Attributes:
         values: eigenvalues of ``Psi Psi^T``, squared singular values of ``Psi``, ``(..., k)``.
-        vectors: their eigenvectors in columns, ``(..., s, k)``.
-        coordinates: ``vectors^T Psi``, ``(..., k, n)``.
+        vectors: their eigenvectors in rows, ``(..., k, s)``.
+        coordinates: ``vectors Psi``, ``(..., k, n)``.
     """
 
     values: jax.Array
@@ -46,8 +49,8 @@ def leading_modes_exact(psi: jax.Array, rank: int) -> Modes:
     """
     values, vectors = eigh(product(psi, psi.mT))
     k = min(rank, psi.shape[-2])
-    vectors = vectors[..., :k]
-    return Modes(values[..., :k], vectors, product(vectors.mT, psi))
+    vectors = vectors[..., :k].mT
+    return Modes(values[..., :k], vectors, product(vectors, psi))
 
 
 def leading_modes_sketch(
@@ -84,13 +87,11 @@ def leading_modes_sketch(
     References:
         Halko, Martinsson and Tropp, arXiv 0909.4061.
     """
-    q = orthonormal_columns(product(psi, omega, compute_dtype))
+    q = orthonormal_rows(product(omega.mT, psi.mT, compute_dtype))  # Q^T of the paper, as all factors here
     for _ in range(power_iterations):
-        back = product(psi.mT, q, compute_dtype)
-        q = orthonormal_columns(product(psi, back, compute_dtype))
-    seen = product(q.mT, psi, compute_dtype)
+        back = product(q, psi, compute_dtype)
+        q = orthonormal_rows(product(back, psi.mT, compute_dtype))
+    seen = product(q, psi, compute_dtype)
     values, z = eigh(product(seen, seen.mT))
-    k = min(rank, omega.shape[-1])
-    z = z[..., :k]
-    vectors = product(q, z)
-    return Modes(values[..., :k], vectors, product(z.mT, seen))
+    z = z[..., : min(rank, omega.shape[-1])].mT
+    return Modes(values[..., : z.shape[-2]], product(z, q), product(z, seen))

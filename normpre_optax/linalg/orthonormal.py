@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orthonormal bases of tall thin matrices by shifted Cholesky-QR, in plain array operations.
+"""Orthonormal bases of wide flat matrices by shifted Cholesky-QR, in plain array operations.
 
-With ``G = Y^T Y = L L^T`` the columns of ``Y L^-T`` are orthonormal up to ``eps cond(Y)^2``. A small shift of the
+With ``G = Y Y^T = L L^T`` the rows of ``L^-1 Y`` are orthonormal up to ``eps cond(Y)^2``. A small shift of the
 diagonal keeps the factorisation alive on rank-deficient input, at the price of directions that come out too short;
 repeating the pass lengthens them (shifted Cholesky-QR 3). What is missing at the end is rounding noise of the input:
-such a column is shorter than one, never a duplicate of another.
+such a row is shorter than one, never a duplicate of another.
 
 No QR, Cholesky or triangular solve of LAPACK is called: see ``lapack`` for why.
 """
@@ -51,36 +51,36 @@ def inverse_cholesky(g: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, size, eliminate, jnp.concatenate([g, identity], axis=-1))[..., size:]
 
 
-def orthonormal_columns(y: jax.Array, passes: int = 3) -> jax.Array:
-    """Orthonormal basis of the column span of ``y``.
+def orthonormal_rows(y: jax.Array, passes: int = 3) -> jax.Array:
+    """Orthonormal basis of the row span of ``y``.
 
     Args:
-        y: matrices ``(..., m, l)``, ``l <= m``.
+        y: matrices ``(..., l, m)``, ``l <= m``.
         passes: Cholesky-QR passes, all but the last one shifted; three make up for any condition number that the dtype
             can represent.
 
     Returns:
-        ``Q`` of shape ``(..., m, l)`` with ``Q^T Q = I`` on the numerical range of ``y``. Columns beyond its rank are
+        ``Q`` of shape ``(..., l, m)`` with ``Q Q^T = I`` on the numerical range of ``y``. Rows beyond its rank are
         zero or rounding noise of length at most one, orthogonal to the others.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.orthonormal import orthonormal_columns
-        >>> q = orthonormal_columns(jnp.array([[1.0, 1.0], [1.0, 1.001], [0.0, 0.0]]))
-        >>> bool(jnp.allclose(q.T @ q, jnp.eye(2), atol=1e-5))
+        >>> from normpre_optax.linalg.orthonormal import orthonormal_rows
+        >>> q = orthonormal_rows(jnp.array([[1.0, 1.0, 0.0], [1.0, 1.001, 0.0]]))
+        >>> bool(jnp.allclose(q @ q.T, jnp.eye(2), atol=1e-5))
         True
 
     References:
         Fukaya, Kannan, Nakatsukasa, Yamamoto and Yanagisawa, Shifted Cholesky QR, SIAM J. Sci. Comput. 42, 2020.
     """
-    size = y.shape[-1]
+    size = y.shape[-2]
     # The rounding error of g is a few eps times its trace; a shift well above it keeps every pivot positive.
     shift = 4 * size * jnp.finfo(y.dtype).eps * jnp.eye(size, dtype=y.dtype)
     peak = jnp.max(jnp.abs(y), axis=(-2, -1), keepdims=True, initial=0)
 
     def one_pass(i: jax.Array, y: jax.Array) -> jax.Array:
-        g = product(y.mT, y)
+        g = product(y, y.mT)
         trace = jnp.trace(g, axis1=-2, axis2=-1)[..., None, None]
-        return product(y, inverse_cholesky(g + jnp.where(i < passes - 1, trace, 0) * shift).mT)
+        return product(inverse_cholesky(g + jnp.where(i < passes - 1, trace, 0) * shift), y)
 
     return jax.lax.fori_loop(0, passes, one_pass, y / jnp.where(peak == 0, 1, peak))

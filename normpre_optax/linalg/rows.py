@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a matrix: their lengths, their directions, and their part along another matrix's rows.
 
+A row runs along ``axis``: -1, or -2 for the rows of a matrix that is stored transposed.
+
 Lengths are taken of rows divided by their largest entry, so that squares neither overflow nor vanish: a row of
 entries near 1e-30 or 1e30 is measured as well as one near 1. Zero rows stay zero and NaN stays NaN.
 """
@@ -11,20 +13,21 @@ import jax.numpy as jnp
 TANGENT_MODES = ("relaxed", "bounded", "strict", "none")
 
 
-def _peak(x: jax.Array) -> jax.Array:
-    """Largest magnitude of each row, ``(..., m, 1)``, with 1 in place of 0."""
-    peak = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
+def _peak(x: jax.Array, axis: int) -> jax.Array:
+    """Largest magnitude of each row, with 1 in place of 0."""
+    peak = jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0)
     return jnp.where(peak == 0, 1, peak)
 
 
-def row_norms(x: jax.Array) -> jax.Array:
+def row_norms(x: jax.Array, axis: int = -1) -> jax.Array:
     """Euclidean length of each row.
 
     Args:
         x: matrices ``(..., m, n)``.
+        axis: along which a row runs.
 
     Returns:
-        Lengths ``(..., m, 1)``.
+        Lengths, with size one in place of ``axis``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -32,15 +35,16 @@ def row_norms(x: jax.Array) -> jax.Array:
         >>> print(row_norms(jnp.array([[3e-30, 4e-30], [0.0, 0.0]])).ravel())
         [5.e-30 0.e+00]
     """
-    peak = _peak(x)
-    return peak * jnp.sqrt(jnp.sum((x / peak) ** 2, axis=-1, keepdims=True))
+    peak = _peak(x, axis)
+    return peak * jnp.sqrt(jnp.sum((x / peak) ** 2, axis=axis, keepdims=True))
 
 
-def unit_rows(x: jax.Array) -> jax.Array:
+def unit_rows(x: jax.Array, axis: int = -1) -> jax.Array:
     """Every row divided by its length: ``Psi = D(X)^-1 X`` of the paper; zero rows stay zero.
 
     Args:
         x: matrices ``(..., m, n)``.
+        axis: along which a row runs.
 
     Returns:
         Matrices ``(..., m, n)`` whose rows have length 1 or 0.
@@ -52,12 +56,14 @@ def unit_rows(x: jax.Array) -> jax.Array:
         [[0.6 0.8]
          [0.  0. ]]
     """
-    x = x / _peak(x)
-    norm = jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True))
+    x = x / _peak(x, axis)
+    norm = jnp.sqrt(jnp.sum(x**2, axis=axis, keepdims=True))
     return x / jnp.where(norm == 0, 1, norm)
 
 
-def tangent_rows(m: jax.Array, w: jax.Array, mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0) -> jax.Array:
+def tangent_rows(
+    m: jax.Array, w: jax.Array, mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0, axis: int = -1
+) -> jax.Array:
     """Rows of ``m`` with their part along the rows of ``w`` damped, removed or kept.
 
     Per row, with the radius c and the radial part ``r = <m, w> w / ||w||^2``:
@@ -74,6 +80,7 @@ def tangent_rows(m: jax.Array, w: jax.Array, mode: str = "relaxed", radius: jax.
         w: weights ``(..., m, n)``.
         mode: one of the above.
         radius: the row length c at which the relaxed radial part vanishes.
+        axis: along which a row runs.
 
     Returns:
         ``X`` of the paper, ``(..., m, n)``.
@@ -87,15 +94,15 @@ def tangent_rows(m: jax.Array, w: jax.Array, mode: str = "relaxed", radius: jax.
     """
     if mode == "none":
         return m
-    peak = _peak(m)
+    peak = _peak(m, axis)
     m = m / peak
     if mode == "relaxed":
         along, amount = w, 1 / jnp.square(jnp.asarray(radius, m.dtype))
     else:
-        along, amount = unit_rows(w), jnp.ones((), m.dtype)
+        along, amount = unit_rows(w, axis), jnp.ones((), m.dtype)
     if mode == "bounded":
-        amount = jnp.minimum(1, jnp.square(row_norms(w) / radius)).astype(m.dtype)
-    x = m - amount * jnp.sum(m * along, axis=-1, keepdims=True) * along
+        amount = jnp.minimum(1, jnp.square(row_norms(w, axis) / radius)).astype(m.dtype)
+    x = m - amount * jnp.sum(m * along, axis=axis, keepdims=True) * along
     noise = 8 * jnp.finfo(m.dtype).eps
-    gone = jnp.sum(x**2, axis=-1, keepdims=True) <= noise**2 * jnp.sum(m**2, axis=-1, keepdims=True)
+    gone = jnp.sum(x**2, axis=axis, keepdims=True) <= noise**2 * jnp.sum(m**2, axis=axis, keepdims=True)
     return jnp.where(gone, 0, x) * peak

@@ -9,16 +9,19 @@ from normpre_optax.linalg.lapack import svd
 from normpre_optax.linalg.precision import product
 
 
-def clip_modes(psi: jax.Array, modes: Modes, compute_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+def clip_modes(
+    psi: jax.Array, modes: Modes, compute_dtype: jax.typing.DTypeLike | None = None, columns: bool = False
+) -> jax.Array:
     """``(I + U (Lambda^-1/2 - I) U^T) Psi`` over the modes with ``lambda > 1``: their singular values become one.
 
     Args:
-        psi: wide matrices ``(..., s, n)``.
-        modes: leading modes of ``psi``.
+        psi: wide matrices ``(..., s, n)``; their transposes ``(..., n, s)`` if ``columns``.
+        modes: leading modes of the wide matrices.
         compute_dtype: dtype of the product's operands; None: that of ``psi``.
+        columns: the modes belong to the transpose of ``psi``, which is clipped from the right.
 
     Returns:
-        Matrices ``(..., s, n)``: ``T`` of NormPre-L.
+        Matrices in the shape of ``psi``: ``T`` of NormPre-L.
 
     Example:
         >>> import jax.numpy as jnp
@@ -30,7 +33,9 @@ def clip_modes(psi: jax.Array, modes: Modes, compute_dtype: jax.typing.DTypeLike
     """
     # lambda <= 1 gives exactly 0 here, so unselected modes need no mask.
     change = 1 / jnp.sqrt(jnp.maximum(modes.values, 1)) - 1
-    return psi + product(modes.vectors * change[..., None, :], modes.coordinates, compute_dtype)
+    scaled = modes.vectors * change[..., None]
+    left, right = (modes.coordinates, scaled) if columns else (scaled, modes.coordinates)
+    return psi + product(left.mT, right, compute_dtype)
 
 
 def exact_msign(x: jax.Array) -> jax.Array:

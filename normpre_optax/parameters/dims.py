@@ -2,8 +2,9 @@
 """Which axes of a parameter are its inputs and its outputs: a leaf as a stack of matrices, and back.
 
 `MatrixDims` names the axes, `check_dims` holds them against a shape, `matrix_shape` says what comes out, and
-`to_matrices` / `from_matrices` carry the numbers there and back. The stack is always (batch, out, in): rows are
-output neurons, whatever the layout of the parameter.
+`to_matrices` / `from_matrices` carry the numbers there and back. The stack is (batch, out, in): rows are output
+neurons, whatever the layout of the parameter; or (batch, in, out) for who asks for it, because most parameters are
+stored that way (`stored_transposed`) and turning them costs time.
 """
 
 from __future__ import annotations
@@ -169,35 +170,64 @@ def matrix_shape(shape: tuple[int, ...], dims: MatrixDims) -> tuple[int, int, in
     return batch * dims.output_blocks, outputs // dims.output_blocks, inputs
 
 
-def to_matrices(x: jax.Array, dims: MatrixDims) -> jax.Array:
+def stored_transposed(ndim: int, dims: MatrixDims) -> bool:
+    """Tells whether a parameter lies in memory as (batch, in, out), as Flax kernels do.
+
+    Args:
+        ndim: number of the parameter's axes.
+        dims: axes that fit it.
+
+    Returns:
+        True if `to_matrices(..., transposed=True)` moves no number.
+
+    Example:
+        >>> [stored_transposed(2, dims) for dims in (MatrixDims(inputs=0, outputs=1), MatrixDims(inputs=1, outputs=0))]
+        [True, False]
+    """
+    batch, outputs, inputs = _split(ndim, dims)
+    return dims.output_blocks == 1 and batch + inputs + outputs == tuple(range(ndim))
+
+
+def _order(ndim: int, dims: MatrixDims, transposed: bool) -> tuple[int, ...]:
+    """The parameter's axes in the order in which the stack has them."""
+    batch, outputs, inputs = _split(ndim, dims)
+    if transposed and dims.output_blocks > 1:
+        raise ValueError("output blocks are cut from (out, in) only")
+    return batch + inputs + outputs if transposed else batch + outputs + inputs
+
+
+def to_matrices(x: jax.Array, dims: MatrixDims, transposed: bool = False) -> jax.Array:
     """Lays a parameter out as a stack of matrices with output neurons as rows.
 
     Args:
         x: the parameter (or its gradient), any layout.
         dims: axes that fit it.
+        transposed: with output neurons as columns instead; not for `output_blocks`.
 
     Returns:
-        Array (batch, out, in); batch and block indices in row-major order, blocks last.
+        Array (batch, out, in), or (batch, in, out) if transposed; batch and block indices in row-major order, blocks
+        last.
 
     Example:
         >>> to_matrices(jnp.arange(6.0).reshape(2, 3), MatrixDims(inputs=0, outputs=1)).tolist()
         [[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]]
     """
-    batch, outputs, inputs = _split(x.ndim, dims)
-    order = batch + outputs + inputs
-    shape = matrix_shape(x.shape, dims)
+    order = _order(x.ndim, dims, transposed)
+    batch, rows, columns = matrix_shape(x.shape, dims)
+    shape = (batch, columns, rows) if transposed else (batch, rows, columns)
     if order != tuple(range(x.ndim)):
         x = jnp.transpose(x, order)
     return _reshape(x, shape)
 
 
-def from_matrices(stack: jax.Array, dims: MatrixDims, shape: tuple[int, ...]) -> jax.Array:
+def from_matrices(stack: jax.Array, dims: MatrixDims, shape: tuple[int, ...], transposed: bool = False) -> jax.Array:
     """Undoes `to_matrices`.
 
     Args:
-        stack: array (batch, out, in).
+        stack: array (batch, out, in), or (batch, in, out) if transposed.
         dims: the axes `to_matrices` was given.
         shape: the parameter's shape.
+        transposed: as `to_matrices` was given it.
 
     Returns:
         Array of that shape, in the parameter's own layout.
@@ -207,8 +237,7 @@ def from_matrices(stack: jax.Array, dims: MatrixDims, shape: tuple[int, ...]) ->
         >>> bool((from_matrices(to_matrices(x, dims), dims, x.shape) == x).all())
         True
     """
-    batch, outputs, inputs = _split(len(shape), dims)
-    order = batch + outputs + inputs
+    order = _order(len(shape), dims, transposed)
     x = _reshape(stack, tuple(shape[axis] for axis in order))
     if order == tuple(range(len(shape))):
         return x

@@ -6,6 +6,7 @@ import optax
 
 from normpre_optax.assemble import RestOptions, assemble
 from normpre_optax.transforms.normalize import normalize_rows
+from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.scale import scale_by_shape
 from normpre_optax.transforms.tangent import project_to_tangent
 from normpre_optax.transforms.wrappers import alternate_orientation, as_matrices, in_dtype
@@ -74,7 +75,7 @@ def mano(
     """
     if isinstance(version, jax.Array) or version not in TANGENTS:
         raise ValueError(f"{version=} is neither 1 nor 2 (under optax.inject_hyperparams it must be a static argument)")
-    vectors = optax.chain(
+    vectors = chain(
         project_to_tangent(TANGENTS[version]),
         normalize_rows(),
         scale_by_shape(lambda rows, columns: 0.2 * columns**0.5),

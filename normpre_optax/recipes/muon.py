@@ -7,6 +7,7 @@ import jax
 import optax
 
 from normpre_optax.assemble import RestOptions, assemble
+from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally
 from normpre_optax.transforms.scale import scale_by_shape
 from normpre_optax.transforms.wrappers import as_matrices
@@ -89,7 +90,7 @@ def muon(
             optax.trace(momentum, nesterov, mu_dtype),
             as_matrices(
                 dims,
-                optax.chain(
+                chain(
                     precondition_globally(ns_steps, ns_coefficients, compute_dtype),
                     scale_by_shape(SCALES[convention]),
                 ),

@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from normpre_optax.parameters.dims import MatrixDims, from_matrices, to_matrices
+from normpre_optax.parameters.dims import MatrixDims, from_matrices, stored_transposed, to_matrices
 
 # An accelerator takes no more than this of one shape at once: the temporaries of a stage are a few times as large.
 CHUNK_BYTES = 2**31
 
-Stage = Callable[["Matrices", list[Any]], tuple[jax.Array, list[Any], list[Any]]]
-"""(matrices, shared state) -> (new update, new state of the matrices, new shared state)."""
+Stage = Callable[..., tuple[jax.Array, list[Any], list[Any]]]
+"""(matrices, shared state, transposed=whether they are stored as (in, out)) -> (new update, new state of the matrices, new shared state)."""
 
 
 class Matrices(NamedTuple):
     """Matrices of one shape with what belongs to each, all with the same leading axes (or none).
 
     Attributes:
-        update: ``(..., m, n)``.
-        weight: ``(..., m, n)``, or None.
+        update: ``(..., out, in)``, or ``(..., in, out)`` where it is stored that way.
+        weight: as ``update``, or None.
         ids: uint32 ``(..., 2)``: parameter and place, for the sketch's draws.
         state: arrays ``(..., ...)`` that a stage keeps for each matrix.
     """
@@ -51,10 +51,18 @@ class Parameter(NamedTuple):
         """Parameters of one kind share a compiled copy."""
         return self.dims, tuple((x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(self[:4]))
 
+    def stored_transposed(self) -> bool:
+        """Whether the matrices lie as (in, out)."""
+        return stored_transposed(self.update.ndim, self.dims)
+
     def matrices(self) -> Matrices:
-        """In layout (batch, out, in)."""
-        weight = None if self.weight is None else to_matrices(self.weight, self.dims)
-        return Matrices(to_matrices(self.update, self.dims), weight, self.ids, self.state)
+        """In layout (batch, out, in), or (batch, in, out) where they are stored that way."""
+        lay = functools.partial(to_matrices, dims=self.dims, transposed=self.stored_transposed())
+        return Matrices(lay(self.update), None if self.weight is None else lay(self.weight), self.ids, self.state)
+
+    def from_matrices(self, stack: jax.Array) -> jax.Array:
+        """A new update, in the parameter's layout."""
+        return from_matrices(stack, self.dims, self.update.shape, self.stored_transposed())
 
 
 def run(
@@ -92,9 +100,10 @@ def _in_turn(stage: Stage, dims: MatrixDims, shared: list[Any], group: list[Para
     """One parameter after the other in a loop, and one matrix after the other within each."""
 
     def one(parameter: Parameter):
-        matrices = parameter._replace(dims=dims).matrices()
-        new, state, now = _each_slice(stage, matrices, shared)
-        return (from_matrices(new, dims, parameter.update.shape), state), now
+        parameter = parameter._replace(dims=dims)
+        transposed = parameter.stored_transposed()
+        new, state, now = _each_slice(functools.partial(stage, transposed=transposed), parameter.matrices(), shared)
+        return (parameter.from_matrices(new), state), now
 
     if len(group) == 1:
         result, now = one(group[0])
@@ -112,7 +121,7 @@ def _in_turn(stage: Stage, dims: MatrixDims, shared: list[Any], group: list[Para
     return [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(len(group))], now
 
 
-def _each_slice(stage: Stage, matrices: Matrices, shared: list[Any]):
+def _each_slice(stage: Callable, matrices: Matrices, shared: list[Any]):
     """``stage`` on each matrix ``(m, n)`` of a stack ``(batch, m, n)``."""
     batch = matrices.update.shape[0]
     if batch == 1:
@@ -132,12 +141,12 @@ def _at_once(stage: Stage, dims: MatrixDims, shared: list[Any], group: list[Para
     per_chunk = max(1, CHUNK_BYTES // max(1, group[0].update.nbytes))
     results, now = [], shared
     for start in range(0, len(group), per_chunk):
-        chunk = group[start : start + per_chunk]
-        stacks = [p._replace(dims=dims).matrices() for p in chunk]
+        chunk = [p._replace(dims=dims) for p in group[start : start + per_chunk]]
+        stacks = [p.matrices() for p in chunk]
         joined = jax.tree.map(lambda *xs: jnp.concatenate(xs), *stacks) if len(stacks) > 1 else stacks[0]
-        new, state, now = stage(joined, shared)
+        new, state, now = stage(joined, shared, transposed=chunk[0].stored_transposed())
         batch = stacks[0].update.shape[0]
         for i, parameter in enumerate(chunk):
             part = slice(i * batch, (i + 1) * batch)
-            results.append((from_matrices(new[part], dims, parameter.update.shape), [x[part] for x in state]))
+            results.append((parameter.from_matrices(new[part]), [x[part] for x in state]))
     return results, now

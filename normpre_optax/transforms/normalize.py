@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Marginal normalisation: every row to length one."""
 
+import functools
+
 import jax
 import optax
 
 from normpre_optax.linalg.precision import in_working_dtype
 from normpre_optax.linalg.rows import unit_rows
+from normpre_optax.transforms.oriented import OrientedTransformation
 
 
-def normalize_rows() -> optax.GradientTransformationExtraArgs:
+def normalize_rows() -> OrientedTransformation:
     """Divide every row by its length: ``Psi = Diag(diag(X X^T))^(-1/2) X``.
 
     Returns:
@@ -27,8 +30,9 @@ def normalize_rows() -> optax.GradientTransformationExtraArgs:
         Normalize-Then-Precondition, "Diagonal-Gram Normalization".
     """
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
         del params, extra_args
-        return jax.tree.map(in_working_dtype(unit_rows), updates), state
+        normalize = functools.partial(unit_rows, axis=-2 if transposed else -1)
+        return jax.tree.map(in_working_dtype(normalize), updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    return OrientedTransformation(lambda params: optax.EmptyState(), update)

@@ -18,6 +18,7 @@ from normpre_optax.linalg.eigenspace import leading_modes_exact, leading_modes_s
 from normpre_optax.linalg.newton_schulz import coefficient_table, newton_schulz
 from normpre_optax.linalg.precision import in_working_dtype, working_dtype
 from normpre_optax.linalg.spectrum import clip_modes, exact_msign
+from normpre_optax.transforms.oriented import OrientedTransformation
 
 METHODS = ("sketch", "exact")
 
@@ -26,7 +27,7 @@ def precondition_globally(
     ns_steps: int | None = 5,
     ns_coefficients: str | Sequence = "muon",
     compute_dtype: jax.typing.DTypeLike | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> OrientedTransformation:
     """Bring every singular value near one: ``T = msign(Psi)`` by Newton-Schulz iterations.
 
     Args:
@@ -68,7 +69,7 @@ def precondition_globally(
         del params, extra_args
         return jax.tree.map(in_working_dtype(_unbatched(orthogonalize)), updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    return OrientedTransformation(lambda params: optax.EmptyState(), update)
 
 
 class PreconditionLocallyState(NamedTuple):
@@ -84,7 +85,7 @@ def precondition_locally(
     method: str = "sketch",
     seed: int = 0,
     compute_dtype: jax.typing.DTypeLike | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> OrientedTransformation:
     """Clip the leading singular values above one to one and leave the rest: ``T = P Psi`` of NormPre-L.
 
     With the ``rank`` largest eigenvalues ``lambda_i`` of ``Psi Psi^T`` and their eigenvectors ``u_i``,
@@ -126,11 +127,13 @@ def precondition_locally(
     if method not in METHODS:
         raise ValueError(f"{method=} is not one of {METHODS}")
 
-    def clip_exactly(psi: jax.Array) -> jax.Array:
-        return clip_modes(psi, leading_modes_exact(psi, rank))
+    def clip_exactly(psi: jax.Array, columns: bool) -> jax.Array:
+        return clip_modes(psi, leading_modes_exact(psi.mT if columns else psi, rank), columns=columns)
 
-    def clip_sketched(psi: jax.Array, omega: jax.Array) -> jax.Array:
-        return clip_modes(psi, leading_modes_sketch(psi, omega, rank, power_iterations, compute_dtype), compute_dtype)
+    def clip_sketched(psi: jax.Array, omega: jax.Array, columns: bool) -> jax.Array:
+        wide = psi.mT if columns else psi
+        modes = leading_modes_sketch(wide, omega, rank, power_iterations, compute_dtype)
+        return clip_modes(psi, modes, compute_dtype, columns)
 
     def draws(psi: jax.Array, ids: jax.Array, step: jax.Array) -> jax.Array:
         shape = (max(psi.shape[-2:]), min(*psi.shape[-2:], rank + oversample))
@@ -139,19 +142,17 @@ def precondition_locally(
             draw = jax.vmap(draw)
         return draw(ids).astype(working_dtype(psi.dtype))
 
-    def update(updates, state, params=None, *, matrix_ids=None, **extra_args):
+    def update(updates, state, params=None, *, matrix_ids=None, transposed: bool = False, **extra_args):
         del params, extra_args
         if method == "exact":
-            new = jax.tree.map(in_working_dtype(_unbatched(_wide(clip_exactly))), updates)
+            new = jax.tree.map(in_working_dtype(_unbatched(_on_shorter_side(clip_exactly, transposed))), updates)
         else:
             ids = matrix_ids if matrix_ids is not None else _identities(updates)
-            clip = in_working_dtype(_unbatched(_wide(clip_sketched)))
+            clip = in_working_dtype(_unbatched(_on_shorter_side(clip_sketched, transposed)))
             new = jax.tree.map(lambda psi, i: clip(psi, draws(psi, i, state.count)), updates, ids)
         return new, PreconditionLocallyState(optax.safe_increment(state.count))
 
-    return optax.GradientTransformationExtraArgs(
-        lambda params: PreconditionLocallyState(jnp.zeros((), jnp.int32)), update
-    )
+    return OrientedTransformation(lambda params: PreconditionLocallyState(jnp.zeros((), jnp.int32)), update)
 
 
 def sketch_draws(
@@ -195,11 +196,12 @@ def _identities(tree):
     return jax.tree_util.tree_map_with_path(identify, tree)
 
 
-def _wide(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """``f`` on the shorter side: a tall matrix goes in transposed and comes out transposed."""
+def _on_shorter_side(f: Callable[..., jax.Array], transposed: bool) -> Callable[..., jax.Array]:
+    """``f`` told whether to work on the last axis of a matrix: the shorter one, or the rows of a square matrix."""
 
     def oriented(x: jax.Array, *rest: jax.Array) -> jax.Array:
-        return f(x.mT, *rest).mT if x.shape[-2] > x.shape[-1] else f(x, *rest)
+        above, across = x.shape[-2:]
+        return f(x, *rest, columns=across < above or (across == above and transposed))
 
     return oriented
 

@@ -9,9 +9,10 @@ import optax
 
 from normpre_optax.linalg.newton_schulz import unit_frobenius
 from normpre_optax.linalg.precision import in_working_dtype
+from normpre_optax.transforms.oriented import OrientedTransformation
 
 
-def scale_to_rms(rms: jax.typing.ArrayLike | None = 0.2) -> optax.GradientTransformationExtraArgs:
+def scale_to_rms(rms: jax.typing.ArrayLike | None = 0.2) -> OrientedTransformation:
     """Scale every matrix to a root mean square entry of ``rms``: ``R(T) = rms T / RMS(T)``.
 
     Args:
@@ -45,10 +46,10 @@ def scale_to_rms(rms: jax.typing.ArrayLike | None = 0.2) -> optax.GradientTransf
         del params, extra_args
         return jax.tree.map(in_working_dtype(scale), updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    return OrientedTransformation(lambda params: optax.EmptyState(), update)
 
 
-def scale_by_shape(factor: Callable[[int, int], float]) -> optax.GradientTransformationExtraArgs:
+def scale_by_shape(factor: Callable[[int, int], float]) -> OrientedTransformation:
     """Multiply every matrix by a factor of its shape: the nominal scale rules of Muon and MANO.
 
     Args:
@@ -66,8 +67,13 @@ def scale_by_shape(factor: Callable[[int, int], float]) -> optax.GradientTransfo
         [[2. 2. 2. 2.]]
     """
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
         del params, extra_args
-        return jax.tree.map(in_working_dtype(lambda t: t * factor(*t.shape[-2:])), updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+        def scale(t: jax.Array) -> jax.Array:
+            rows, columns = t.shape[-2:]
+            return t * (factor(columns, rows) if transposed else factor(rows, columns))
+
+        return jax.tree.map(in_working_dtype(scale), updates), state
+
+    return OrientedTransformation(lambda params: optax.EmptyState(), update)

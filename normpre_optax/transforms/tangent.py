@@ -8,11 +8,10 @@ import optax
 
 from normpre_optax.linalg.precision import in_working_dtype
 from normpre_optax.linalg.rows import TANGENT_MODES, tangent_rows
+from normpre_optax.transforms.oriented import OrientedTransformation
 
 
-def project_to_tangent(
-    mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0
-) -> optax.GradientTransformationExtraArgs:
+def project_to_tangent(mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0) -> OrientedTransformation:
     """Damp the part of every row of the update along the same row of the weights.
 
     Per row, with the radius c (1 in the paper):
@@ -48,9 +47,8 @@ def project_to_tangent(
         raise ValueError(f"tangent {mode=} is not one of {TANGENT_MODES}")
     if isinstance(radius, int | float) and not radius > 0:
         raise ValueError(f"tangent_radius must be positive, got {radius}")
-    project = in_working_dtype(functools.partial(tangent_rows, mode=mode, radius=radius))
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
         del extra_args
         if mode == "none":
             return updates, state
@@ -60,6 +58,7 @@ def project_to_tangent(
                 "is optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array)); a loop that never passes "
                 "params (brax, for one) needs that third argument added, or tangent='none'."
             )
-        return jax.tree.map(project, updates, params), state
+        project = functools.partial(tangent_rows, mode=mode, radius=radius, axis=-2 if transposed else -1)
+        return jax.tree.map(in_working_dtype(project), updates, params), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    return OrientedTransformation(lambda params: optax.EmptyState(), update)

@@ -16,6 +16,7 @@ import optax
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, to_matrices
 from normpre_optax.parameters.rules import resolve
 from normpre_optax.transforms.batches import Matrices, Parameter, run
+from normpre_optax.transforms.oriented import OrientedTransformation, chain, oriented, turned
 
 
 def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -46,7 +47,7 @@ def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTran
         [[0.6 0. ]
          [0.8 1. ]]
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = oriented(inner)
 
     def readings(tree) -> list[tuple[str, tuple[int, ...], MatrixDims]]:
         """Path, shape and axes of every leaf, in order."""
@@ -80,9 +81,9 @@ def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTran
             for i, (u, w, (path, shape, axes)) in enumerate(zip(jax.tree.leaves(updates), weights, found, strict=True))
         ]
 
-        def stage(matrices: Matrices, shared: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-            view = layout.join(matrices.state, shared)
-            new, view = inner.update(matrices.update, view, matrices.weight, **extra_args, matrix_ids=matrices.ids)
+        def stage(matrices: Matrices, shared: list[Any], transposed: bool) -> tuple[Any, list[Any], list[Any]]:
+            view, extra = layout.join(matrices.state, shared), {**extra_args, "matrix_ids": matrices.ids}
+            new, view = inner.update(matrices.update, view, matrices.weight, transposed=transposed, **extra)
             return (new, *layout.split(view))
 
         new, kept, shared = run(stage, parameters, shared)
@@ -127,9 +128,7 @@ class AlternateOrientationState(NamedTuple):
     inner_state: optax.OptState
 
 
-def alternate_orientation(
-    inner: optax.GradientTransformation, *, first: str = "rows"
-) -> optax.GradientTransformationExtraArgs:
+def alternate_orientation(inner: optax.GradientTransformation, *, first: str = "rows") -> OrientedTransformation:
     """Let ``inner`` see matrices as they are on every other step, and transposed on the steps between.
 
     ``O_k^-1 . f . O_k`` with ``O_0(A) = A``, ``O_1(A) = A^T`` and ``k = count mod 2``.
@@ -162,28 +161,26 @@ def alternate_orientation(
     """
     if first not in ("rows", "columns"):
         raise ValueError(f"{first=} is neither 'rows' nor 'columns'")
-    inner = optax.with_extra_args_support(inner)
-    flipped = _transposed(inner)
-    even, odd = (inner, flipped) if first == "rows" else (flipped, inner)
+    inner = oriented(inner)
 
     def init(params):
         _refuse_oriented_state(inner, params)
         return AlternateOrientationState(jnp.zeros((), jnp.int32), inner.init(params))
 
-    def update(updates, state, params=None, **extra_args):
-        def run(tx):
-            return lambda u, s, p: tx.update(u, s, p, **extra_args)
+    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
+        def by(orientation: str):
+            turn = transposed if orientation == "rows" else not transposed
+            return lambda u, s, p: inner.update(u, s, p, transposed=turn, **extra_args)
 
+        others = "columns" if first == "rows" else "rows"
         is_even = state.count % 2 == 0
-        new, inner_state = jax.lax.cond(is_even, run(even), run(odd), updates, state.inner_state, params)
+        new, inner_state = jax.lax.cond(is_even, by(first), by(others), updates, state.inner_state, params)
         return new, AlternateOrientationState(optax.safe_increment(state.count), inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return OrientedTransformation(init, update)
 
 
-def fixed_orientation(
-    inner: optax.GradientTransformation, orientation: str = "rows"
-) -> optax.GradientTransformationExtraArgs:
+def fixed_orientation(inner: optax.GradientTransformation, orientation: str = "rows") -> OrientedTransformation:
     """Let ``inner`` see matrices as they are (``"rows"``) or transposed (``"columns"``), on every step.
 
     Args:
@@ -207,11 +204,17 @@ def fixed_orientation(
     """
     if orientation not in ("rows", "columns"):
         raise ValueError(f"{orientation=} is neither 'rows' nor 'columns'")
-    inner = optax.with_extra_args_support(inner)
-    return inner if orientation == "rows" else _transposed(inner)
+    inner = oriented(inner)
+    if orientation == "rows":
+        return inner
+
+    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
+        return inner.update(updates, state, params, transposed=not transposed, **extra_args)
+
+    return OrientedTransformation(lambda params: inner.init(turned(params)), update)
 
 
-def both_orientations(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def both_orientations(inner: optax.GradientTransformation) -> OrientedTransformation:
     """Apply ``inner`` to the rows, then to the columns of the result, on every step.
 
     Args:
@@ -230,8 +233,7 @@ def both_orientations(inner: optax.GradientTransformation) -> optax.GradientTran
         [[1. 0.]
          [0. 1.]]
     """
-    inner = optax.with_extra_args_support(inner)
-    return optax.chain(inner, _transposed(inner))
+    return chain(inner, fixed_orientation(inner, "columns"))
 
 
 def at_least_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -268,9 +270,7 @@ def at_least_float32(inner: optax.GradientTransformation) -> optax.GradientTrans
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def in_dtype(
-    dtype: jax.typing.DTypeLike | None, inner: optax.GradientTransformation
-) -> optax.GradientTransformationExtraArgs:
+def in_dtype(dtype: jax.typing.DTypeLike | None, inner: optax.GradientTransformation) -> OrientedTransformation:
     """Hand ``inner`` its updates in ``dtype``, and give back what it makes of them in the dtype they came in.
 
     Args:
@@ -288,7 +288,7 @@ def in_dtype(
         >>> print(tx.update(x, tx.init(x))[0])
         [1.]
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = oriented(inner)
     if dtype is None:
         return inner
 
@@ -296,18 +296,7 @@ def in_dtype(
         new, state = inner.update(jax.tree.map(lambda u: u.astype(dtype), updates), state, params, **extra_args)
         return jax.tree.map(lambda n, u: n.astype(u.dtype), new, updates), state
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-def _transposed(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    def turn(tree):
-        return jax.tree.map(lambda x: jnp.swapaxes(x, -1, -2), tree)
-
-    def update(updates, state, params=None, **extra_args):
-        new, state = inner.update(turn(updates), state, None if params is None else turn(params), **extra_args)
-        return turn(new), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: inner.init(turn(params)), update)
+    return OrientedTransformation(inner.init, update)
 
 
 def _refuse_oriented_state(inner: optax.GradientTransformation, params) -> None:

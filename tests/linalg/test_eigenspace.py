@@ -39,9 +39,10 @@ def test_exact_modes_of_a_known_spectrum(x64, n, rank):
     modes = leading_modes_exact(jnp.asarray(psi), rank)
     k = min(rank, 8)
     np.testing.assert_allclose(modes.values, SPECTRUM[:k] ** 2, rtol=1e-12)
-    np.testing.assert_allclose(modes.vectors.T @ modes.vectors, np.eye(k), atol=1e-13)
-    np.testing.assert_allclose(psi @ psi.T @ modes.vectors, modes.vectors * modes.values, atol=1e-12)
-    np.testing.assert_allclose(modes.coordinates, modes.vectors.T @ psi, atol=1e-13)
+    u = modes.vectors.T
+    np.testing.assert_allclose(u.T @ u, np.eye(k), atol=1e-13)
+    np.testing.assert_allclose(psi @ psi.T @ u, u * modes.values, atol=1e-12)
+    np.testing.assert_allclose(modes.coordinates, u.T @ psi, atol=1e-13)
 
 
 @pytest.mark.parametrize("power_iterations", [0, 1, 2])

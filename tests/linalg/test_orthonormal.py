@@ -10,7 +10,7 @@ from normpre_optax.linalg import orthonormal
 
 # Compiled whole: run eagerly, the inner loop would compile anew at every call.
 inverse_cholesky = jax.jit(orthonormal.inverse_cholesky)
-orthonormal_columns = jax.jit(orthonormal.orthonormal_columns)
+orthonormal_columns = jax.jit(lambda y: orthonormal.orthonormal_rows(y.mT).mT)
 
 EPS32 = float(np.finfo(np.float32).eps)
 

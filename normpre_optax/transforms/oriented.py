@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformations that take a matrix as it is stored, (rows, columns) or (columns, rows), without transposing it.
+
+Transposing a large matrix costs a CPU as much as ten passes over it, and most stages need not: they can walk along the
+other axis, or do the same to a matrix and to its transpose. Such a stage is an ``OrientedTransformation`` and is told
+by ``transposed`` how the matrix lies. Everything else is wrapped by ``oriented`` and sees (rows, columns).
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class OrientedTransformation(optax.GradientTransformationExtraArgs):
+    """A transformation whose ``update`` also takes ``transposed``, a bool.
+
+    With ``transposed=True`` the last two axes of updates and parameters are (columns, rows), and so are those of the
+    result, which is the transpose of what (rows, columns) would give. ``init`` always sees (rows, columns).
+    """
+
+
+def oriented(tx: optax.GradientTransformation) -> OrientedTransformation:
+    """``tx`` itself if it takes ``transposed``; otherwise ``tx`` on the transposes, and back, where that is True.
+
+    Args:
+        tx: a transformation that reads the last two axes as (rows, columns).
+
+    Returns:
+        A transformation with the state of ``tx``.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from normpre_optax.transforms.oriented import oriented
+        >>> first_row = optax.stateless(lambda updates, params: updates * jnp.array([[1.0], [0.0]]))
+        >>> x = jnp.ones((2, 2))
+        >>> print(oriented(first_row).update(x, optax.EmptyState(), transposed=True)[0])
+        [[1. 0.]
+         [1. 0.]]
+    """
+    if isinstance(tx, OrientedTransformation):
+        return tx
+    inner = optax.with_extra_args_support(tx)
+
+    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
+        if not transposed:
+            return inner.update(updates, state, params, **extra_args)
+        new, state = inner.update(turned(updates), state, None if params is None else turned(params), **extra_args)
+        return turned(new), state
+
+    return OrientedTransformation(inner.init, update)
+
+
+def chain(*stages: optax.GradientTransformation) -> OrientedTransformation:
+    """``optax.chain`` of stages that are all told how the matrices lie.
+
+    Args:
+        stages: transformations that read the last two axes as (rows, columns).
+
+    Returns:
+        A transformation with the state of ``optax.chain(*stages)``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import normalize_rows, scale_to_rms
+        >>> from normpre_optax.transforms.oriented import chain
+        >>> tx = chain(normalize_rows(), scale_to_rms(None))
+        >>> x = jnp.array([[3.0, 0.0], [4.0, 1.0]])
+        >>> print(tx.update(x, tx.init(x), transposed=True)[0])
+        [[0.6 0. ]
+         [0.8 1. ]]
+    """
+    return OrientedTransformation(*optax.chain(*map(oriented, stages)))
+
+
+def turned(tree):
+    """Every leaf with its last two axes exchanged."""
+    return jax.tree.map(lambda x: jnp.swapaxes(x, -1, -2), tree)
