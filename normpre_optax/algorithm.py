@@ -18,6 +18,7 @@ import jax
 import optax
 
 from normpre_optax.assemble import RestOptions, assemble
+from normpre_optax.transforms.checks import float_dtype, transformation
 from normpre_optax.transforms.normalize import normalize_rows
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally, precondition_locally
@@ -83,6 +84,8 @@ def scale_by_normpre(
     """
     if orientation not in ORIENTATIONS:
         raise ValueError(f"{orientation=} is not one of {ORIENTATIONS}")
+    transformation("precondition", precondition)
+    float_dtype("mu_dtype", mu_dtype)
     if isinstance(momentum, int | float) and not 0 <= momentum < 1:
         raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
     normalized = chain(

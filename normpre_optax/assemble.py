@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from normpre_optax.parameters.rules import resolve
+from normpre_optax.transforms.checks import float_dtype, number, same_trees
 from normpre_optax.transforms.wrappers import at_least_float32
 
 STATIC_ARGS = frozenset(
@@ -70,6 +72,11 @@ def assemble(
     Raises:
         ValueError: if ``update`` is called without parameters, or a parameter is covered by no rule.
     """
+    for name, rate in (("learning_rate", learning_rate), ("adam_learning_rate", options.adam_learning_rate)):
+        if not callable(rate) and (rate is not None or name == "learning_rate"):
+            number(name, rate)
+    number("weight_decay", options.weight_decay)
+    float_dtype("mu_dtype", options.mu_dtype)
     adam_rate = learning_rate if options.adam_learning_rate is None else options.adam_learning_rate
     adam_decay = options.weight_decay if options.adam_weight_decay is None else options.adam_weight_decay
     adam = optax.scale_by_adam(options.adam_b1, options.adam_b2, options.adam_eps, mu_dtype=options.mu_dtype)
@@ -81,7 +88,7 @@ def assemble(
         mask = _decay_mask(options.weight_decay_mask, params)
 
         def finished(tx, decay, rate):
-            return optax.chain(tx, optax.add_decayed_weights(decay, mask), optax.scale_by_learning_rate(rate))
+            return optax.chain(tx, optax.add_decayed_weights(decay, lambda _: mask), optax.scale_by_learning_rate(rate))
 
         matrix = direction(lambda path, leaf: found[path].dims)
         return at_least_float32(
@@ -90,7 +97,7 @@ def assemble(
                     "matrix": finished(matrix, options.weight_decay, learning_rate),
                     "adamw": finished(adam, adam_decay, adam_rate),
                 },
-                labels,
+                lambda _: labels,  # a tree of labels may itself be callable, such as an Equinox module
             )
         )
 
@@ -109,6 +116,7 @@ def assemble(
                 "optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array)); a loop that never passes "
                 "params (brax, for one) needs that third argument added."
             )
+        same_trees(updates, params)
         if extra_args:
             return optimizer_for(params).update(updates, state, params, **extra_args)
         return compiled(updates, state, params)
@@ -120,4 +128,5 @@ def _decay_mask(mask, params):
     """The mask as a tree on the whole of ``params``; None decays everything."""
     if mask is None:
         return jax.tree.map(lambda _: True, params)
-    return mask(params) if callable(mask) else mask
+    is_tree = all(isinstance(leaf, bool | np.bool_) for leaf in jax.tree.leaves(mask))  # An Equinox module is callable.
+    return mask if is_tree else mask(params)

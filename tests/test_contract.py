@@ -8,6 +8,7 @@ and dtype would take minutes; compiled and uncompiled updates are held to be equ
 import functools
 import inspect
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -516,3 +517,75 @@ def test_mano_goes_downhill(version):
 
     assert distance(got) < 0.5 * distance(start)
     np.testing.assert_allclose(got["w"]["bias"], target["w"]["bias"], atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: npo.normpre_g(None), "learning_rate"),
+        (lambda: npo.normpre_g("1e-3"), "learning_rate"),
+        (lambda: npo.normpre_g(1e-3, adam_learning_rate="1e-3"), "adam_learning_rate"),
+        (lambda: npo.muon(1e-3, weight_decay=None), "weight_decay"),
+        (lambda: npo.normpre_g(1e-3, mu_dtype="int8"), "mu_dtype"),
+        (lambda: npo.mano(1e-3, mu_dtype="float"[:3]), "mu_dtype"),
+        (lambda: npo.normpre_l(1e-3, compute_dtype="bf16"), "compute_dtype"),
+        (lambda: npo.normpre_g(1e-3, compute_dtype=jnp.int32), "compute_dtype"),
+        (lambda: npo.mano(1e-3, compute_dtype="bf16"), "compute_dtype"),
+        (lambda: npo.normpre(1e-3, lambda x: x), "precondition"),
+        (lambda: npo.scale_by_normpre(None), "precondition"),
+        (lambda: npo.scale_by_normpre(npo.precondition_globally(), mu_dtype="int8"), "mu_dtype"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_named_at_construction(make, named):
+    with pytest.raises(TypeError, match=f"^{named} must be"):
+        make()
+
+
+@every_optimizer
+def test_gradients_that_do_not_fit_the_parameters_are_named(name):
+    tx, params = optimizer(name), {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}}
+    state = tx.init(params)
+    for shape in ((4, 3), (1, 4)):  # transposed, and one that would broadcast
+        grads = {"up": {"kernel": jnp.ones(shape), "bias": jnp.ones(4)}}
+        with pytest.raises(ValueError, match=r"'up/kernel' has shape \(., .\), the parameter \(3, 4\)"):
+            tx.update(grads, state, params)
+    with pytest.raises(ValueError, match=r"'up/bias'.*update\(grads, state, params\)"):
+        tx.update({"up": {"kernel": jnp.ones((3, 4))}}, state, params)
+    with pytest.raises(ValueError, match=r"update\(grads, state, params\)"):
+        tx.update(state, params, params)
+
+
+@every_optimizer
+def test_numbers_of_python_are_parameters_too(name):
+    tx, params = optimizer(name), {"kernel": jnp.ones((3, 4)), "scale": 1.0}
+    updates, _ = cases.quick_jit(tx.update)(params, tx.init(params), params)
+    assert updates["scale"].shape == ()
+
+
+@pytest.mark.parametrize("orientation", ["alternating", "rows"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_sketch_in_half_precision_runs_everywhere_a_product_may_stand(dtype, orientation):
+    params = {"kernel": jnp.asarray(np.random.default_rng(0).standard_normal((24, 16)), jnp.float32)}
+    updates = {}
+    for compute_dtype in (dtype, None):
+        tx = npo.normpre_l(1.0, rank=4, compute_dtype=compute_dtype, orientation=orientation, weight_decay=0.0)
+        updates[compute_dtype] = tx.update(params, tx.init(params), params)[0]["kernel"]
+    error = jnp.linalg.norm(updates[dtype] - updates[None]) / jnp.linalg.norm(updates[None])
+    # bfloat16 rounds to 2^-9 and float16 to 2^-12, a handful of times, before a basis of condition ten or so.
+    assert 1e-5 < error < 0.05
+
+
+@every_optimizer
+@pytest.mark.parametrize("as_tree", [True, False])
+def test_a_tree_of_parameters_that_can_be_called_is_no_function(name, as_tree):
+    """Equinox filters a model into a model: its parameters, and masks made of them, are callable."""
+    model = eqx.nn.MLP(4, 2, 6, 1, key=jax.random.key(0))
+    params = eqx.filter(model, eqx.is_inexact_array)
+    assert callable(params)
+    decays = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)  # noqa: E731
+    updates = {}
+    for decay, mask in ((0.5, decays(params) if as_tree else decays), (0.0, None)):
+        tx = FACTORIES[name](0.1, weight_decay=decay, weight_decay_mask=mask)
+        updates[decay] = cases.updater(tx)(params, tx.init(params), params)[0].layers[0]
+    np.testing.assert_array_equal(updates[0.5].bias, updates[0.0].bias)
+    assert jnp.any(updates[0.5].weight != updates[0.0].weight)

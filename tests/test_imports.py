@@ -18,10 +18,13 @@ THIRD_PARTY = {"jax", "optax", "numpy"}
 TABLE = {
     "linalg/": ({"jax"}, {"linalg"}),
     "parameters/": (THIRD_PARTY, {"parameters"}),
-    "transforms/": (THIRD_PARTY, {"linalg", "transforms.oriented"}),
-    "transforms/wrappers.py": (THIRD_PARTY, {"parameters", "transforms.batches", "transforms.oriented"}),
+    "transforms/": (THIRD_PARTY, {"linalg", "transforms.checks", "transforms.oriented"}),
+    "transforms/wrappers.py": (
+        THIRD_PARTY,
+        {"parameters", "transforms.batches", "transforms.checks", "transforms.oriented"},
+    ),
     "transforms/batches.py": (THIRD_PARTY, {"parameters"}),
-    "assemble.py": ({"jax", "optax"}, {"parameters", "transforms.wrappers"}),
+    "assemble.py": (THIRD_PARTY, {"parameters", "transforms.checks", "transforms.wrappers"}),
     "algorithm.py": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),
     "recipes/": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),
     "diagnostics.py": ({"jax"}, {"linalg", "parameters"}),

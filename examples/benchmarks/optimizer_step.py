@@ -182,7 +182,7 @@ def markdown(result: dict) -> str:
     lines = [
         f"`{result['command']}`, {result['date']}, {machine['device']} ({machine['cores']} cores), "
         f"jax {versions['jax']}, optax {versions['optax']}, {result['matrices']} matrices of "
-        f"{result['parameter_bytes'] / 2**20:.0f} MiB. Ratios are medians over rounds.",
+        f"{result['parameter_bytes'] / 2**20:.3g} MiB. Ratios are medians over rounds.",
         "",
         "| optimizer | ms | / optax Muon | / clean Muon | / AdamW | compile s | temporaries / parameters |",
         "|---|---|---|---|---|---|---|",
@@ -190,7 +190,7 @@ def markdown(result: dict) -> str:
     for name, row in result["rows"].items():
         ratios = [f"{row.get(f'over_{other}', float('nan')):.3g}" for other in (BASELINE, "clean_muon", "adamw")]
         lines.append(
-            f"| {name} | {row['median_ms']:.0f} | {' | '.join(ratios)} | {row['compile_s']:.1f} | "
+            f"| {name} | {row['median_ms']:.3g} | {' | '.join(ratios)} | {row['compile_s']:.1f} | "
             f"{row['temporaries_per_parameter_byte']:.2f} |"
         )
     return "\n".join(lines) + "\n"
@@ -223,7 +223,7 @@ def main(options: Options) -> None:
     (options.out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     (options.out / f"{name}.md").write_text(markdown(result))
     plot(result, options.out / f"{name}.png")
-    console.print(markdown(result))
+    console.print(markdown(result), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ def stored_run(config: Config) -> dict[str, Any] | None:
     """
     folder, file = config.run_folder, config.run_folder / "run.json"
     if not folder.exists():
+        if config.resume:
+            raise RunError(f"there is no run in {folder}: leave --resume out to begin it, or check --name")
         return None
     if config.overwrite:
         if not file.exists() and any(folder.iterdir()):

@@ -73,5 +73,15 @@ def product(a: jax.Array, b: jax.Array, operand_dtype: jax.typing.DTypeLike | No
     if operand_dtype is not None:
         a, b = a.astype(operand_dtype), b.astype(operand_dtype)
     sums = working_dtype(a.dtype)
-    precision = jax.lax.Precision.HIGHEST if a.dtype == sums else jax.lax.Precision.DEFAULT
-    return jnp.matmul(a, b, precision=precision, preferred_element_type=sums)
+    exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=sums)
+    if a.dtype == sums:
+        return exact(a, b)
+
+    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+        kept = jnp.finfo(a.dtype)  # XLA may drop a rounding that is only a cast there and back.
+        return exact(*(jax.lax.reduce_precision(x.astype(sums), kept.nexp, kept.nmant) for x in (a, b)))
+
+    # XLA's CPU backend has no half-precision products with float32 sums in every place where one may stand.
+    return jax.lax.platform_dependent(
+        a, b, cpu=widened, default=functools.partial(jnp.matmul, preferred_element_type=sums)
+    )

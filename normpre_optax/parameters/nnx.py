@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from normpre_optax.parameters.dims import MatrixDims
+from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims
 from normpre_optax.parameters.leaves import Leaf, key_names, named_leaves, views, words
 from normpre_optax.parameters.rules import LAYER_AXES, adamw_role, default_choice
 
@@ -27,7 +27,7 @@ class _Plain(NamedTuple):
 _Positions = tuple[int, ...]
 
 
-def dims_from_nnx(model: Any, wrt: Any = None) -> dict[Any, Any]:
+def dims_from_nnx(model: Any, wrt: Any = None, rule: Any = None) -> dict[Any, Any]:
     """Reads the matrix axes of a Flax NNX model off its modules.
 
     `Linear`, `LinearGeneral` (attention), `Einsum`, `Conv`, `ConvTranspose` and `LoRA` know which of their axes are
@@ -42,6 +42,8 @@ def dims_from_nnx(model: Any, wrt: Any = None) -> dict[Any, Any]:
     Args:
         model: the model, or its `nnx.eval_shape`.
         wrt: the `wrt` of the `nnx.Optimizer` if it is not `nnx.Param`.
+        rule: asked first about the parameters of all other modules, such as your own: `(path, leaf)` to `MatrixDims`,
+            or None for AdamW. None for the rule itself is the default rule.
 
     Returns:
         A tree of plain dicts with a `MatrixDims` or None for each parameter, to be passed as `matrix_dims`. It fits the
@@ -67,7 +69,7 @@ def dims_from_nnx(model: Any, wrt: Any = None) -> dict[Any, Any]:
     layers = {path: _placed(path, leaves, places) for path in leaves}
     tree: dict[Any, Any] = {}
     for path, leaf in leaves.items():
-        _insert(tree, keys[path], _dims(path, leaf, plain[path], layers[path]))
+        _insert(tree, keys[path], _dims(path, leaf, plain[path], layers[path], rule))
     return tree
 
 
@@ -90,7 +92,9 @@ def _insert(tree: dict[Any, Any], keys: tuple[Any, ...], dims: MatrixDims | None
     tree[keys[-1]] = dims
 
 
-def _dims(path: str, leaf: Leaf, plain: _Plain | None, layers: _Positions | None) -> MatrixDims | None:
+def _dims(path: str, leaf: Leaf, plain: _Plain | None, layers: _Positions | None, rule: Any) -> MatrixDims | None:
+    if plain is None and rule is not None:
+        return as_matrix_dims(rule(path, leaf))
     if layers is None:
         return default_choice(path, leaf)[0]
     if plain is None:

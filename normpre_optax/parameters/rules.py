@@ -298,7 +298,8 @@ def _uncovered(path: str, leaf: Leaf, why: str = "") -> UncoveredError:
         "outputs (all others are batch axes), or None for AdamW:\n"
         f"    matrix_dims=lambda path, leaf: MatrixDims(inputs={inputs}, outputs={outputs}) if path == {path!r} "
         "else default_matrix_dims(path, leaf)\n"
-        "For a Flax NNX model, matrix_dims=dims_from_nnx(model) reads the axes off its modules."
+        "For a Flax NNX model, matrix_dims=dims_from_nnx(model) reads the axes off the modules of Flax, and "
+        "takes such a rule as rule=... for parameters of your own modules."
     )
     return UncoveredError(message, f"no rule covers it{why}")
 

@@ -19,7 +19,7 @@ from normpre_optax.parameters.dims import MatrixDims, from_matrices, stored_tran
 CHUNK_BYTES = 2**31
 
 Stage = Callable[..., tuple[jax.Array, list[Any], list[Any]]]
-"""(matrices, shared state, transposed=whether they are stored as (in, out)) -> (new update, new state of the matrices, new shared state)."""
+"""``(matrices, shared state, transposed=stored as (in, out)?)`` to new update, new states, new shared state."""
 
 
 class Matrices(NamedTuple):

@@ -18,6 +18,7 @@ from normpre_optax.linalg.eigenspace import leading_modes_exact, leading_modes_s
 from normpre_optax.linalg.newton_schulz import coefficient_table, newton_schulz
 from normpre_optax.linalg.precision import in_working_dtype, working_dtype
 from normpre_optax.linalg.spectrum import clip_modes, exact_msign
+from normpre_optax.transforms.checks import float_dtype, static_int
 from normpre_optax.transforms.oriented import OrientedTransformation
 
 METHODS = ("sketch", "exact")
@@ -56,10 +57,11 @@ def precondition_globally(
     References:
         Normalize-Then-Precondition, "NormPre-G"; coefficient sources stand in ``linalg.newton_schulz``.
     """
+    float_dtype("compute_dtype", compute_dtype)
     if ns_steps is None:
         orthogonalize = exact_msign
     else:
-        steps = _static_int("ns_steps", ns_steps, least=1)
+        steps = static_int("ns_steps", ns_steps, least=1)
         coefficient_table(ns_coefficients, steps)
         orthogonalize = functools.partial(
             newton_schulz, steps=steps, coefficients=ns_coefficients, compute_dtype=compute_dtype
@@ -120,10 +122,11 @@ def precondition_locally(
     References:
         Normalize-Then-Precondition, "NormPre-L", Algorithm 2, Propositions 1 and 2.
     """
-    rank = _static_int("rank", rank, least=1)
-    oversample = _static_int("oversample", oversample, least=0)
-    power_iterations = _static_int("power_iterations", power_iterations, least=0)
-    seed = _static_int("seed", seed, least=0)
+    rank = static_int("rank", rank, least=1)
+    oversample = static_int("oversample", oversample, least=0)
+    power_iterations = static_int("power_iterations", power_iterations, least=0)
+    seed = static_int("seed", seed, least=0)
+    float_dtype("compute_dtype", compute_dtype)
     if method not in METHODS:
         raise ValueError(f"{method=} is not one of {METHODS}")
 
@@ -217,16 +220,3 @@ def _unbatched(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return f(*(y.reshape(y.shape[-2:]) for y in (x, *rest))).reshape(x.shape)
 
     return squeezed
-
-
-def _static_int(name: str, value, least: int) -> int:
-    if isinstance(value, jax.Array):
-        raise TypeError(
-            f"{name} shapes the computation and cannot be traced, got {value}. Under optax.inject_hyperparams name it "
-            f"in static_args, for instance static_args={{{name!r}}} or what normpre_optax.STATIC_ARGS lists."
-        )
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value

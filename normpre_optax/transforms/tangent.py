@@ -44,7 +44,7 @@ def project_to_tangent(mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0
         Normalize-Then-Precondition, "Relaxed Tangent Momentum"; ``bounded`` and the radius are this library's.
     """
     if mode not in TANGENT_MODES:
-        raise ValueError(f"tangent {mode=} is not one of {TANGENT_MODES}")
+        raise ValueError(f"tangent={mode!r} is not one of {TANGENT_MODES}")
     if isinstance(radius, int | float) and not radius > 0:
         raise ValueError(f"tangent_radius must be positive, got {radius}")
 

@@ -16,6 +16,7 @@ import optax
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, to_matrices
 from normpre_optax.parameters.rules import resolve
 from normpre_optax.transforms.batches import Matrices, Parameter, run
+from normpre_optax.transforms.checks import float_dtype
 from normpre_optax.transforms.oriented import OrientedTransformation, chain, oriented, turned
 
 
@@ -256,6 +257,7 @@ def at_least_float32(inner: optax.GradientTransformation) -> optax.GradientTrans
     inner = optax.with_extra_args_support(inner)
 
     def lift(x):
+        x = jnp.asarray(x)
         return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
     def init(params):
@@ -265,7 +267,7 @@ def at_least_float32(inner: optax.GradientTransformation) -> optax.GradientTrans
         like = updates if params is None else params
         lifted = None if params is None else jax.tree.map(lift, params)
         new, state = inner.update(jax.tree.map(lift, updates), state, lifted, **extra_args)
-        return jax.tree.map(lambda u, p: u.astype(p.dtype), new, like), state
+        return jax.tree.map(lambda u, p: u.astype(jnp.asarray(p).dtype), new, like), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -288,6 +290,7 @@ def in_dtype(dtype: jax.typing.DTypeLike | None, inner: optax.GradientTransforma
         >>> print(tx.update(x, tx.init(x))[0])
         [1.]
     """
+    float_dtype("compute_dtype", dtype)
     inner = oriented(inner)
     if dtype is None:
         return inner

@@ -152,6 +152,11 @@ def test_a_run_in_the_way_is_not_touched(copy, capsys):
     assert (run / "log.jsonl").exists()
 
 
+def test_there_must_be_a_run_to_resume(copy, capsys):
+    _, arguments = copy
+    assert "no run in" in refused([*arguments, "--resume", "--name", "misspelled"], capsys)
+
+
 def test_another_runs_checkpoint_is_refused(copy, data_config, capsys):
     run, arguments = copy
     other = refused([*arguments, "--resume", "--model.width", "32", "--learning-rate", "0.5"], capsys)

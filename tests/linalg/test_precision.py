@@ -2,11 +2,12 @@
 """Working precision: float32 at least, and back to the dtype that came in."""
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from normpre_optax.linalg.precision import in_working_dtype, working_dtype
+from normpre_optax.linalg.precision import in_working_dtype, product, working_dtype
 
 
 @pytest.mark.parametrize(
@@ -28,3 +29,36 @@ def test_half_precision_is_lifted_before_and_rounded_after():
     out = in_working_dtype(f)(jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.float16))
     assert seen == [jnp.float32, jnp.float32]
     assert out.dtype == jnp.bfloat16
+
+
+def products(jaxpr):
+    """Every product of a program, inside its conditionals too."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from products(inner)
+
+
+@pytest.mark.parametrize("operand", [None, jnp.bfloat16, jnp.float16, jnp.float32])
+def test_every_product_sums_in_float32_and_rounds_no_float32_operand(operand):
+    x = jnp.ones((3, 3))
+    found = list(products(jax.make_jaxpr(lambda a, b: product(a, b, operand))(x, x).jaxpr))
+    assert found
+    for eqn in found:
+        assert eqn.params["preferred_element_type"] == jnp.float32
+        if eqn.invars[0].aval.dtype == jnp.float32:
+            assert set(eqn.params["precision"]) == {jax.lax.Precision.HIGHEST}
+    halves = [eqn for eqn in found if eqn.invars[0].aval.dtype == operand != jnp.float32]
+    assert bool(halves) == (operand in (jnp.bfloat16, jnp.float16))  # what an accelerator is given
+
+
+@pytest.mark.parametrize("operand", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_operands_are_rounded_and_sums_are_not(operand, compiled):
+    a, b = (jnp.asarray(np.random.default_rng(i).standard_normal((40, 40)), jnp.float32) for i in range(2))
+    f = lambda a, b: product(a, b, operand)  # noqa: E731
+    got = np.asarray((jax.jit(f) if compiled else f)(a, b), np.float64)
+    rounded = np.float64(a.astype(operand)) @ np.float64(b.astype(operand))
+    np.testing.assert_allclose(got, rounded, atol=40 * 2e-7 * 10)  # forty roundings in float32 of sums up to ten
+    assert np.abs(got - np.float64(a) @ np.float64(b)).max() > 1e-3

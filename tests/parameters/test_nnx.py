@@ -385,3 +385,24 @@ def test_uncovered_parameter_of_another_module_is_an_error():
 def test_flax_is_imported_only_when_called():
     code = "import sys, normpre_optax.parameters.nnx; raise SystemExit('flax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_rule_reads_the_parameters_of_other_modules_and_only_those():
+    class Experts(nnx.Module):
+        def __init__(self):
+            self.up = nnx.Param(jnp.zeros((3, 4, 6)))
+            self.dense = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+
+    with pytest.raises(ValueError, match=r"'up'.*\n.*\n.*rule="):
+        dims_from_nnx(Experts())
+    seen = []
+
+    def rule(path, leaf):
+        seen.append((path, leaf.shape))
+        return MatrixDims(inputs=1, outputs=2)
+
+    found = dims_from_nnx(Experts(), rule=rule)
+    assert seen == [("up", (3, 4, 6))]
+    assert found["up"] == MatrixDims(inputs=1, outputs=2)
+    assert found["dense"] == {"kernel": IN_OUT, "bias": None}
+    assert dims_from_nnx(Experts(), rule=lambda path, leaf: None)["up"] is None

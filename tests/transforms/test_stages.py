@@ -129,7 +129,7 @@ def test_global_preconditioning_with_no_steps_to_count_is_exact():
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: npo.project_to_tangent("tangential"), "mode"),
+        (lambda: npo.project_to_tangent("tangential"), "tangent="),
         (lambda: npo.project_to_tangent(radius=0.0), "radius"),
         (lambda: npo.precondition_globally(ns_steps=-1), "ns_steps"),
         (lambda: npo.precondition_globally(ns_steps=2.5), "ns_steps"),
