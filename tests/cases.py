@@ -67,9 +67,11 @@ def gradients(steps, seed=1, shapes=SHAPES):
 
 
 def omega(seed, step, path, slice_index, shape, width):
-    """The sketch's draws for a matrix of this (out, in) shape, as the library makes them, in float64."""
-    drawn = (max(shape), min(*shape, width))
-    return np.asarray(precondition.sketch_draws(seed, step, zlib.crc32(path.encode()), slice_index, drawn), np.float64)
+    """Omega (longer side, l) for a matrix of this (out, in) shape, from the library's draws, in float64."""
+    drawn = (min(*shape, width), max(shape))
+    return np.asarray(
+        precondition.sketch_draws(seed, step, zlib.crc32(path.encode()), slice_index, drawn), np.float64
+    ).T
 
 
 # Compiling without LLVM's optimisations is two to three times faster, and most tests here compile more than they run.

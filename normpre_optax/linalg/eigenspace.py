@@ -68,7 +68,7 @@ def leading_modes_sketch(
 
     Args:
         psi: wide matrices ``(..., s, n)``, ``s <= n``.
-        omega: Gaussian draws ``(..., n, l)``, ``l = min(s, rank + oversampling)``.
+        omega: Gaussian draws ``(..., l, n)``, ``l = min(s, rank + oversampling)``: the paper's Omega^T.
         rank: number of modes; at most ``l`` are returned.
         power_iterations: ``p``.
         compute_dtype: dtype of the operands of the products with ``psi``; None: that of ``psi``.
@@ -80,18 +80,18 @@ def leading_modes_sketch(
         >>> import jax, jax.numpy as jnp
         >>> from normpre_optax.linalg.eigenspace import leading_modes_sketch
         >>> psi = jnp.diag(jnp.array([5.0, 3.0, 1.0, 0.1]))
-        >>> omega = jax.random.normal(jax.random.key(0), (4, 3))
+        >>> omega = jax.random.normal(jax.random.key(0), (3, 4))
         >>> print(leading_modes_sketch(psi, omega, rank=2, power_iterations=4).values.round(2))
         [25.  9.]
 
     References:
         Halko, Martinsson and Tropp, arXiv 0909.4061.
     """
-    q = orthonormal_rows(product(omega.mT, psi.mT, compute_dtype))  # Q^T of the paper, as all factors here
+    q = orthonormal_rows(product(omega, psi.mT, compute_dtype))  # Q^T of the paper, as all factors here
     for _ in range(power_iterations):
         back = product(q, psi, compute_dtype)
         q = orthonormal_rows(product(back, psi.mT, compute_dtype))
     seen = product(q, psi, compute_dtype)
     values, z = eigh(product(seen, seen.mT))
-    z = z[..., : min(rank, omega.shape[-1])].mT
+    z = z[..., : min(rank, omega.shape[-2])].mT
     return Modes(values[..., : z.shape[-2]], product(z, q), product(z, seen))

@@ -139,7 +139,7 @@ def precondition_locally(
         return clip_modes(psi, modes, compute_dtype, columns)
 
     def draws(psi: jax.Array, ids: jax.Array, step: jax.Array) -> jax.Array:
-        shape = (max(psi.shape[-2:]), min(*psi.shape[-2:], rank + oversample))
+        shape = (min(*psi.shape[-2:], rank + oversample), max(psi.shape[-2:]))
         draw = lambda identity: sketch_draws(seed, step, identity[0], identity[1], shape)  # noqa: E731
         for _ in psi.shape[:-2]:
             draw = jax.vmap(draw)
@@ -172,15 +172,15 @@ def sketch_draws(
         step: steps taken before this one.
         identity: of the parameter: crc32 of its path.
         slice_index: place of the matrix in its stack.
-        shape: ``(longer side, l)``.
+        shape: ``(l, longer side)``.
 
     Returns:
-        float32 array of ``shape``: ``Omega`` of Algorithm 2.
+        float32 array of ``shape``: the transpose of ``Omega`` of Algorithm 2.
 
     Example:
         >>> from normpre_optax.transforms.precondition import sketch_draws
-        >>> sketch_draws(0, 0, 17, 0, (6, 2)).shape
-        (6, 2)
+        >>> sketch_draws(0, 0, 17, 0, (2, 6)).shape
+        (2, 6)
     """
     key = jax.random.key(seed, impl="threefry2x32")  # The one generator whose draws do not depend on the sharding.
     for part in (step, identity, slice_index):

@@ -14,7 +14,9 @@ from tests import reference
 
 # Compiled whole: run eagerly, every inner loop would compile anew at every call.
 leading_modes_exact = jax.jit(eigenspace.leading_modes_exact, static_argnums=1)
-leading_modes_sketch = jax.jit(eigenspace.leading_modes_sketch, static_argnums=(2, 3))
+leading_modes_sketch = jax.jit(
+    lambda psi, omega, rank, powers: eigenspace.leading_modes_sketch(psi, omega.mT, rank, powers), static_argnums=(2, 3)
+)
 
 EPS32 = float(np.finfo(np.float32).eps)
 
