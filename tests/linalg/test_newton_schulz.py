@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz against the reference and against what its polynomial does to a known spectrum."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from normpre_optax.linalg.newton_schulz import COEFFICIENTS, newton_schulz
+from normpre_optax.linalg.newton_schulz import COEFFICIENTS, newton_schulz, symmetric_product
 from tests import reference
 
 SHAPES = [(4, 9), (9, 4), (6, 6), (1, 5), (5, 1), (1, 1), (16, 64)]
@@ -146,3 +147,43 @@ def test_bfloat16_products_stay_near_the_float32_result():
 def test_a_table_that_is_none_is_refused(bad):
     with pytest.raises(ValueError, match="coefficients"):
         newton_schulz(jnp.ones((2, 2)), 5, bad)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "same"),
+    [
+        ((8, 16), None, "gram"),
+        ((16, 8), None, "gram"),
+        ((8, 11), None, "plain"),
+        ((8, 8), None, "plain"),
+        ((8, 32), jnp.bfloat16, "plain"),  # half precision loses the Gram form (its powers square the condition)
+    ],
+)
+def test_which_form_is_taken_by_itself(shape, dtype, same):
+    x = jnp.asarray(gaussian(shape), jnp.float32)
+    found = {form: newton_schulz(x, compute_dtype=dtype, form=form) for form in ("auto", "plain", "gram")}
+    np.testing.assert_array_equal(found["auto"], found[same])
+    assert jnp.any(found["plain"] != found["gram"])
+
+
+@pytest.mark.parametrize("tall", [False, True])
+def test_the_gram_form_starts_again_before_rounding_has_grown(tall):
+    """Singular values from 1 to 1e-3: with the restart after two steps the error is 1e-5, without it 3e-4."""
+    u, v = (np.linalg.qr(gaussian((n, 24), n))[0] for n in (24, 96))
+    x = (u * np.geomspace(1, 1e-3, 24)) @ v.T
+    x = x.T if tall else x
+    got = np.asarray(newton_schulz(jnp.asarray(x, jnp.float32), form="gram"), np.float64)
+    expected = reference.newton_schulz(np.float64(np.float32(x)))
+    error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+    assert error < 1e-4
+
+
+@pytest.mark.parametrize("size", [383, 384, 500, 801])
+def test_products_of_lower_blocks_are_whole_products(size):
+    """Sides about the size from which the CPU computes the lower triangle only; unequal halves; two levels."""
+    x = jnp.asarray(gaussian((size, 40)), jnp.float32)
+    got = np.asarray(jax.jit(symmetric_product)(x, x.mT), np.float64)
+    exact = np.float64(x) @ np.float64(x).T
+    # Forty products and sums in float32, relative to the lengths of the two rows.
+    lengths = np.linalg.norm(np.float64(x), axis=1)
+    assert (np.abs(got - exact) <= 40 * EPS32 * np.outer(lengths, lengths)).all()

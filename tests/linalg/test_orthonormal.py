@@ -35,6 +35,12 @@ def test_inverse_cholesky_inverts_numpys_factor(x64, size):
     np.testing.assert_allclose(inverse_cholesky(jnp.asarray(g)), expected, atol=1e-10 * np.abs(expected).max())
 
 
+def test_a_pivot_of_rounding_noise_is_left_out():
+    # The second row of the factor is sqrt(eps) long: noise beside the first. The third has nothing to do with it.
+    g = jnp.array([[1.0, 1.0, 0.0], [1.0, 1.0 + EPS32, 0.0], [0.0, 0.0, 4.0]])
+    np.testing.assert_array_equal(inverse_cholesky(g), [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.5]])
+
+
 @pytest.mark.parametrize("condition", [1.0, 1e2, 1e4, 1e6])
 @pytest.mark.parametrize("shape", [(40, 12), (12, 12), (9, 1)])
 def test_spans_the_columns_it_was_given(shape, condition):

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import normpre_optax as npo
-from normpre_optax.transforms import wrappers
+from normpre_optax.transforms import oriented, wrappers
 from tests import cases
 from tests.cases import EPS32
 
@@ -24,6 +24,7 @@ PARAMS = {
     "stack": gaussian((3, 4, 6), 3),
     "query": gaussian((4, 2, 3), 4),
     "middle": gaussian((4, 3, 6), 5),
+    "fused": gaussian((4, 6), 6),
 }
 DIMS = {
     "kernel": npo.MatrixDims(inputs=0, outputs=1),
@@ -32,6 +33,7 @@ DIMS = {
     "stack": npo.MatrixDims(inputs=1, outputs=2),
     "query": npo.MatrixDims(inputs=0, outputs=(1, 2)),
     "middle": npo.MatrixDims(inputs=0, outputs=2),  # the layer axis in the middle
+    "fused": npo.MatrixDims(inputs=0, outputs=1, output_blocks=2),
 }
 
 
@@ -44,6 +46,7 @@ def in_rows(name, x):
         "stack": lambda: jnp.swapaxes(x, 1, 2),
         "query": lambda: x.reshape(4, 6).T[None],
         "middle": lambda: jnp.transpose(x, (1, 2, 0)),
+        "fused": lambda: x.T.reshape(2, 3, 4),
     }[name]()
 
 
@@ -56,8 +59,17 @@ def row_numbers():
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def test_as_matrices_shows_output_neurons_as_rows():
-    found = cases.first_update(npo.as_matrices(DIMS, row_numbers()), PARAMS, PARAMS)
+@pytest.mark.parametrize(
+    "stage",
+    [
+        row_numbers,
+        lambda: oriented.chain(row_numbers(), npo.scale_to_rms(None)),
+        lambda: wrappers.in_dtype(jnp.float32, row_numbers()),
+        lambda: wrappers.fixed_orientation(row_numbers()),
+    ],
+)
+def test_as_matrices_shows_output_neurons_as_rows(stage):
+    found = cases.first_update(npo.as_matrices(DIMS, stage()), PARAMS, PARAMS)
     assert jax.tree.structure(found) == jax.tree.structure(PARAMS)
     for name, x in found.items():
         assert x.shape == PARAMS[name].shape
@@ -175,7 +187,7 @@ def test_every_matrix_gets_its_own_identity():
         for matrix in np.asarray(in_rows(name, x)):
             assert np.ptp(matrix) == 0
             seen[name, float(matrix[0, 0])] = True
-    assert len(seen) == 1 + 1 + 1 + 3 + 1 + 3  # every layer of every stack apart
+    assert len(seen) == 1 + 1 + 1 + 3 + 1 + 3 + 2  # every layer of every stack apart
 
 
 def test_a_leaf_that_is_no_matrix_is_named():
