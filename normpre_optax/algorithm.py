@@ -188,7 +188,6 @@ def normpre(
             matrix_dims=dims,
         )
 
-    direction(None)  # A bad option is named here, not at init.
     return assemble(
         direction,
         learning_rate,

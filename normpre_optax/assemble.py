@@ -77,6 +77,7 @@ def assemble(
             number(name, rate)
     number("weight_decay", options.weight_decay)
     float_dtype("mu_dtype", options.mu_dtype)
+    direction(None)  # A bad option is named here, not at init.
     adam_rate = learning_rate if options.adam_learning_rate is None else options.adam_learning_rate
     adam_decay = options.weight_decay if options.adam_weight_decay is None else options.adam_weight_decay
     adam = optax.scale_by_adam(options.adam_b1, options.adam_b2, options.adam_eps, mu_dtype=options.mu_dtype)

@@ -87,7 +87,6 @@ def mano(
             as_matrices(dims, in_dtype(compute_dtype, alternate_orientation(vectors, first="columns"))),
         )
 
-    direction(None)  # A bad option is named here, not at init.
     return assemble(
         direction,
         learning_rate,

@@ -97,7 +97,6 @@ def muon(
             ),
         )
 
-    direction(None)  # A bad option is named here, not at init.
     return assemble(
         direction,
         learning_rate,
