@@ -107,8 +107,9 @@ def default_matrix_dims(path: str, leaf: Any) -> MatrixDims | None:
     What it cannot know: a projection to the vocabulary that is not named one (`head`, `unembed`, `logits`, an `output`
     at the top) is read as a matrix, and so is an embedding without a telling name or class. A `gate` is a router beside
     `experts` or directly under `moe`, and half of a gated MLP otherwise. `weight` is taken for (out, in) even where a
-    library transposes it. Layers stacked along another axis than the first are refused, unless all the matrices of the
-    stack are square and without biases: then nothing shows it. `explain` prints how each parameter was read.
+    library transposes it, and `kernel` for (in, out), which Hugging Face's Flax GPT-2 stores as (out, in). Layers
+    stacked along another axis than the first are refused, unless all the matrices of the stack are square and without
+    biases: then nothing shows it. `explain` prints how each parameter was read.
 
     Args:
         path: the parameter's name, "/"-joined.
