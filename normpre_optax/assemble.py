@@ -22,6 +22,7 @@ STATIC_ARGS = frozenset(
         "power_iterations",
         "method",
         "seed",
+        "warm_start",
         "convention",
         "version",
         "nesterov",

@@ -34,7 +34,8 @@ OPTIMIZERS = {
     "normpre_g": (["learning_rate"], {"ns_steps": 5, "ns_coefficients": "muon", **COMMON}),
     "normpre_l": (
         ["learning_rate"],
-        {"rank": 32, "oversample": 8, "power_iterations": 1, "method": "sketch", "seed": 0, **COMMON},
+        {"rank": 32, "oversample": 8, "power_iterations": 1, "method": "sketch", "seed": 0, "warm_start": False}
+        | COMMON,
     ),
     "normpre": (["learning_rate", "precondition"], COMMON),
     "scale_by_normpre": (
@@ -58,6 +59,7 @@ PARTS = {
         "method": "sketch",
         "seed": 0,
         "compute_dtype": None,
+        "warm_start": False,
     },
     "scale_to_rms": {"rms": 0.2},
 }

@@ -22,6 +22,7 @@ from tests.cases import updater
 FACTORIES = {
     "normpre_g": npo.normpre_g,
     "normpre_l-sketch": functools.partial(npo.normpre_l, rank=1, oversample=1),
+    "normpre_l-warm": functools.partial(npo.normpre_l, rank=2, oversample=1, power_iterations=0, warm_start=True),
     "normpre_l-exact": functools.partial(npo.normpre_l, rank=2, method="exact"),
     "normpre": functools.partial(npo.normpre, precondition=optax.identity()),
     "muon-moonlight": npo.muon,
@@ -339,6 +340,7 @@ def test_injected_schedules_compile_once(name):
         (npo.normpre_l, "oversample", 4),
         (npo.normpre_l, "power_iterations", 1),
         (npo.normpre_l, "seed", 1),
+        (npo.normpre_l, "warm_start", True),
         (npo.normpre_g, "ns_steps", 5),
         (npo.muon, "ns_steps", 5),
         (npo.mano, "version", 1),

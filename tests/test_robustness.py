@@ -32,6 +32,7 @@ FACTORIES = {
     "normpre_g-bfloat16": functools.partial(npo.normpre_g, compute_dtype=jnp.bfloat16),
     "normpre_l-sketch": npo.normpre_l,
     "normpre_l-small-sketch": functools.partial(npo.normpre_l, rank=1, oversample=1, power_iterations=3),
+    "normpre_l-warm": functools.partial(npo.normpre_l, rank=2, oversample=1, power_iterations=0, warm_start=True),
     "normpre_l-exact": functools.partial(npo.normpre_l, method="exact"),
     "muon-moonlight": npo.muon,
     "muon-keller": functools.partial(npo.muon, convention="keller"),

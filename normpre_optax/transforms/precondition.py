@@ -8,7 +8,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,19 @@ class PreconditionLocallyState(NamedTuple):
     count: jax.typing.ArrayLike
 
 
+class WarmStartState(NamedTuple):
+    """Steps taken so far, and where the next sketch starts.
+
+    Attributes:
+        count: int32 ``()``.
+        subspace: a tree like the updates', ``(..., kept, longer side)`` for every matrix: its leading modes on the step
+            before, along the longer side, in at least float32.
+    """
+
+    count: jax.typing.ArrayLike
+    subspace: optax.Updates
+
+
 def precondition_locally(
     rank: int = 32,
     oversample: int = 8,
@@ -87,6 +100,7 @@ def precondition_locally(
     method: str = "sketch",
     seed: int = 0,
     compute_dtype: jax.typing.DTypeLike | None = None,
+    warm_start: bool = False,
 ) -> OrientedTransformation:
     """Clip the leading singular values above one to one and leave the rest: ``T = P Psi`` of NormPre-L.
 
@@ -103,9 +117,13 @@ def precondition_locally(
             in its stack, and on nothing else.
         compute_dtype: dtype of the operands of the sketch's products with ``Psi``, with sums in float32; None means
             float32. Everything small stays in float32, and so does ``method="exact"``.
+        warm_start: start the sketch from the modes of the step before instead of from draws; the ``oversample``
+            directions are drawn anew on every step, so that new modes are found. ``power_iterations=0`` is enough
+            then. A departure from the paper; the state grows by ``rank`` rows as long as the longer side.
 
     Returns:
-        A transformation on matrices in the last two axes whose state is a step counter.
+        A transformation on matrices in the last two axes whose state is a step counter (with ``warm_start``, a
+        ``WarmStartState``).
 
     Raises:
         TypeError: if an argument that shapes the computation is traced.
@@ -130,32 +148,58 @@ def precondition_locally(
     if method not in METHODS:
         raise ValueError(f"{method=} is not one of {METHODS}")
 
+    if not isinstance(warm_start, bool):
+        raise TypeError(f"warm_start must be True or False, got {warm_start!r}")
+    if warm_start and (method != "sketch" or oversample == 0):
+        raise ValueError("warm_start needs method='sketch' and oversample >= 1: new modes are found in fresh draws")
+
     def clip_exactly(psi: jax.Array, columns: bool) -> jax.Array:
         return clip_modes(psi, leading_modes_exact(psi.mT if columns else psi, rank), columns=columns)
 
-    def clip_sketched(psi: jax.Array, omega: jax.Array, columns: bool) -> jax.Array:
-        wide = psi.mT if columns else psi
-        modes = leading_modes_sketch(wide, omega, rank, power_iterations, compute_dtype)
-        return clip_modes(psi, modes, compute_dtype, columns)
+    def clip_sketched(psi: jax.Array, omega: jax.Array, columns: bool) -> tuple[jax.Array, jax.Array]:
+        lifted = psi.astype(working_dtype(psi.dtype))
+        modes = leading_modes_sketch(lifted.mT if columns else lifted, omega, rank, power_iterations, compute_dtype)
+        return clip_modes(lifted, modes, compute_dtype, columns).astype(psi.dtype), modes.coordinates
 
-    def draws(psi: jax.Array, ids: jax.Array, step: jax.Array) -> jax.Array:
-        shape = (min(*psi.shape[-2:], rank + oversample), max(psi.shape[-2:]))
-        draw = lambda identity: sketch_draws(seed, step, identity[0], identity[1], shape)  # noqa: E731
+    def width(psi: jax.Array) -> int:
+        return min(*psi.shape[-2:], rank + oversample)
+
+    def draws(psi: jax.Array, ids: jax.Array, step: jax.typing.ArrayLike, rows: int) -> jax.Array:
+        draw = lambda i: sketch_draws(seed, step, i[0], i[1], (rows, max(psi.shape[-2:])))  # noqa: E731
         for _ in psi.shape[:-2]:
             draw = jax.vmap(draw)
         return draw(ids).astype(working_dtype(psi.dtype))
 
+    def init(params):
+        count = jnp.zeros((), jnp.int32)
+        if not warm_start:
+            return PreconditionLocallyState(count)
+        # What the first step would draw beyond its fresh directions: it is the step without warm start.
+        beyond = lambda w, ids: draws(w, ids, 0, width(w))[..., oversample:, :]  # noqa: E731
+        return WarmStartState(count, jax.tree.map(beyond, params, _identities(params)))
+
     def update(updates, state, params=None, *, matrix_ids=None, transposed: bool = False, **extra_args):
         del params, extra_args
+        count = optax.safe_increment(state.count)
         if method == "exact":
-            new = jax.tree.map(in_working_dtype(_unbatched(_on_shorter_side(clip_exactly, transposed))), updates)
-        else:
-            ids = matrix_ids if matrix_ids is not None else _identities(updates)
-            clip = in_working_dtype(_unbatched(_on_shorter_side(clip_sketched, transposed)))
-            new = jax.tree.map(lambda psi, i: clip(psi, draws(psi, i, state.count)), updates, ids)
-        return new, PreconditionLocallyState(optax.safe_increment(state.count))
+            clip = in_working_dtype(_unbatched(_on_shorter_side(clip_exactly, transposed)))
+            return jax.tree.map(clip, updates), PreconditionLocallyState(count)
+        clip = _unbatched(_on_shorter_side(clip_sketched, transposed))
+        ids = matrix_ids if matrix_ids is not None else _identities(updates)
+        if not warm_start:
+            cold = lambda psi, i: clip(psi, draws(psi, i, state.count, width(psi)))[0]  # noqa: E731
+            return jax.tree.map(cold, updates, ids), PreconditionLocallyState(count)
 
-    return OrientedTransformation(lambda params: PreconditionLocallyState(jnp.zeros((), jnp.int32)), update)
+        def warm(psi: jax.Array, i: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+            fresh = draws(psi, i, state.count, width(psi) - kept.shape[-2])
+            new, seen = clip(psi, jnp.concatenate([fresh, kept.astype(fresh.dtype)], axis=-2))
+            return new, seen[..., : kept.shape[-2], :].astype(kept.dtype)
+
+        pairs = jax.tree.map(warm, updates, ids, state.subspace)
+        new, subspace = (jax.tree.map(lambda _, pair, k=k: pair[k], updates, pairs) for k in (0, 1))
+        return new, WarmStartState(count, subspace)
+
+    return OrientedTransformation(init, update)
 
 
 def sketch_draws(
@@ -199,24 +243,26 @@ def _identities(tree):
     return jax.tree_util.tree_map_with_path(identify, tree)
 
 
-def _on_shorter_side(f: Callable[..., jax.Array], transposed: bool) -> Callable[..., jax.Array]:
+def _on_shorter_side(f: Callable[..., Any], transposed: bool) -> Callable[..., Any]:
     """``f`` told whether to work on the last axis of a matrix: the shorter one, or the rows of a square matrix."""
 
-    def oriented(x: jax.Array, *rest: jax.Array) -> jax.Array:
+    def oriented(x: jax.Array, *rest: jax.Array) -> Any:
         above, across = x.shape[-2:]
         return f(x, *rest, columns=across < above or (across == above and transposed))
 
     return oriented
 
 
-def _unbatched(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def _unbatched(f: Callable[..., Any]) -> Callable[..., Any]:
     """``f`` without leading axes of size one: XLA's CPU backend multiplies a plain matrix twice as fast."""
 
-    def squeezed(x: jax.Array, *rest: jax.Array) -> jax.Array:
+    def squeezed(x: jax.Array, *rest: jax.Array) -> Any:
         if x.ndim < 2:
             raise ValueError(f"a spectral stage needs matrices in the last two axes, got a leaf of shape {x.shape}")
-        if x.ndim == 2 or any(size != 1 for size in x.shape[:-2]):
+        lead = x.shape[:-2]
+        if not lead or any(size != 1 for size in lead):
             return f(x, *rest)
-        return f(*(y.reshape(y.shape[-2:]) for y in (x, *rest))).reshape(x.shape)
+        found = f(*(y.reshape(y.shape[-2:]) for y in (x, *rest)))
+        return jax.tree.map(lambda y: y.reshape(*lead, *y.shape), found)
 
     return squeezed

@@ -16,6 +16,7 @@ STAGES = {
     "normalize": npo.normalize_rows(),
     "global": npo.precondition_globally(),
     "local": npo.precondition_locally(rank=2, oversample=1),
+    "warm": npo.precondition_locally(rank=2, oversample=1, warm_start=True),
     "scale": npo.scale_to_rms(0.2),
 }
 
@@ -141,6 +142,9 @@ def test_global_preconditioning_with_no_steps_to_count_is_exact():
         (lambda: npo.precondition_locally(power_iterations=-1), "power_iterations"),
         (lambda: npo.precondition_locally(seed=-1), "seed"),
         (lambda: npo.precondition_locally(method="exactly"), "method"),
+        (lambda: npo.precondition_locally(warm_start=1), "warm_start"),
+        (lambda: npo.precondition_locally(warm_start=True, method="exact"), "warm_start"),
+        (lambda: npo.precondition_locally(warm_start=True, oversample=0), "warm_start"),
         (lambda: npo.scale_to_rms(0.0), "rms"),
         (lambda: npo.scale_to_rms(-0.2), "rms"),
         (lambda: npo.alternate_orientation(optax.identity(), first="row"), "first"),
@@ -158,7 +162,7 @@ def test_bad_options_are_named_at_once(make, named):
 
 
 def test_a_vector_is_no_matrix():
-    for stage in ("global", "local"):
+    for stage in ("global", "local", "warm"):
         tx = STAGES[stage]
         with pytest.raises(ValueError, match=r"matrices in the last two axes.*\(3,\)"):
             tx.update({"bias": jnp.ones(3)}, tx.init({"bias": jnp.ones(3)}))
