@@ -73,6 +73,17 @@ def test_stacked_equals_in_turn(monkeypatch, stage, chunk):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=TOLERANCE, atol=TOLERANCE), in_turn, at_once)
 
 
+@pytest.mark.parametrize(("chunk", "expected"), [(2**31, [3]), (2 * 6 * 9 * 4, [2, 1]), (1, [1, 1, 1])])
+def test_accelerators_take_no_more_than_a_chunk_at_once(monkeypatch, chunk, expected):
+    monkeypatch.setattr(batches, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(batches.jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args), raising=True)
+    seen = []
+    stage = optax.stateless(lambda updates, params=None: jax.tree.map(lambda x: seen.append(x.shape) or x, updates))
+    three = {name: jnp.ones((6, 9)) for name in "abc"}
+    npo.as_matrices(rule, stage).update(three, optax.EmptyState(), three)
+    assert seen == [(stacked, 9, 6) for stacked in expected]
+
+
 def products_in_the_program(count):
     params = {f"layer{i}": jnp.ones((6, 9)) for i in range(count)}
     tx = npo.as_matrices(rule, npo.precondition_globally())

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import normpre_optax as npo
+from normpre_optax.transforms import precondition
 from tests import cases, reference
 from tests.cases import EPS32
 
@@ -63,6 +64,14 @@ def test_the_sketch_alone_is_the_reference():
 
     for name, x in cases.each_matrix(one, updates).items():
         np.testing.assert_allclose(found[name], x, atol=1e-5, err_msg=name)
+
+
+def test_draws_are_the_same_for_ever():
+    """Not touched by the user's choice of generator, nor by a later version: a resumed run draws what it would have."""
+    with jax.default_prng_impl("rbg"):
+        found = precondition.sketch_draws(seed=3, step=5, identity=17, slice_index=2, shape=(2, 3))
+    expected = [[-0.5771456, -1.5907036, -0.41013402], [1.1442941, -1.3229197, 0.6540548]]
+    np.testing.assert_allclose(found, expected, rtol=4 * EPS32)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
