@@ -591,3 +591,24 @@ def test_a_tree_of_parameters_that_can_be_called_is_no_function(name, as_tree):
         updates[decay] = cases.updater(tx)(params, tx.init(params), params)[0].layers[0]
     np.testing.assert_array_equal(updates[0.5].bias, updates[0.0].bias)
     assert jnp.any(updates[0.5].weight != updates[0.0].weight)
+
+
+@pytest.mark.parametrize("factory", [npo.normpre_g, npo.normpre_l, npo.muon, npo.mano])
+def test_compute_dtype_reaches_the_matrices(factory):
+    params = {"kernel": cases.as_jax(np.random.default_rng(0).standard_normal((6, 9)), jnp.float32)}
+    found = []
+    for dtype in (None, jnp.bfloat16):
+        tx = factory(1.0, compute_dtype=dtype, weight_decay=0.0)
+        found.append(np.asarray(tx.update(params, tx.init(params), params)[0]["kernel"]))
+    difference = np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[0])
+    assert 1e-4 < difference < 0.1  # bfloat16 rounds to 4e-3
+
+
+def test_compute_dtype_reaches_a_stage_of_ones_own():
+    seen = []
+    stage = optax.stateless(lambda updates, params=None: jax.tree.map(lambda x: seen.append(x.dtype) or x, updates))
+    params = {"kernel": jnp.ones((2, 3))}
+    tx = npo.scale_by_normpre(stage, compute_dtype=jnp.bfloat16)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert set(seen) == {jnp.dtype(jnp.bfloat16)}
+    assert updates["kernel"].dtype == jnp.float32
