@@ -340,7 +340,6 @@ def test_injected_schedules_compile_once(name):
         (npo.normpre_l, "oversample", 4),
         (npo.normpre_l, "power_iterations", 1),
         (npo.normpre_l, "seed", 1),
-        (npo.normpre_l, "warm_start", True),
         (npo.normpre_g, "ns_steps", 5),
         (npo.muon, "ns_steps", 5),
         (npo.mano, "version", 1),
