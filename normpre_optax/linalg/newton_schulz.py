@@ -127,7 +127,7 @@ def _iterate(y: jax.Array, table: Sequence[Triple]) -> jax.Array:
 
     def step(y: jax.Array, abc: jax.Array) -> tuple[jax.Array, None]:
         a, b, c = abc
-        gram = _own_gram(y)
+        gram = symmetric_product(y.mT, y, dtype) if tall else symmetric_product(y, y.mT, dtype)
         poly = b * gram + c * symmetric_product(gram, gram, dtype)
         turned = product(y, poly, dtype) if tall else product(poly, y, dtype)
         return (a * y + turned).astype(dtype), None
@@ -139,25 +139,36 @@ def _iterate(y: jax.Array, table: Sequence[Triple]) -> jax.Array:
 def _iterate_gram(y: jax.Array, table: Sequence[Triple]) -> jax.Array:
     """The same on ``R = Y Y^T``: a step is ``Y <- P Y`` with ``P = a + b R + c R^2``, hence ``R <- P R P``.
 
-    The factors are gathered in ``Q`` and applied at the end: ``8 s^2 t + 28 s^3`` operations at five steps, all but
-    ``4 s^2 t`` of them in products whose result is symmetric. Rounding in R grows from step to step, so R is taken anew
-    from Y after the second one.
+    The factors are gathered in ``Q`` and applied at the end: ``8 s^2 t + 28 s^3`` operations at five steps, the small
+    products all with symmetric results. Rounding in R grows from step to step, so R is taken anew from Y after the
+    second one. Loops, not straight code: a step is compiled once.
     """
-    tall = y.shape[-2] > y.shape[-1]
+    if not table:
+        return y
+    y, tall = y.astype(working_dtype(y.dtype)), y.shape[-2] > y.shape[-1]
     identity = jnp.eye(min(y.shape[-2:]), dtype=y.dtype)
-    for part in (table[:2], table[2:]):
-        r, q = _own_gram(y), identity
-        for i, (a, b, c) in enumerate(part):
-            p = a * identity + b * r + c * symmetric_product(r, r)
-            q = symmetric_product(q, p) if i else p
-            r = symmetric_product(p, symmetric_product(r, p)) if i < len(part) - 1 else r
-        y = (product(y, q) if tall else product(q, y)) if part else y
-    return y
+    triples = jnp.asarray(table, y.dtype).reshape(len(table), 3)
 
+    def factor(i: jax.Array, r: jax.Array) -> jax.Array:
+        a, b, c = triples[i]
+        return a * identity + b * r + c * symmetric_product(r, r)
 
-def _own_gram(y: jax.Array) -> jax.Array:
-    """``Y Y^T`` or ``Y^T Y``, whichever is smaller."""
-    return symmetric_product(y.mT, y) if y.shape[-2] > y.shape[-1] else symmetric_product(y, y.mT)
+    def step(i: jax.Array, rpq: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        r, p, q = rpq
+        r = symmetric_product(p, symmetric_product(r, p))
+        p = factor(i, r)
+        return r, p, symmetric_product(q, p)
+
+    def steps(ends: jax.Array, y: jax.Array) -> jax.Array:
+        first, last = ends
+        r = product(y.mT, y) if tall else product(y, y.mT)
+        p = factor(first, r)
+        _, _, q = jax.lax.fori_loop(first + 1, last, step, (r, p, p))
+        return product(y, q) if tall else product(q, y)
+
+    split = min(2, len(table))
+    parts = jnp.asarray([[0, split], [split, len(table)]])
+    return jax.lax.fori_loop(0, 1 + (len(table) > 2), lambda k, y: steps(parts[k], y), y)
 
 
 def symmetric_product(a: jax.Array, b: jax.Array, operand_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -179,23 +190,20 @@ def symmetric_product(a: jax.Array, b: jax.Array, operand_dtype: jax.typing.DTyp
          [2. 4.]]
     """
     whole = functools.partial(product, operand_dtype=operand_dtype)
-    if a.shape[-2] < 2 * _BLOCK:
+    if a.shape[-2] < _LOWER_FROM:
         return whole(a, b)
     return jax.lax.platform_dependent(a, b, cpu=lambda a, b: _lower_blocks(a, b, whole), default=whole)
 
 
-# Halves are split again down to this side: below it a product is too small to fill two cores.
-_BLOCK = 192
+# Below this side half a product is too small to fill two cores.
+_LOWER_FROM = 384
 
 
 def _lower_blocks(a: jax.Array, b: jax.Array, whole: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    size = a.shape[-2]
-    if size < 2 * _BLOCK:
-        return whole(a, b)
-    half = (size // 2 + 63) // 64 * 64
-    top = _lower_blocks(a[..., :half, :], b[..., :half], whole)
-    bottom = _lower_blocks(a[..., half:, :], b[..., half:], whole)
+    half = (a.shape[-2] // 2 + 63) // 64 * 64
+    top = whole(a[..., :half, :], b[..., :half])
     low = whole(a[..., half:, :], b[..., :half])
+    bottom = whole(a[..., half:, :], b[..., half:])
     upper_rows = jnp.concatenate([top, low.mT], axis=-1)
     return jnp.concatenate([upper_rows, jnp.concatenate([low, bottom], axis=-1)], axis=-2)
 

@@ -180,7 +180,7 @@ def test_the_gram_form_starts_again_before_rounding_has_grown(tall):
 
 @pytest.mark.parametrize("size", [383, 384, 500, 801])
 def test_products_of_lower_blocks_are_whole_products(size):
-    """Sides about the size from which the CPU computes the lower triangle only; unequal halves; two levels."""
+    """Sides about the size from which the CPU computes the lower triangle only; unequal halves."""
     x = jnp.asarray(gaussian((size, 40)), jnp.float32)
     got = np.asarray(jax.jit(symmetric_product)(x, x.mT), np.float64)
     exact = np.float64(x) @ np.float64(x).T
