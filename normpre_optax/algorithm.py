@@ -19,11 +19,10 @@ import optax
 
 from normpre_optax.assemble import RestOptions, assemble
 from normpre_optax.transforms.checks import float_dtype, transformation
-from normpre_optax.transforms.normalize import normalize_rows
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally, precondition_locally
 from normpre_optax.transforms.scale import scale_to_rms
-from normpre_optax.transforms.tangent import project_to_tangent
+from normpre_optax.transforms.tangent import normalize_tangent_rows
 from normpre_optax.transforms.wrappers import (
     alternate_orientation,
     as_matrices,
@@ -88,10 +87,8 @@ def scale_by_normpre(
     float_dtype("mu_dtype", mu_dtype)
     if isinstance(momentum, int | float) and not 0 <= momentum < 1:
         raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
-    normalized = chain(
-        project_to_tangent(tangent, tangent_radius),  # X_t
-        normalize_rows(),  # Psi_t
-    )
+    # X_t and Psi_t: project_to_tangent and normalize_rows in one.
+    normalized = normalize_tangent_rows(tangent, tangent_radius)
     return at_least_float32(
         optax.chain(
             optax.trace(momentum, accumulator_dtype=mu_dtype),  # M_t

@@ -57,7 +57,10 @@ def spectra(rows: int, columns: int) -> dict[str, Matrix]:
         "spiked": noise + (left[:, :8] * 10) @ right[:8],
         "near rank 1": (left * np.where(place == 1, 1, 1e-4)) @ right,
     }
-    return {name: np.float64(np.float32(x / np.linalg.norm(x, axis=1, keepdims=True))) for name, x in found.items()}
+    return {
+        name: (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32).astype(np.float64)
+        for name, x in found.items()
+    }
 
 
 def newton_schulz_64(x: Matrix, coefficients: str) -> Matrix:
@@ -100,7 +103,8 @@ def measure(options: Options) -> list[dict]:
     """One row for every path, one column for every spectrum."""
     matrices = spectra(options.rows, options.columns)
     rank, width = options.rank, options.rank + options.oversample
-    omega = np.float64(np.random.default_rng(1).standard_normal((width, options.columns)).astype(np.float32))
+    omega = np.random.default_rng(1).standard_normal((width, options.columns))
+    omega = omega.astype(np.float32).astype(np.float64)
     rows: list[dict] = []
 
     def row(path: str, against: str, error: Callable[[Matrix], float]) -> None:

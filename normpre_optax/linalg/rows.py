@@ -62,7 +62,7 @@ def unit_rows(x: jax.Array, axis: int = -1) -> jax.Array:
 
 
 def tangent_rows(
-    m: jax.Array, w: jax.Array, mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0, axis: int = -1
+    m: jax.Array, w: jax.Array | None, mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0, axis: int = -1
 ) -> jax.Array:
     """Rows of ``m`` with their part along the rows of ``w`` damped, removed or kept.
 
@@ -77,7 +77,7 @@ def tangent_rows(
 
     Args:
         m: momentum ``(..., m, n)``.
-        w: weights ``(..., m, n)``.
+        w: weights ``(..., m, n)``; None will do for the mode ``none``.
         mode: one of the above.
         radius: the row length c at which the relaxed radial part vanishes.
         axis: along which a row runs.
@@ -94,15 +94,55 @@ def tangent_rows(
     """
     if mode == "none":
         return m
+    assert w is not None
     peak = _peak(m, axis)
-    m = m / peak
+    x, size = _tangent(m / peak, w, mode, radius, axis)
+    return x * (size * peak)
+
+
+def unit_tangent_rows(
+    m: jax.Array, w: jax.Array | None, mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0, axis: int = -1
+) -> jax.Array:
+    """``unit_rows(tangent_rows(m, w, ...))`` in fewer passes over memory: ``X`` is not brought back to its scale.
+
+    Args:
+        m: momentum ``(..., m, n)``.
+        w: weights ``(..., m, n)``; None will do for the mode ``none``.
+        mode: see ``tangent_rows``.
+        radius: see ``tangent_rows``.
+        axis: along which a row runs.
+
+    Returns:
+        ``Psi`` of the paper, ``(..., m, n)``: rows of length 1 or 0.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.rows import unit_tangent_rows
+        >>> print(unit_tangent_rows(jnp.array([[3e-20, 4e-20]]), jnp.array([[0.0, 1.0]])))
+        [[1. 0.]]
+    """
+    if mode == "none":
+        return unit_rows(m, axis)
+    assert w is not None
+    # No peak is taken again: X comes with entries near one, and rounding noise is the least that is left of them.
+    x, _ = _tangent(m / _peak(m, axis), w, mode, radius, axis)
+    norm = jnp.sqrt(jnp.sum(x**2, axis=axis, keepdims=True))
+    return x / jnp.where(norm == 0, 1, norm)
+
+
+def _tangent(
+    m: jax.Array, w: jax.Array, mode: str, radius: jax.typing.ArrayLike, axis: int
+) -> tuple[jax.Array, jax.Array]:
+    """``tangent_rows`` of rows whose largest entry is one, divided by a size that keeps squares from overflowing."""
     if mode == "relaxed":
         along, amount = w, 1 / jnp.square(jnp.asarray(radius, m.dtype))
     else:
         along, amount = unit_rows(w, axis), jnp.ones((), m.dtype)
     if mode == "bounded":
         amount = jnp.minimum(1, jnp.square(row_norms(w, axis) / radius)).astype(m.dtype)
-    x = m - amount * jnp.sum(m * along, axis=axis, keepdims=True) * along
-    noise = 8 * jnp.finfo(m.dtype).eps
+    radial = amount * jnp.sum(m * along, axis=axis, keepdims=True)
+    size = jnp.maximum(1, jnp.abs(radial))
+    x = m / size - (radial / size) * along
+    noise = 8 * jnp.finfo(m.dtype).eps / size
     gone = jnp.sum(x**2, axis=axis, keepdims=True) <= noise**2 * jnp.sum(m**2, axis=axis, keepdims=True)
-    return jnp.where(gone, 0, x) * peak
+    return jnp.where(gone, 0, x), size

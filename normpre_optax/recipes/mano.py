@@ -5,10 +5,9 @@ import jax
 import optax
 
 from normpre_optax.assemble import RestOptions, assemble
-from normpre_optax.transforms.normalize import normalize_rows
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.scale import scale_by_shape
-from normpre_optax.transforms.tangent import project_to_tangent
+from normpre_optax.transforms.tangent import normalize_tangent_rows
 from normpre_optax.transforms.wrappers import alternate_orientation, as_matrices, in_dtype
 
 # Version 1 projects against unit vectors of W, version 2 against the vectors themselves.
@@ -76,8 +75,7 @@ def mano(
     if isinstance(version, jax.Array) or version not in TANGENTS:
         raise ValueError(f"{version=} is neither 1 nor 2 (under optax.inject_hyperparams it must be a static argument)")
     vectors = chain(
-        project_to_tangent(TANGENTS[version]),
-        normalize_rows(),
+        normalize_tangent_rows(TANGENTS[version]),
         scale_by_shape(lambda rows, columns: 0.2 * columns**0.5),
     )
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from normpre_optax.linalg.rows import row_norms, tangent_rows, unit_rows
+from normpre_optax.linalg.rows import row_norms, tangent_rows, unit_rows, unit_tangent_rows
 from tests import reference
 
 SHAPES = [(3, 8), (8, 3), (5, 5), (1, 6), (6, 1), (1, 1)]
@@ -121,3 +121,34 @@ def test_stacks_are_loops():
         for i in np.ndindex(2, 3):
             np.testing.assert_allclose(out[i], tangent_rows(m[i], w[i], mode), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(unit_rows(m)[1, 2], unit_rows(m[1, 2]), rtol=4 * EPS32)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("length", [1e-20, 1.0, 1e15])
+def test_projected_and_normalised_at_once(mode, axis, scale, length):
+    """The same as one after the other, for momentum and weights of any size."""
+    m, w = (gaussian((6, 8), seed) for seed in (0, 1))
+    m[2], w[3] = 0, 0
+    m32, w32 = jnp.asarray(scale * m, jnp.float32), jnp.asarray(length * w, jnp.float32)
+    got = np.asarray(unit_tangent_rows(m32, w32, mode, axis=axis), np.float64)
+    turn = (lambda x: x.T) if axis == -2 else (lambda x: x)
+    exact = turn(reference.unit_rows(reference.tangent_rows(*(turn(np.float64(x)) for x in (m32, w32)), mode)))
+    # Ten roundings, and what is lost where x is short beside m and its radial part: by less than a factor of ten here.
+    np.testing.assert_allclose(got, exact, rtol=0, atol=100 * EPS32)
+
+
+@pytest.mark.parametrize("mode", ["strict", "relaxed", "bounded"])
+def test_normalised_rounding_noise_counts_as_zero(mode):
+    w = reference.unit_rows(gaussian((64, 16)))
+    m = gaussian((64, 1), 1) * w
+    assert not np.any(unit_tangent_rows(jnp.asarray(m, jnp.float32), jnp.asarray(w, jnp.float32), mode))
+
+
+def test_normalised_zero_and_bad_rows():
+    w = jnp.ones((3, 2))
+    out = np.asarray(unit_tangent_rows(jnp.array([[0.0, 0.0], [jnp.nan, 1.0], [3.0, 1.0]]), w, "strict"))
+    assert (out[0] == 0).all()
+    assert np.isnan(out[1]).all()
+    np.testing.assert_allclose(out[2], [0.5**0.5, -(0.5**0.5)], rtol=8 * EPS32)
