@@ -6,6 +6,9 @@ optimizers of this library in turns (A B C ..., A B C ...) in one process, so th
 all alike, and writes medians and ratios as JSON, Markdown and a plot. Every step is update and application, jitted,
 with gradients, state and parameters donated: in a training step the gradients are consumed too, and XLA makes copies
 of state and parameters where they are not. Fresh gradients are laid out between the steps, outside the clock.
+
+``torch_muon`` is ``torch.optim.Muon``, where torch is installed. ``--compile-only`` runs nothing and needs no memory
+for the parameters: compile times and temporaries of models that do not fit on the machine.
 """
 
 import dataclasses
@@ -18,11 +21,12 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import matplotlib
+import numpy as np
 import optax
 import tyro
 from rich.console import Console
@@ -65,7 +69,9 @@ OPTIMIZERS: dict[str, Callable[[jnp.dtype | None], optax.GradientTransformation]
     "mano": lambda dtype: mano(RATE),
     "normpre_g": lambda dtype: normpre_g(RATE, compute_dtype=dtype),
     "normpre_l": lambda dtype: normpre_l(RATE, compute_dtype=dtype),
+    "normpre_l_warm": lambda dtype: normpre_l(RATE, power_iterations=0, warm_start=True, compute_dtype=dtype),
 }
+TORCH = "torch_muon"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +81,9 @@ class Options:
     model: str = "gpt2_small"
     """Shapes: one of tiny, gpt2_small, llama_130m, llama_350m, llama_1p3b, llama_1p3b_layer, qwen3_0p6b, qwen3_1p7b."""
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = tuple(OPTIMIZERS)
-    """Which to measure, in which order."""
+    """Which to measure, in which order; torch_muon is one more."""
+    compile_only: bool = False
+    """Compile, and run nothing."""
     repeats: int = 5
     """Counted rounds, after one that is not counted. Each round runs every optimizer once."""
     device: str = ""
@@ -106,32 +114,77 @@ class Arm:
         return time.perf_counter() - start
 
 
-def prepare(tx: optax.GradientTransformation, grads: dict, params: dict) -> Arm:
-    """Compile the step ahead of time, and note what that took."""
+class TorchArm:
+    """``torch.optim.Muon`` on the same shapes, stored as torch does, (out, in); it counts as compiled."""
+
+    compile_s, temporaries = 0.0, 0
+
+    def __init__(self, params: dict, device: str):
+        import torch
+
+        self.torch, self.seconds, leaves = torch, [], jax.tree.leaves(params)
+        self.device = "cuda" if device == "gpu" else "cpu"
+        weights = [torch.tensor(np.asarray(x).T.copy(), device=self.device) for x in leaves]
+        self.weights = [torch.nn.Parameter(x) for x in weights]
+        self.optimizer = torch.optim.Muon(self.weights, lr=RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+
+    def run(self, grads: dict) -> float:
+        """One step; returns its seconds."""
+        for weight, g in zip(self.weights, jax.tree.leaves(grads), strict=True):
+            weight.grad = self.torch.tensor(np.asarray(g).T.copy(), device=self.device)
+        self._wait()
+        start = time.perf_counter()
+        self.optimizer.step()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            self.torch.cuda.synchronize()
+
+
+def compiled(tx: optax.GradientTransformation, params: dict) -> tuple[Callable, float, int]:
+    """The step compiled ahead of time for parameters (or their shapes): with its seconds and its temporary bytes."""
 
     def step(grads, state, params):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    params = jax.tree.map(jnp.copy, params)
-    state = jax.jit(tx.init)(params)
+    state = jax.eval_shape(tx.init, params)
     start = time.perf_counter()
     with warnings.catch_warnings():  # There are three donated trees for two results.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        compiled = jax.jit(step, donate_argnums=(0, 1, 2)).lower(grads, state, params).compile()
+        found = jax.jit(step, donate_argnums=(0, 1, 2)).lower(params, state, params).compile()
     seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
-    return Arm(compiled, params, state, seconds, memory.temp_size_in_bytes if memory else 0)
+    memory = found.memory_analysis()
+    return found, seconds, memory.temp_size_in_bytes if memory else 0
 
 
-def measure(options: Options, console: Console) -> dict[str, Arm]:
+def prepare(tx: optax.GradientTransformation, params: dict) -> Arm:
+    """One optimizer, compiled, with parameters and state of its own."""
+    step, seconds, temporaries = compiled(tx, params)
+    params = jax.tree.map(jnp.copy, params)
+    return Arm(step, params, jax.jit(tx.init)(params), seconds, temporaries)
+
+
+def measure(options: Options, console: Console) -> dict[str, Any]:
     """Compile all, then run them in turns."""
+    dtype = jnp.dtype(jnp.bfloat16) if options.bfloat16 else None
+    arms: dict[str, Any] = {}
+    if options.compile_only:
+        shapes = jax.eval_shape(lambda: matrices(options.model))
+        for name in options.optimizers:
+            step, seconds, temporaries = compiled(OPTIMIZERS[name](dtype), shapes)
+            arms[name] = Arm(step, {}, (), seconds, temporaries)
+            console.print(f"{name}: compiled in {seconds:.1f} s")
+        return arms
     params = matrices(options.model)
     grads = jax.tree.map(lambda p: p / 2, matrices(options.model, seed=1))
-    dtype = jnp.dtype(jnp.bfloat16) if options.bfloat16 else None
-    arms = {}
     for name in options.optimizers:
-        arms[name] = prepare(OPTIMIZERS[name](dtype), grads, params)
+        if name == TORCH:
+            arms[name] = TorchArm(params, jax.devices(options.device or None)[0].platform)
+            continue
+        arms[name] = prepare(OPTIMIZERS[name](dtype), params)
         console.print(f"{name}: compiled in {arms[name].compile_s:.1f} s")
     for i in range(options.repeats + 1):
         for arm in arms.values():
@@ -142,31 +195,36 @@ def measure(options: Options, console: Console) -> dict[str, Arm]:
     return arms
 
 
-def report(options: Options, arms: dict[str, Arm]) -> dict:
+def report(options: Options, arms: dict[str, Any]) -> dict:
     """Medians and ratios, with what is needed to measure them again."""
-    size = sum(x.nbytes for x in jax.tree.leaves(matrices(options.model)))
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: matrices(options.model)))
+    size = sum(4 * x.size for x in leaves)
     rows = {}
     for name, arm in arms.items():
-        row = {
-            "median_ms": 1e3 * statistics.median(arm.seconds),
-            "min_ms": 1e3 * min(arm.seconds),
-            "max_ms": 1e3 * max(arm.seconds),
-            "compile_s": arm.compile_s,
-            "temporaries_per_parameter_byte": arm.temporaries / size,
-        }
+        row = {"compile_s": arm.compile_s, "temporaries_per_parameter_byte": arm.temporaries / size}
+        if BASELINE in arms:
+            row["compile_over_optax_muon"] = arm.compile_s / arms[BASELINE].compile_s
+        if arm.seconds:
+            row |= {
+                "median_ms": 1e3 * statistics.median(arm.seconds),
+                "min_ms": 1e3 * min(arm.seconds),
+                "max_ms": 1e3 * max(arm.seconds),
+            }
         for other in ("adamw", BASELINE, "clean_muon"):
-            if other in arms:
+            if other in arms and arm.seconds:
                 pairs = zip(arm.seconds, arms[other].seconds, strict=True)
                 row[f"over_{other}"] = statistics.median(a / b for a, b in pairs)
         rows[name] = row
     device = jax.devices()[0]
     return {
-        "command": f"python -m examples.benchmarks.optimizer_step --model {options.model} --repeats {options.repeats}"
-        + (" --bfloat16" if options.bfloat16 else ""),
+        "command": f"python -m examples.benchmarks.optimizer_step --model {options.model}"
+        + (" --compile-only" if options.compile_only else f" --repeats {options.repeats}")
+        + (" --bfloat16" if options.bfloat16 else "")
+        + ("" if options.optimizers == tuple(OPTIMIZERS) else f" --optimizers {' '.join(options.optimizers)}"),
         "date": datetime.date.today().isoformat(),
         "machine": {"device": device.device_kind, "platform": device.platform, "cores": len(_cores())},
         "versions": {"python": platform.python_version(), "jax": jax.__version__, "optax": optax.__version__},
-        "matrices": len(jax.tree.leaves(matrices(options.model))),
+        "matrices": len(leaves),
         "parameter_bytes": size,
         "rows": rows,
     }
@@ -184,13 +242,15 @@ def markdown(result: dict) -> str:
         f"jax {versions['jax']}, optax {versions['optax']}, {result['matrices']} matrices of "
         f"{result['parameter_bytes'] / 2**20:.3g} MiB. Ratios are medians over rounds.",
         "",
-        "| optimizer | ms | / optax Muon | / clean Muon | / AdamW | compile s | temporaries / parameters |",
-        "|---|---|---|---|---|---|---|",
+        "| optimizer | ms | / optax Muon | / clean Muon | / AdamW | compile s | / optax Muon | temporaries / weights |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in result["rows"].items():
-        ratios = [f"{row.get(f'over_{other}', float('nan')):.3g}" for other in (BASELINE, "clean_muon", "adamw")]
+        numbers = [row.get(key) for key in ("median_ms", *(f"over_{o}" for o in (BASELINE, "clean_muon", "adamw")))]
+        cells = ["" if x is None else f"{x:.0f}" if x > 1000 else f"{x:.3g}" for x in numbers]
+        over = row.get("compile_over_optax_muon")
         lines.append(
-            f"| {name} | {row['median_ms']:.3g} | {' | '.join(ratios)} | {row['compile_s']:.1f} | "
+            f"| {name} | {' | '.join(cells)} | {row['compile_s']:.1f} | {'' if over is None else f'{over:.2f}'} | "
             f"{row['temporaries_per_parameter_byte']:.2f} |"
         )
     return "\n".join(lines) + "\n"
@@ -213,16 +273,20 @@ def plot(result: dict, file: Path) -> None:
 def main(options: Options) -> None:
     """Measure, print, write."""
     console = Console(highlight=False)
-    unknown = [name for name in options.optimizers if name not in OPTIMIZERS]
+    unknown = [name for name in options.optimizers if name not in OPTIMIZERS and name != TORCH]
     if options.model not in MODELS or unknown:
-        raise SystemExit(f"unknown: {unknown or options.model}; models {sorted(MODELS)}, optimizers {list(OPTIMIZERS)}")
+        raise SystemExit(
+            f"unknown: {unknown or options.model}; models {sorted(MODELS)}, optimizers {[*OPTIMIZERS, TORCH]}"
+        )
     with jax.default_device(jax.devices(options.device or None)[0]):
         result = report(options, measure(options, console))
     name = f"optimizer_step_{options.model}_{result['machine']['platform']}" + ("_bf16" if options.bfloat16 else "")
+    name += "_compile" if options.compile_only else ""
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     (options.out / f"{name}.md").write_text(markdown(result))
-    plot(result, options.out / f"{name}.png")
+    if not options.compile_only:
+        plot(result, options.out / f"{name}.png")
     console.print(markdown(result), soft_wrap=True)
 
 

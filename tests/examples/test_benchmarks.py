@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks run at a small size and write what they promise; what they measure is not judged here."""
+
+import json
+import math
+
+import pytest
+
+from examples.benchmarks import accuracy, end_to_end, optimizer_step, shapes, sketch_error, stages
+
+pytestmark = pytest.mark.slow
+
+
+def written(folder, stem):
+    """The JSON report, after a look at its table."""
+    table = (folder / f"{stem}.md").read_text()
+    result = json.loads((folder / f"{stem}.json").read_text())
+    assert all(name.split(",")[0] in table for name in result["rows"] if isinstance(name, str))
+    assert {"command", "date", "machine", "versions"} <= set(result)
+    return result
+
+
+def test_optimizer_step(tmp_path):
+    optimizer_step.main(optimizer_step.Options(model="tiny", repeats=2, out=tmp_path))
+    result = written(tmp_path, "optimizer_step_tiny_cpu")
+    assert set(result["rows"]) == set(optimizer_step.OPTIMIZERS)
+    assert result["rows"]["optax_muon"]["over_optax_muon"] == 1
+    assert all(math.isfinite(value) for row in result["rows"].values() for value in row.values())
+    assert (tmp_path / "optimizer_step_tiny_cpu.png").stat().st_size > 1000
+
+
+def test_compile_only(tmp_path):
+    options = optimizer_step.Options(model="tiny", compile_only=True, optimizers=("normpre_l", "adamw"), out=tmp_path)
+    optimizer_step.main(options)
+    result = written(tmp_path, "optimizer_step_tiny_cpu_compile")
+    assert list(result["rows"]["normpre_l"]) == ["compile_s", "temporaries_per_parameter_byte"]
+    assert "--compile-only --optimizers normpre_l adamw" in result["command"]
+
+
+def test_torch_takes_part_where_it_is_installed(tmp_path):
+    pytest.importorskip("torch")
+    optimizer_step.main(
+        optimizer_step.Options(model="tiny", repeats=1, optimizers=("adamw", "torch_muon"), out=tmp_path)
+    )
+    assert written(tmp_path, "optimizer_step_tiny_cpu")["rows"]["torch_muon"]["median_ms"] > 0
+
+
+def test_an_unknown_model_or_optimizer_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="gpt3"):
+        optimizer_step.main(optimizer_step.Options(model="gpt3", out=tmp_path))
+    with pytest.raises(SystemExit, match="adamv"):
+        optimizer_step.main(optimizer_step.Options(optimizers=("adamv",), out=tmp_path))
+
+
+def test_the_shapes_are_the_papers():
+    count = {name: layers * len(matrices) for name, (layers, matrices) in shapes.MODELS.items()}
+    assert (count["gpt2_small"], count["llama_1p3b"], count["qwen3_1p7b"]) == (48, 168, 196)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(48, 96), (96, 48)])
+def test_stages(tmp_path, rows, columns):
+    stages.main(stages.Options(rows=rows, columns=columns, repeats=2, out=tmp_path))
+    result = written(tmp_path, f"stages_{rows}x{columns}_cpu")
+    assert all(row["median_ms"] > 0 and row["floor_ms"] >= 0 for row in result["rows"].values())
+
+
+def test_accuracy(tmp_path):
+    accuracy.main(accuracy.Options(rows=48, columns=96, rank=4, oversample=2, out=tmp_path))
+    table = (tmp_path / "accuracy_cpu.md").read_text()
+    result = json.loads((tmp_path / "accuracy_cpu.json").read_text())
+    assert all(row["path"] in table for row in result["rows"])
+    rounding = [row for row in result["rows"] if "float32" in row["path"] and "sketch" in row["path"]]
+    assert rounding
+    assert all(row["gaussian"] < 1e-4 for row in rounding)
+
+
+def test_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    end_to_end.main(end_to_end.Options(warmup=1, steps=2, out=tmp_path))
+    result = written(tmp_path, "end_to_end_first_run_cpu")
+    assert set(result["rows"]) == {"adamw", "muon", "mano", "normpre_g", "normpre_l"}
+    assert all(0 < row["optimizer_ms"] < row["step_ms"] for row in result["rows"].values())
+    assert result["rows"]["adamw"]["step_over_adamw"] == 1
+
+
+def test_sketch_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sketch_error.main(sketch_error.Options(steps=4, rank=4, oversample=2, out=tmp_path))
+    result = written(tmp_path, "sketch_error_rank4")
+    # The first step of the warm start is the cold one; by the fourth it is ahead.
+    assert result["errors"]["warm, p = 1"][0] == pytest.approx(result["errors"]["cold, p = 1"][0], abs=1e-3)
+    assert result["errors"]["warm, p = 1"][-1] < result["errors"]["cold, p = 1"][-1]
