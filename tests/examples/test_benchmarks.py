@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from examples.benchmarks import __main__ as everything
 from examples.benchmarks import accuracy, end_to_end, optimizer_step, shapes, sketch_error, stages
 
 pytestmark = pytest.mark.slow
@@ -90,3 +91,26 @@ def test_sketch_error(tmp_path, monkeypatch):
     # The first step of the warm start is the cold one; by the fourth it is ahead.
     assert result["errors"]["warm, p = 1"][0] == pytest.approx(result["errors"]["cold, p = 1"][0], abs=1e-3)
     assert result["errors"]["warm, p = 1"][-1] < result["errors"]["cold, p = 1"][-1]
+
+
+def test_all_of_them(tmp_path, monkeypatch):
+    seen = []
+
+    def record(options):
+        seen.append(options)
+
+    monkeypatch.setattr(everything, "suite", lambda *_: [(record, 1), (record, 2)])
+    everything.main(everything.Options(out=tmp_path))
+    assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("tiny", [True, False])
+def test_the_suite_is_made_of_runs_that_exist(tmp_path, tiny, on_cpu):
+    runs = everything.suite(everything.Options(out=tmp_path, tiny=tiny), on_cpu)
+    assert {run.__module__.rpartition(".")[2] for run, _ in runs} == {
+        "optimizer_step", "stages", "accuracy", "sketch_error", "end_to_end"
+    }  # fmt: skip
+    assert all(options.out == tmp_path for _, options in runs)
+    models = {options.model for _, options in runs if isinstance(options, optimizer_step.Options)}
+    assert models <= set(shapes.MODELS)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All benchmarks, one after the other: ``python -m examples.benchmarks``, about twenty minutes on two CPU cores.
+
+On a GPU (``pip install "jax[cuda12]"`` beside the examples) the same command measures the GPU, with products in
+bfloat16 too and with the large models' real shapes.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import tyro
+from rich.console import Console
+
+from examples.benchmarks import accuracy, end_to_end, optimizer_step, sketch_error, stages
+
+SKETCHES_AND_PEERS = ("adamw", "optax_muon", "clean_muon", "muon", "normpre_g", "normpre_l")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Run every benchmark."""
+
+    out: Path = Path("docs/results")
+    """Folder for the reports."""
+    tiny: bool = False
+    """Small sizes and few repeats: to see that everything runs."""
+
+
+def suite(options: Options, on_cpu: bool) -> list[tuple[Callable, object]]:
+    """What is run, with which options."""
+    out = options.out
+    if options.tiny:
+        return [
+            (optimizer_step.main, optimizer_step.Options(model="tiny", repeats=1, out=out)),
+            (stages.main, stages.Options(rows=64, columns=256, repeats=2, out=out)),
+            (accuracy.main, accuracy.Options(rows=48, columns=96, rank=4, oversample=2, out=out)),
+            (sketch_error.main, sketch_error.Options(steps=2, out=out)),
+            (end_to_end.main, end_to_end.Options(warmup=1, steps=2, out=out)),
+        ]
+    models = ["gpt2_small", "llama_1p3b_layer"] if on_cpu else ["gpt2_small", "llama_130m", "llama_1p3b", "qwen3_1p7b"]
+    repeats = 5 if on_cpu else 20
+    runs: list[tuple[Callable, object]] = []
+    for model in models:
+        for half in (False,) if on_cpu else (False, True):
+            step = optimizer_step.Options(model=model, repeats=repeats, bfloat16=half, out=out)
+            runs.append((optimizer_step.main, step))
+    compiled = optimizer_step.Options(model="llama_1p3b", optimizers=SKETCHES_AND_PEERS, compile_only=True, out=out)
+    runs.append((optimizer_step.main, compiled))
+    runs += [(stages.main, stages.Options(rows=r, columns=c, out=out)) for r, c in ((768, 3072), (3072, 768))]
+    return [
+        *runs,
+        (accuracy.main, accuracy.Options(out=out)),
+        (sketch_error.main, sketch_error.Options(out=out)),
+        (end_to_end.main, end_to_end.Options(out=out)),
+    ]
+
+
+def main(options: Options) -> None:
+    """Run them all."""
+    console = Console(highlight=False)
+    device = jax.devices()[0]
+    runs = suite(options, device.platform == "cpu")
+    for i, (run, with_options) in enumerate(runs):
+        console.rule(f"{i + 1} of {len(runs)}: {run.__module__.rpartition('.')[2]} on {device.device_kind}")
+        run(with_options)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
