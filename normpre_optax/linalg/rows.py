@@ -14,9 +14,9 @@ TANGENT_MODES = ("relaxed", "bounded", "strict", "none")
 
 
 def _peak(x: jax.Array, axis: int) -> jax.Array:
-    """Largest magnitude of each row, with 1 in place of 0."""
+    """Largest magnitude of each row, with 1 in place of 0, and no larger than what has a normal reciprocal."""
     peak = jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0)
-    return jnp.where(peak == 0, 1, peak)
+    return jnp.where(peak == 0, 1, jnp.minimum(peak, jnp.finfo(x.dtype).max / 4))
 
 
 def row_norms(x: jax.Array, axis: int = -1) -> jax.Array:
@@ -141,8 +141,11 @@ def _tangent(
     if mode == "bounded":
         amount = jnp.minimum(1, jnp.square(row_norms(w, axis) / radius)).astype(m.dtype)
     radial = amount * jnp.sum(m * along, axis=axis, keepdims=True)
+    # X is as long as m, or as the radial part times w: about the square of that part where it is the longer one.
     size = jnp.maximum(1, jnp.abs(radial))
-    x = m / size - (radial / size) * along
-    noise = 8 * jnp.finfo(m.dtype).eps / size
+    inverse = 1 / size
+    shrink = inverse * inverse
+    x = shrink * m - (radial * inverse * inverse) * along
+    noise = 8 * jnp.finfo(m.dtype).eps * shrink
     gone = jnp.sum(x**2, axis=axis, keepdims=True) <= noise**2 * jnp.sum(m**2, axis=axis, keepdims=True)
-    return jnp.where(gone, 0, x), size
+    return jnp.where(gone, 0, x), size * size

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row norms, unit rows and the tangent stage against the reference, and at the edges of the number range."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -126,13 +127,14 @@ def test_stacks_are_loops():
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-@pytest.mark.parametrize("length", [1e-20, 1.0, 1e15])
+@pytest.mark.parametrize("length", [1e-20, 1.0, 1e15, 1e30])
 def test_projected_and_normalised_at_once(mode, axis, scale, length):
     """The same as one after the other, for momentum and weights of any size."""
     m, w = (gaussian((6, 8), seed) for seed in (0, 1))
     m[2], w[3] = 0, 0
     m32, w32 = jnp.asarray(scale * m, jnp.float32), jnp.asarray(length * w, jnp.float32)
-    got = np.asarray(unit_tangent_rows(m32, w32, mode, axis=axis), np.float64)
+    # Compiled: XLA writes divisions as it likes.
+    got = np.asarray(jax.jit(unit_tangent_rows, static_argnums=(2, 4))(m32, w32, mode, 1.0, axis), np.float64)
     turn = (lambda x: x.T) if axis == -2 else (lambda x: x)
     exact = turn(reference.unit_rows(reference.tangent_rows(*(turn(np.float64(x)) for x in (m32, w32)), mode)))
     # Ten roundings, and what is lost where x is short beside m and its radial part: by less than a factor of ten here.
@@ -144,6 +146,14 @@ def test_normalised_rounding_noise_counts_as_zero(mode):
     w = reference.unit_rows(gaussian((64, 16)))
     m = gaussian((64, 1), 1) * w
     assert not np.any(unit_tangent_rows(jnp.asarray(m, jnp.float32), jnp.asarray(w, jnp.float32), mode))
+
+
+@pytest.mark.parametrize("size", [2e-38, 3e38])
+def test_the_largest_and_smallest_normal_numbers_are_measured_too(size):
+    x = jnp.full((2, 3), size, jnp.float32)
+    w = jnp.zeros_like(x)
+    for f in (unit_rows, lambda x: unit_tangent_rows(x, w)):
+        np.testing.assert_allclose(jax.jit(f)(x), 3**-0.5, rtol=8 * EPS32)
 
 
 def test_normalised_zero_and_bad_rows():
