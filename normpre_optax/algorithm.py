@@ -323,8 +323,9 @@ def normpre_l(
         power_iterations: p: passes that sharpen the sketch.
         method: ``"sketch"`` (thin products only) or ``"exact"`` (an eigendecomposition of the shorter side).
         seed: of the sketch's draws.
-        warm_start: start each sketch from the modes of the step before; ``power_iterations=0`` is enough then. Cheaper
-            and closer to exact clipping, a departure from the paper, and ``rank`` rows more of state a matrix.
+        warm_start: start each sketch from the modes of the step before, and ``oversample`` >= 1 fresh directions. With
+            ``power_iterations=0`` it is as close to exact clipping as the default, in three products with the matrix
+            instead of five; a departure from the paper, and ``rank`` rows more of state a matrix.
         momentum: see ``normpre``, as all that follow.
         weight_decay: see ``normpre``.
         weight_decay_mask: see ``normpre``.

@@ -68,4 +68,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(Options, prog="python -m examples.benchmarks"))

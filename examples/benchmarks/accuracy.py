@@ -41,7 +41,7 @@ class Options:
     device: str = ""
     """JAX platform (cpu, gpu, tpu); the default one if empty."""
     out: Path = Path("docs/results")
-    """Folder for the two files."""
+    """Folder for the reports."""
 
 
 def spectra(rows: int, columns: int) -> dict[str, Matrix]:
@@ -192,4 +192,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(Options, prog="python -m examples.benchmarks.accuracy"))

@@ -50,7 +50,7 @@ class Options:
     config: Config = dataclasses.field(default_factory=Config)
     """Model, data and batch."""
     out: Path = Path("docs/results")
-    """Folder for the two files."""
+    """Folder for the reports."""
 
 
 @dataclasses.dataclass
@@ -172,4 +172,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(Options, prog="python -m examples.benchmarks.end_to_end"))

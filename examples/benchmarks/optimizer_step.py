@@ -92,7 +92,7 @@ class Options:
     bfloat16: bool = False
     """Products in bfloat16 with float32 sums, where an optimizer has the choice."""
     out: Path = Path("docs/results")
-    """Folder for the three files."""
+    """Folder for the reports."""
 
 
 @dataclasses.dataclass
@@ -240,20 +240,31 @@ def markdown(result: dict) -> str:
     lines = [
         f"`{result['command']}`, {result['date']}, {machine['device']} ({machine['cores']} cores), "
         f"jax {versions['jax']}, optax {versions['optax']}, {result['matrices']} matrices of "
-        f"{result['parameter_bytes'] / 2**20:.3g} MiB. Ratios are medians over rounds.",
+        f"{result['parameter_bytes'] / 2**20:.3g} MiB. Times are medians, ratios medians of each round's.",
         "",
-        "| optimizer | ms | / optax Muon | / clean Muon | / AdamW | compile s | / optax Muon | temporaries / weights |",
-        "|---|---|---|---|---|---|---|---|",
     ]
-    for name, row in result["rows"].items():
-        numbers = [row.get(key) for key in ("median_ms", *(f"over_{o}" for o in (BASELINE, "clean_muon", "adamw")))]
-        cells = ["" if x is None else f"{x:.0f}" if x > 1000 else f"{x:.3g}" for x in numbers]
-        over = row.get("compile_over_optax_muon")
-        lines.append(
-            f"| {name} | {' | '.join(cells)} | {row['compile_s']:.1f} | {'' if over is None else f'{over:.2f}'} | "
-            f"{row['temporaries_per_parameter_byte']:.2f} |"
-        )
+    columns = {
+        "ms": lambda row: f"{row['median_ms']:.4g}",
+        "fastest to slowest": lambda row: f"{row['min_ms']:.4g} to {row['max_ms']:.4g}",
+        "/ optax Muon": lambda row: f"{row[f'over_{BASELINE}']:.3g}",
+        "/ clean Muon": lambda row: f"{row['over_clean_muon']:.3g}",
+        "/ AdamW": lambda row: f"{row['over_adamw']:.3g}",
+        "compile s": lambda row: f"{row['compile_s']:.1f}",
+        "compile / optax Muon": lambda row: f"{row['compile_over_optax_muon']:.2f}",
+        "temporaries / weights": lambda row: f"{row['temporaries_per_parameter_byte']:.2f}",
+    }
+    cells = {name: {title: _cell(f, row) for title, f in columns.items()} for name, row in result["rows"].items()}
+    titles = [title for title in columns if any(row[title] for row in cells.values())]
+    lines += [f"| optimizer | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(row[title] for title in titles)} |" for name, row in cells.items()]
     return "\n".join(lines) + "\n"
+
+
+def _cell(f: Callable[[dict], str], row: dict) -> str:
+    try:
+        return f(row)
+    except KeyError:  # not measured
+        return ""
 
 
 def plot(result: dict, file: Path) -> None:
@@ -291,4 +302,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(Options, prog="python -m examples.benchmarks.optimizer_step"))

@@ -49,7 +49,7 @@ class Options:
     learning_rate: float = 4e-3
     """Peak learning rate."""
     out: Path = Path("docs/results")
-    """Folder for the three files."""
+    """Folder for the reports."""
 
 
 def arms(options: Options) -> Mapping[str, optax.GradientTransformation]:
@@ -166,4 +166,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(Options, prog="python -m examples.benchmarks.sketch_error"))

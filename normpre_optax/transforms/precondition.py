@@ -118,8 +118,9 @@ def precondition_locally(
         compute_dtype: dtype of the operands of the sketch's products with ``Psi``, with sums in float32; None means
             float32. Everything small stays in float32, and so does ``method="exact"``.
         warm_start: start the sketch from the modes of the step before instead of from draws; the ``oversample``
-            directions are drawn anew on every step, so that new modes are found. ``power_iterations=0`` is enough
-            then. A departure from the paper; the state grows by ``rank`` rows as long as the longer side.
+            directions (at least one) are drawn anew on every step, so that new modes are found. From the third step or
+            so on ``power_iterations=0`` is then as close to exact clipping as 1 without it. A departure from the paper;
+            the state grows by ``rank`` rows as long as the longer side.
 
     Returns:
         A transformation on matrices in the last two axes whose state is a step counter (with ``warm_start``, a
@@ -150,8 +151,10 @@ def precondition_locally(
 
     if not isinstance(warm_start, bool):
         raise TypeError(f"warm_start must be True or False, got {warm_start!r}")
-    if warm_start and (method != "sketch" or oversample == 0):
-        raise ValueError("warm_start needs method='sketch' and oversample >= 1: new modes are found in fresh draws")
+    if warm_start and method != "sketch":
+        raise ValueError(f"warm_start belongs to method='sketch', got {method=}")
+    if warm_start and oversample == 0:
+        raise ValueError("warm_start needs oversample >= 1: new modes are found in the directions drawn anew")
 
     def clip_exactly(psi: jax.Array, columns: bool) -> jax.Array:
         return clip_modes(psi, leading_modes_exact(psi.mT if columns else psi, rank), columns=columns)
@@ -180,6 +183,11 @@ def precondition_locally(
 
     def update(updates, state, params=None, *, matrix_ids=None, transposed: bool = False, **extra_args):
         del params, extra_args
+        if isinstance(state, WarmStartState) != warm_start:
+            raise ValueError(
+                f"this state was made with warm_start={not warm_start}, the optimizer has warm_start={warm_start}: "
+                "build the optimizer as the state's was, or call init again"
+            )
         count = optax.safe_increment(state.count)
         if method == "exact":
             clip = in_working_dtype(_unbatched(_on_shorter_side(clip_exactly, transposed)))

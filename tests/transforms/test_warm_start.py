@@ -123,3 +123,14 @@ def test_the_layout_does_not_matter(shape):
         for name, tx in stored.items():
             found[name], states[name] = cases.updater(tx)(grads[name], states[name], params[name])
         np.testing.assert_allclose(found["in_out"]["w"], found["out_in"]["w"].T, atol=2e-5)
+
+
+def test_a_state_of_the_other_kind_is_refused():
+    x = {"w": jnp.ones((4, 6))}
+    for tx, other in ((WARM, COLD), (COLD, WARM)):
+        with pytest.raises(ValueError, match=r"warm_start=.*call init again"):
+            tx.update(x, other.init(x))
+    optimizers = [npo.normpre_l(1e-3, warm_start=warm) for warm in (False, True)]
+    for tx, other in (optimizers, optimizers[::-1]):
+        with pytest.raises(ValueError, match=r"warm_start=.*call init again"):
+            tx.update(x, other.init(x), x)
