@@ -244,8 +244,8 @@ def markdown(result: dict) -> str:
         "",
     ]
     columns = {
-        "ms": lambda row: f"{row['median_ms']:.4g}",
-        "fastest to slowest": lambda row: f"{row['min_ms']:.4g} to {row['max_ms']:.4g}",
+        "ms": lambda row: _ms(row["median_ms"]),
+        "fastest to slowest": lambda row: f"{_ms(row['min_ms'])} to {_ms(row['max_ms'])}",
         "/ optax Muon": lambda row: f"{row[f'over_{BASELINE}']:.3g}",
         "/ clean Muon": lambda row: f"{row['over_clean_muon']:.3g}",
         "/ AdamW": lambda row: f"{row['over_adamw']:.3g}",
@@ -258,6 +258,10 @@ def markdown(result: dict) -> str:
     lines += [f"| optimizer | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     lines += [f"| {name} | {' | '.join(row[title] for title in titles)} |" for name, row in cells.items()]
     return "\n".join(lines) + "\n"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _cell(f: Callable[[dict], str], row: dict) -> str:
