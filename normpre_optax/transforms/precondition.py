@@ -148,7 +148,6 @@ def precondition_locally(
     float_dtype("compute_dtype", compute_dtype)
     if method not in METHODS:
         raise ValueError(f"{method=} is not one of {METHODS}")
-
     if not isinstance(warm_start, bool):
         raise TypeError(f"warm_start must be True or False, got {warm_start!r}")
     if warm_start and method != "sketch":
