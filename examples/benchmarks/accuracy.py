@@ -7,9 +7,6 @@ NumPy float64, with the same draws), and of the algorithm (float64 against the e
 """
 
 import dataclasses
-import datetime
-import json
-import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +16,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
+from examples.benchmarks import report
 from normpre_optax.linalg.eigenspace import leading_modes_exact, leading_modes_sketch
 from normpre_optax.linalg.newton_schulz import coefficient_table, newton_schulz
 from normpre_optax.linalg.spectrum import clip_modes, exact_msign
@@ -175,19 +173,13 @@ def main(options: Options) -> None:
     device = jax.devices(options.device or None)[0]
     with jax.default_device(device):
         rows = measure(options)
-    result = {
-        "command": f"python -m examples.benchmarks.accuracy --rows {options.rows} --columns {options.columns}",
-        "date": datetime.date.today().isoformat(),
-        "machine": {"device": device.device_kind, "platform": device.platform},
-        "versions": {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__},
+    command = f"python -m examples.benchmarks.accuracy --rows {options.rows} --columns {options.columns}"
+    result = report.header(command, device) | {
         "shape": [options.rows, options.columns],
         "rank": options.rank,
         "rows": rows,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"accuracy_{device.platform}"
-    file.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-    file.with_suffix(".md").write_text(markdown(result))
+    report.write(options.out, f"accuracy_{device.platform}", result, markdown(result))
     Console(highlight=False).print(markdown(result), soft_wrap=True)
 
 

@@ -12,9 +12,6 @@ Evaluation, checkpoints and logging are off. ``--config.model.width 768 ...`` se
 """
 
 import dataclasses
-import datetime
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +25,7 @@ from flax import nnx
 from rich.console import Console
 from rich.progress import track
 
+from examples.benchmarks import report
 from examples.pretrain import data, models
 from examples.pretrain.config import Config
 from examples.pretrain.optimizers import OPTIMIZERS, make_optimizer
@@ -114,7 +112,7 @@ def measure(options: Options, console: Console) -> dict[str, Arm]:
     return arms
 
 
-def report(options: Options, arms: dict[str, Arm]) -> dict:
+def summary(options: Options, arms: dict[str, Arm]) -> dict:
     """Medians, and ratios to AdamW in the same turn."""
     config, rows = options.config, {}
     for name, arm in arms.items():
@@ -128,12 +126,8 @@ def report(options: Options, arms: dict[str, Arm]) -> dict:
         if "adamw" in arms:
             pairs = zip(arm.step_s, arms["adamw"].step_s, strict=True)
             rows[name]["step_over_adamw"] = statistics.median(a / b for a, b in pairs)
-    device = jax.devices()[0]
-    return {
-        "command": f"python -m examples.benchmarks.end_to_end --name {options.name} --steps {options.steps}",
-        "date": datetime.date.today().isoformat(),
-        "machine": {"device": device.device_kind, "platform": device.platform},
-        "versions": {"python": platform.python_version(), "jax": jax.__version__, "optax": optax.__version__},
+    command = f"python -m examples.benchmarks.end_to_end --name {options.name} --steps {options.steps}"
+    return report.header(command, jax.devices()[0]) | {
         "model": dataclasses.asdict(config.model),
         "batch_size": config.batch_size,
         "dtype": str(compute_dtype(config)),
@@ -163,11 +157,8 @@ def markdown(result: dict) -> str:
 def main(options: Options) -> None:
     """Measure, print, write."""
     console = Console(highlight=False)
-    result = report(options, measure(options, console))
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"end_to_end_{options.name}_{result['machine']['platform']}"
-    file.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-    file.with_suffix(".md").write_text(markdown(result))
+    result = summary(options, measure(options, console))
+    report.write(options.out, f"end_to_end_{options.name}_{result['machine']['platform']}", result, markdown(result))
     console.print(markdown(result), soft_wrap=True)
 
 

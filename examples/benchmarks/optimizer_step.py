@@ -12,11 +12,7 @@ for the parameters: compile times and temporaries of models that do not fit on t
 """
 
 import dataclasses
-import datetime
 import importlib
-import json
-import os
-import platform
 import statistics
 import time
 import warnings
@@ -32,6 +28,7 @@ import optax
 import tyro
 from rich.console import Console
 
+from examples.benchmarks import report
 from examples.benchmarks.shapes import MODELS, matrices
 from normpre_optax import mano, muon, normpre_g, normpre_l
 
@@ -195,7 +192,7 @@ def measure(options: Options, console: Console) -> dict[str, Any]:
     return arms
 
 
-def report(options: Options, arms: dict[str, Any]) -> dict:
+def summary(options: Options, arms: dict[str, Any]) -> dict:
     """Medians and ratios, with what is needed to measure them again."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: matrices(options.model)))
     size = sum(4 * x.size for x in leaves)
@@ -215,23 +212,17 @@ def report(options: Options, arms: dict[str, Any]) -> dict:
                 pairs = zip(arm.seconds, arms[other].seconds, strict=True)
                 row[f"over_{other}"] = statistics.median(a / b for a, b in pairs)
         rows[name] = row
-    device = jax.devices()[0]
-    return {
-        "command": f"python -m examples.benchmarks.optimizer_step --model {options.model}"
+    command = (
+        f"python -m examples.benchmarks.optimizer_step --model {options.model}"
         + (" --compile-only" if options.compile_only else f" --repeats {options.repeats}")
         + (" --bfloat16" if options.bfloat16 else "")
-        + ("" if options.optimizers == tuple(OPTIMIZERS) else f" --optimizers {' '.join(options.optimizers)}"),
-        "date": datetime.date.today().isoformat(),
-        "machine": {"device": device.device_kind, "platform": device.platform, "cores": len(_cores())},
-        "versions": {"python": platform.python_version(), "jax": jax.__version__, "optax": optax.__version__},
+        + ("" if options.optimizers == tuple(OPTIMIZERS) else f" --optimizers {' '.join(options.optimizers)}")
+    )
+    return report.header(command, jax.devices()[0]) | {
         "matrices": len(leaves),
         "parameter_bytes": size,
         "rows": rows,
     }
-
-
-def _cores() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def markdown(result: dict) -> str:
@@ -294,14 +285,12 @@ def main(options: Options) -> None:
             f"unknown: {unknown or options.model}; models {sorted(MODELS)}, optimizers {[*OPTIMIZERS, TORCH]}"
         )
     with jax.default_device(jax.devices(options.device or None)[0]):
-        result = report(options, measure(options, console))
+        result = summary(options, measure(options, console))
     name = f"optimizer_step_{options.model}_{result['machine']['platform']}" + ("_bf16" if options.bfloat16 else "")
     name += "_compile" if options.compile_only else ""
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-    (options.out / f"{name}.md").write_text(markdown(result))
+    file = report.write(options.out, name, result, markdown(result))
     if not options.compile_only:
-        plot(result, options.out / f"{name}.png")
+        plot(result, file.with_suffix(".png"))
     console.print(markdown(result), soft_wrap=True)
 
 

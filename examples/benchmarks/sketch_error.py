@@ -8,10 +8,7 @@ clipping changes. 0 is exact, 1 is as good as not clipping at all.
 """
 
 import dataclasses
-import datetime
 import functools
-import json
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,6 +22,7 @@ from flax import nnx
 from rich.console import Console
 from rich.progress import track
 
+from examples.benchmarks import report
 from examples.pretrain import data, models
 from examples.pretrain.config import Config
 from examples.pretrain.evaluate import token_losses
@@ -148,19 +146,12 @@ def main(options: Options) -> None:
         }
         for name, values in errors.items()
     }
-    device = jax.devices()[0]
-    result = {
-        "command": f"python -m examples.benchmarks.sketch_error --steps {options.steps} --rank {options.rank}",
-        "date": datetime.date.today().isoformat(),
-        "machine": {"device": device.device_kind, "platform": device.platform},
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+    command = f"python -m examples.benchmarks.sketch_error --steps {options.steps} --rank {options.rank}"
+    result = report.header(command, jax.devices()[0]) | {
         "rows": rows,
         "errors": {name: [round(float(x), 5) for x in values] for name, values in errors.items()},
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"sketch_error_rank{options.rank}"
-    file.with_suffix(".json").write_text(json.dumps(result) + "\n")
-    file.with_suffix(".md").write_text(markdown(result))
+    file = report.write(options.out, f"sketch_error_rank{options.rank}", result, markdown(result))
     plot(errors, file.with_suffix(".png"))
     console.print(markdown(result), soft_wrap=True)
 

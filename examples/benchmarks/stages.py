@@ -7,9 +7,6 @@ over the rate of a large product, both measured in the same run.
 """
 
 import dataclasses
-import datetime
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +17,7 @@ import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
+from examples.benchmarks import report
 from normpre_optax import normalize_rows, project_to_tangent, scale_to_rms
 from normpre_optax.linalg.eigenspace import leading_modes_sketch
 from normpre_optax.linalg.lapack import eigh
@@ -175,12 +173,8 @@ def measure(options: Options, console: Console) -> dict:
         }
     device = jax.devices()[0]
     console.print(f"{rate / 1e9:,.0f} GFLOP/s, {bandwidth / 1e9:,.1f} GB/s")
-    return {
-        "command": f"python -m examples.benchmarks.stages --rows {options.rows} --columns {options.columns}"
-        + (" --bfloat16" if options.bfloat16 else ""),
-        "date": datetime.date.today().isoformat(),
-        "machine": {"device": device.device_kind, "platform": device.platform},
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+    command = f"python -m examples.benchmarks.stages --rows {options.rows} --columns {options.columns}"
+    return report.header(command + (" --bfloat16" if options.bfloat16 else ""), device) | {
         "gflop_per_s": rate / 1e9,
         "gb_per_s": bandwidth / 1e9,
         "rows": rows,
@@ -207,11 +201,8 @@ def main(options: Options) -> None:
     console = Console(highlight=False)
     with jax.default_device(jax.devices(options.device or None)[0]):
         result = measure(options, console)
-    options.out.mkdir(parents=True, exist_ok=True)
     name = f"stages_{options.rows}x{options.columns}_{result['machine']['platform']}"
-    file = options.out / (name + ("_bf16" if options.bfloat16 else ""))
-    file.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-    file.with_suffix(".md").write_text(markdown(result))
+    report.write(options.out, name + ("_bf16" if options.bfloat16 else ""), result, markdown(result))
     console.print(markdown(result), soft_wrap=True)
 
 

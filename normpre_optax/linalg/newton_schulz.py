@@ -58,19 +58,18 @@ def coefficient_table(coefficients: str | Sequence, steps: int) -> tuple[Triple,
         >>> coefficient_table((2.0, -1.5, 0.5), 2)
         ((2.0, -1.5, 0.5), (2.0, -1.5, 0.5))
     """
+    refusal = ValueError(
+        f"ns_coefficients={coefficients!r} is not one of {sorted(COEFFICIENTS)}, a triple, or a list of triples"
+    )
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENTS:
-            raise ValueError(
-                f"ns_coefficients={coefficients!r} is not one of {sorted(COEFFICIENTS)}, a triple, or a list of triples"
-            )
+            raise refusal
         table = COEFFICIENTS[coefficients]
     else:
         given = tuple(coefficients)
         table = (given,) if given and not isinstance(given[0], Sequence) else tuple(tuple(row) for row in given)
         if not table or any(len(row) != 3 for row in table):
-            raise ValueError(
-                f"ns_coefficients={coefficients!r} is not one of {sorted(COEFFICIENTS)}, a triple, or a list of triples"
-            )
+            raise refusal
     return tuple(table[min(i, len(table) - 1)] for i in range(steps))
 
 

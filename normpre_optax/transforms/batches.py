@@ -116,8 +116,7 @@ def _in_turn(stage: Stage, dims: MatrixDims, shared: list[Any], group: list[Para
         return written, now
 
     shapes = jax.eval_shape(lambda p: one(p)[0], group[0])
-    # Written whole by the loop; on a CPU the first touch of fresh memory costs more than the numbers put there.
-    empty = jax.tree.map(lambda x: jax.lax.empty((len(group), *x.shape), x.dtype), shapes)
+    empty = jax.tree.map(lambda x: jnp.zeros((len(group), *x.shape), x.dtype), shapes)  # written whole by the loop
     stacked, now = jax.lax.fori_loop(0, len(group), body, (empty, shared))
     return [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(len(group))], now
 
