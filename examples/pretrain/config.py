@@ -15,26 +15,53 @@ class RunError(Exception):
 class ModelConfig:
     """The network."""
 
-    family: Literal["llama"] = "llama"
-    """Architecture. llama: RMSNorm, rotary positions, gated MLP, no biases, head tied to the token embedding."""
+    family: Literal["gpt2", "llama", "qwen3"] = "llama"
+    """Architecture. gpt2: LayerNorm, learned positions, GELU, one fused query-key-value matrix. llama: RMSNorm, rotary
+    positions, gated MLP. qwen3: llama with grouped-query attention and normalised queries and keys."""
     layers: int = 2
     """Number of blocks."""
     width: int = 128
     """Size of the residual stream."""
     heads: int = 4
-    """Attention heads; each is width / heads wide, an even number."""
+    """Attention heads."""
+    kv_heads: int | None = None
+    """qwen3: heads of keys and values, each shared by heads / kv_heads queries; None: as many as heads."""
+    head_width: int | None = None
+    """qwen3: size of a head; None: width / heads."""
     mlp_width: int = 344
     """Size of the hidden layer of each MLP."""
     context: int = 128
     """Tokens the model sees at once; also the length of a training sequence."""
+    vocabulary: int | None = None
+    """Rows of the token table; None: as many as the tokenizer has. More than that is padding, less is refused."""
+    tied_head: bool = True
+    """Whether the token table is the output head, too."""
+    bias: bool = False
+    """gpt2: biases in linear layers and LayerNorm."""
+    rotary_base: float = 10_000.0
+    """llama, qwen3: base of the rotary frequencies."""
+    norm_epsilon: float = 1e-6
+    """Added to the variance (mean square) in every norm."""
+    scaled_residuals: bool = True
+    """Whether the last matrix of every branch starts smaller by sqrt(2 layers), as in GPT-2, or like the others."""
+    scan_layers: bool = False
+    """Keep the blocks as one stack and scan over it: compile time does not grow with depth."""
+    remat: bool = False
+    """Compute a block's inside again in the backward pass: less memory, a third more arithmetic."""
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    """Implementation of attention. auto: cuDNN's where it runs (NVIDIA, bfloat16), XLA's elsewhere."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The text: Python source, split by file into training and validation."""
+    """The text: a prepared corpus, or Python source, split by file into training and validation."""
 
+    tokens: Path | None = None
+    """Folder of token files that the ``prepare`` command wrote; None: Python source, made on first use."""
     source: Path | None = None
     """Folder whose .py files are the corpus; None is the standard library of the running interpreter."""
+    include_site_packages: bool = False
+    """Add the .py files of every installed package to the standard library."""
     folder: Path = Path("data")
     """Where token files and tokenizers are kept; made once for each corpus and vocabulary, then reused."""
     vocabulary: int = 2048
@@ -46,8 +73,44 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class MatrixConfig:
+    """The optimizer of the hidden matrices; a field that the chosen optimizer lacks is not used."""
+
+    momentum: float = 0.95
+    """Momentum coefficient mu (all but adamw)."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations (muon, normpre_g)."""
+    ns_coefficients: str = "muon"
+    """Table of Newton-Schulz coefficients (muon, normpre_g)."""
+    rank: int = 32
+    """Modes that are clipped (normpre_l)."""
+    oversample: int = 8
+    """Further directions of the sketch (normpre_l)."""
+    power_iterations: int = 1
+    """Power iterations of the sketch (normpre_l)."""
+    method: Literal["sketch", "exact"] = "sketch"
+    """How the modes are found (normpre_l)."""
+    warm_start: bool = False
+    """Begin each sketch with the modes of the step before (normpre_l)."""
+    tangent: Literal["relaxed", "bounded", "strict", "none"] = "relaxed"
+    """What becomes of the radial part of the momentum (normpre_g, normpre_l)."""
+    tangent_radius: float = 1.0
+    """Row length at which the relaxed radial factor changes its sign (normpre_g, normpre_l)."""
+    orientation: Literal["alternating", "rows", "columns", "both"] = "alternating"
+    """What is normalised, step by step (normpre_g, normpre_l)."""
+    rms: float = 0.2
+    """Root mean square of every matrix's direction (normpre_g, normpre_l)."""
+    muon_convention: Literal["moonlight", "keller"] = "moonlight"
+    """Scale of Muon's update: 0.2 sqrt(max(in, out)), or sqrt(max(1, out / in))."""
+    muon_ratio: float = 1.0
+    """Muon's learning rate for matrices over --learning-rate, which stays that of its AdamW part."""
+    bfloat16: bool = False
+    """bfloat16 products with float32 sums in the spectral stage (muon, normpre_g, normpre_l)."""
+
+
+@dataclass(frozen=True)
 class Config:
-    """Train a small language model, and see what the optimizer makes of it.
+    """Train a language model, and see what the optimizer makes of it.
 
     Writes to two folders only: data/, and runs/<name>/ with run.json, parameters.txt, log.jsonl, checkpoints/, loss.png
     and sample.txt.
@@ -72,14 +135,22 @@ class Config:
     """Number of updates."""
     batch_size: int = 16
     """Sequences per update."""
+    micro_batch: int | None = None
+    """Sequences per forward and backward pass; their gradients are added up before the update. None: all at once."""
     learning_rate: float = 4e-3
     """Peak learning rate, the same for hidden matrices and the rest (updates are matched to AdamW's size)."""
     warmup_steps: int = 80
     """Steps of linear warm-up; a cosine to 10 % of the peak follows."""
     weight_decay: float = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
+    adam_b1: float = 0.9
+    """AdamW's decay of the first moment, for every parameter it has."""
+    adam_b2: float = 0.95
+    """AdamW's decay of the second moment."""
+    clip: Literal["global", "matrix", "none"] = "global"
+    """What is scaled down to --clip-norm before the optimizer sees it: all gradients together, each by itself, none."""
     clip_norm: float = 1.0
-    """Gradients are scaled down to this global norm before the optimizer sees them."""
+    """Largest norm of what is clipped."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of the forward and backward pass; parameters stay float32. auto: bfloat16, on CPU float32."""
 
@@ -91,6 +162,10 @@ class Config:
     """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: int = 2
     """Checkpoints kept on disk."""
+    tensorboard: bool = False
+    """Write TensorBoard events beside the log (needs tensorboardX)."""
+    wandb: str = ""
+    """Weights & Biases project to report to (needs wandb); none where empty."""
     prompt: str = "def read_lines(path, encoding=None):"
     """Text the trained model continues at the end."""
     sample_tokens: int = 160
@@ -100,6 +175,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    matrix: MatrixConfig = field(default_factory=MatrixConfig)
 
     @property
     def run_name(self) -> str:

@@ -6,7 +6,7 @@ import pkgutil
 
 from ..config import Config, RunError
 
-NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "paper"))
 
 
 def load(name: str) -> Config:
