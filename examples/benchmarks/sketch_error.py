@@ -18,16 +18,14 @@ import matplotlib
 import numpy as np
 import optax
 import tyro
-from flax import nnx
 from rich.console import Console
 from rich.progress import track
 
 from examples.benchmarks import report
-from examples.pretrain import data, models
+from examples.pretrain import data
 from examples.pretrain.config import Config
 from examples.pretrain.evaluate import token_losses
-from examples.pretrain.prepare import python_source
-from examples.pretrain.train import compute_dtype, schedule
+from examples.pretrain.train import initialise, schedule
 from normpre_optax import default_matrix_dims, normpre_l, precondition_locally, scale_by_normpre
 
 matplotlib.use("Agg")
@@ -61,13 +59,11 @@ def arms(options: Options) -> Mapping[str, optax.GradientTransformation]:
 def measure(options: Options, console: Console) -> dict[str, np.ndarray]:
     """For each arm the errors ``(steps,)``, root mean squares over the model's matrices."""
     config = Config(steps=options.steps, learning_rate=options.learning_rate)
-    dataset = data.load(python_source.prepare(config.data, console.print))
+    dataset = data.open_corpus(config.data, console.print)
     batches = data.training_batches(
-        dataset.train, context=config.model.context, batch_size=config.batch_size, seed=config.seed
+        dataset, context=config.model.context, batch_size=config.batch_size, seed=config.seed
     )
-    model = models.build(config.model, dataset.vocabulary, dtype=compute_dtype(config), seed=config.seed)
-    graphdef, variables = nnx.split(model)
-    params = nnx.to_pure_dict(variables)
+    graphdef, params = initialise(config, dataset)
 
     exact = precondition_locally(options.rank, method="exact")
     stages = {"none": optax.identity(), "exact": exact, **arms(options)}

@@ -95,6 +95,7 @@ def main(arguments: Sequence[str]) -> None:
     comparison = plan(options, overrides)
     console = Console(markup=False, highlight=False, soft_wrap=True)
     data.open_corpus(comparison.config.data, console.print)  # once, before arms could make it side by side
+    begin(comparison.folder, {"config": options.config, "overrides": overrides})
     console.print(
         f"{comparison.config.config}: {', '.join(comparison.optimizers)} at "
         f"{', '.join(f'{rate:g}' for rate in comparison.learning_rates)}, {options.seeds} seed(s) at the best, "
@@ -135,22 +136,23 @@ def plan(options: Options, overrides: list[str]) -> Comparison:
     if Path(name).name != name:
         raise RunError(f"--name must be a plain folder name, got {name!r}")
     folder = options.runs_folder / name
-    refuse_other_settings(folder, overrides, options.config)
     return Comparison(options, overrides, config, list(dict.fromkeys(optimizers)), sorted(set(rates)), folder)
 
 
-def refuse_other_settings(folder: Path, overrides: list[str], config: str) -> None:
-    """A folder holds the arms of one setting."""
-    file, now = folder / "compare.json", {"config": config, "overrides": overrides}
+def begin(folder: Path, settings: dict[str, Any]) -> None:
+    """Make the folder, which holds the arms of one setting.
+
+    Raises:
+        RunError: where it holds those of another.
+    """
+    file = folder / "compare.json"
     if file.exists():
         before = json.loads(file.read_text())
-        if before != now:
-            raise RunError(
-                f"{folder} holds a comparison with other settings ({before['config']} {shlex.join(before['overrides'])}"
-                f"): --name starts another"
-            )
+        if before != settings:
+            flags = shlex.join(["--config", before["config"], *before["overrides"]])
+            raise RunError(f"{folder} holds a comparison with other settings ({flags}): --name starts another")
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(file, now)
+    write_json(file, settings)
 
 
 def best_rates(comparison: Comparison) -> dict[str, float]:

@@ -3,17 +3,20 @@
 
 import ast
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 from examples.pretrain import config as config_module
 from examples.pretrain import configs, main
-from examples.pretrain.config import Config, RunError, check, differences, to_dict
+from examples.pretrain.config import Config, ModelConfig, RunError, check, differences, from_dict, to_dict
+
+NESTED = ("model", "data", "matrix")
 
 
 def test_flags_override_the_named_configuration():
-    config = main.parse(
+    config = configs.parse(
         ["--steps", "77", "--config", "tiny", "--model.width", "48", "--optimizer", "adamw", "--resume"]
     )
     tiny = configs.load("tiny")
@@ -25,8 +28,8 @@ def test_flags_override_the_named_configuration():
 
 
 def test_the_default_is_the_first_run():
-    assert main.parse([]) == configs.load("first_run")
-    assert main.parse([]).run_folder == Path("runs/first_run-normpre_g")
+    assert configs.parse([]) == configs.load("first_run")
+    assert configs.parse([]).run_folder == Path("runs/first_run-normpre_g")
 
 
 @pytest.mark.parametrize("name", configs.NAMES)
@@ -39,23 +42,30 @@ def test_a_named_configuration_gives_its_command_and_passes_the_checks(name):
 
 def test_help_describes_every_field(capsys):
     with pytest.raises(SystemExit) as stopped:
-        main.parse(["--help"])
+        configs.parse(["--help"])
     assert stopped.value.code == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     tree = ast.parse(Path(config_module.__file__).read_text())
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     described = 0
-    for name in ("Config", "ModelConfig", "DataConfig"):
+    kinds = ("Config", "ModelConfig", "DataConfig", "MatrixConfig")
+    for name in kinds:
         body = classes[name].body
         for field, after in zip(body, [*body[1:], None], strict=True):
-            if isinstance(field, ast.AnnAssign) and field.target.id not in ("model", "data"):
+            if isinstance(field, ast.AnnAssign) and field.target.id not in NESTED:
                 first_words = " ".join(after.value.value.split()[:4])
                 assert first_words in text, f"{name}.{field.target.id}"
                 described += 1
-    assert (
-        described
-        == sum(len(dataclasses.fields(getattr(config_module, name))) for name in classes if name != "RunError") - 2
-    )
+    assert described == sum(len(dataclasses.fields(getattr(config_module, name))) for name in kinds) - len(NESTED)
+
+
+def test_the_command_is_the_first_word(capsys):
+    assert main.main(["help"]) == 0
+    said = capsys.readouterr().out
+    for command in ("train", "prepare", "compare", "efficiency", "evaluate", "generate", "export"):
+        assert f"\n  {command} " in said
+    assert main.main(["trian", "--steps", "3"]) == 1
+    assert "there is no command 'trian'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -78,7 +88,18 @@ def test_help_describes_every_field(capsys):
         (["--name", "a/b"], "--name must be a plain folder name"),
         (["--name", ".."], "--name must be a plain folder name"),
         (["--resume", "--overwrite"], "exclude each other"),
-        (["--config", "huge"], "--config must be one of first_run, tiny"),
+        (["--config", "huge"], "--config must be one of first_run, gpt2_10m"),
+        (["--config", "paper"], "--config must be one of"),
+        (["--micro-batch", "5"], "--micro-batch 5 must divide --batch-size 16"),
+        (["--micro-batch", "0"], "--micro-batch must be at least 1"),
+        (["--matrix.rms", "0"], "--matrix.rms must be a positive number"),
+        (["--matrix.rank", "0"], "--matrix.rank must be at least 1"),
+        (["--model.kv-heads", "2"], "are qwen3's, the family is llama"),
+        (["--model.family", "qwen3", "--model.kv-heads", "3"], "--model.kv-heads 3 must divide --model.heads 4"),
+        (["--model.family", "qwen3", "--model.head-width", "9"], "--model.head-width must be even"),
+        (["--model.family", "gpt2", "--model.heads", "3"], "must divide --model.width 128 into equal parts"),
+        (["--model.bias"], "--model.bias is gpt2's"),
+        (["--config", "gpt2_small", "--steps", "9999", "--warmup-steps", "9"], "prepare openwebtext"),
         (["--data.source", "nowhere"], "no Python source for train under nowhere"),
     ],
 )
@@ -90,6 +111,17 @@ def test_a_bad_setting_is_one_line_before_anything_is_written(arguments, line, t
     assert said.err.count("\n") == 1
     assert said.err.startswith("error: ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", configs.NAMES)
+def test_a_stored_configuration_comes_back(name):
+    config = configs.load(name)
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_settings_that_an_earlier_version_did_not_store_have_their_defaults():
+    flat = to_dict(Config(steps=7))
+    assert from_dict({"steps": flat["steps"], "model.layers": 3}) == Config(steps=7, model=ModelConfig(layers=3))
 
 
 def test_differences_name_what_changes_the_numbers_only():

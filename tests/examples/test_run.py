@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.pretrain import main, train
+from examples.pretrain import configs, main, train
 from examples.pretrain.logs import read_lines
 
 STEPS = ["--steps", "12", "--warmup-steps", "2", "--checkpoint-every", "4", "--evaluate-every", "6", "--log-every", "3"]
@@ -55,12 +55,14 @@ def copy(finished, tmp_path, monkeypatch) -> tuple[Path, list[str]]:
 def test_a_run_leaves_its_folder_and_nothing_else(finished):
     run, _, said = finished
     assert files(run.parent.parent) == ["runs", "said.txt"]
-    assert files(run) == ["checkpoints", "log.jsonl", "loss.png", "parameters.txt", "run.json", "sample.txt"]
+    assert files(run) == [
+        *("checkpoints", "log.jsonl", "loss.png", "parameters.txt", "result.json", "run.json", "sample.txt")
+    ]
     assert files(run / "checkpoints") == ["12", "8"]
     lines = losses(run)
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
     assert [line["step"] for line in lines if "validation_loss" in line] == [0, 6, 12]
-    rate = train.schedule(main.parse(finished[1]))
+    rate = train.schedule(configs.parse(finished[1]))
     assert [line["learning_rate"] for line in lines if "loss" in line] == pytest.approx(
         [float(rate(t)) for t in range(12)]
     )
@@ -188,6 +190,111 @@ def test_a_loss_that_is_no_number_ends_the_run(finished, tmp_path, monkeypatch, 
     arguments = [*finished[1], "--optimizer", "adamw", "--learning-rate", "1e30"]
     assert main.main(arguments) == 1
     assert "try a --learning-rate below 1e+30" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_leaves(finished, tmp_path, monkeypatch, capsys, number, status):
+    run, arguments, _ = finished
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(number)
+    whole, calls = train.make_train_step, iter(range(5))
+
+    def make(*args):
+        step = whole(*args)
+
+        def counted(state, tokens):
+            if next(calls, None) == 4:
+                os.kill(os.getpid(), number)
+            return step(state, tokens)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "make_train_step", make)
+        assert main.main(arguments) == status
+    assert signal.getsignal(number) == before
+    assert "stopped after step 5, saved; the same command with --resume" in capsys.readouterr().err
+    part = tmp_path / "runs" / run.name
+    assert "5" in files(part / "checkpoints")
+    assert not (part / "result.json").exists()
+    assert main.main([*arguments, "--resume"]) == 0
+    assert losses(part) == losses(run)
+
+
+def test_tensorboard_and_wandb_get_what_the_log_gets(finished, tmp_path, monkeypatch):
+    run, arguments, _ = finished
+    monkeypatch.chdir(tmp_path)
+    got, ended = [], []
+
+    class Wandb:
+        @staticmethod
+        def init(**about):
+            got.append(about)
+            return Wandb
+
+        @staticmethod
+        def log(numbers, step):
+            got.append((step, numbers))
+
+        @staticmethod
+        def finish():
+            ended.append(True)
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    assert main.main([*arguments, "--tensorboard", "--wandb", "project", "--sample-tokens", "0"]) == 0
+    part = tmp_path / "runs" / run.name
+    about, *records = got
+    assert (about["project"], about["name"], about["config"]["steps"]) == ("project", run.name, 12)
+    lines = read_lines(part / "log.jsonl")
+    assert records == [(line.pop("step"), line) for line in lines]
+    assert ended == [True]
+    (events,) = (part / "tensorboard").iterdir()
+    assert b"validation_loss" in events.read_bytes()
+
+
+def test_a_tracker_that_is_not_installed_is_named(finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main.main([*finished[1], "--wandb", "project"]) == 1
+    assert capsys.readouterr().err == "error: --wandb needs wandb: pip install wandb\n"
+
+
+def test_a_smaller_vocabulary_than_the_datas_is_refused(finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "--model.vocabulary 300 is too small" in refused([*finished[1], "--model.vocabulary", "300"], capsys)
+
+
+def test_a_model_is_scored_continued_and_exported(copy, capsys):
+    run, _ = copy
+    final = losses(run)[-1]
+    assert main.main(["evaluate", str(run)]) == 0
+    assert f"step 12: loss {final['validation_loss']:.4f} nats per token" in capsys.readouterr().out
+    assert main.main(["evaluate", str(run), "--step", "8", "--validation-tokens", "512"]) == 0
+    assert "step 8: loss" in capsys.readouterr().out
+    assert main.main(["generate", str(run), "--sample-tokens", "20", "--temperature", "0", "--samples", "2"]) == 0
+    first, second = capsys.readouterr().out.split("--- ")[1:]
+    assert first.startswith("1\ndef read_lines(path, encoding=None):")
+    assert first[1:].strip() == second[1:].strip()  # nothing is drawn
+    assert main.main(["export", str(run), "--output", "exported"]) == 0
+    assert files(Path("exported")) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert json.loads(Path("exported/config.json").read_text())["vocab_size"] == 512
+
+
+def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, capsys):
+    run, _ = copy
+    assert "is not the folder of a run" in refused(["evaluate", "nowhere"], capsys)
+    assert "no checkpoint of step 5" in refused(["generate", str(run), "--step", "5"], capsys)
+    assert "there are 8, 12" in refused(["generate", str(run), "--step", "5"], capsys)
+    assert "--samples must be at least 1" in refused(["generate", str(run), "--samples", "0"], capsys)
+    assert "missing" in refused(["evaluate", str(run), "--tokens", str(tmp_path / "nothing")], capsys)
+
+
+def test_a_diverged_run_says_so_in_its_result(finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main.main([*finished[1], "--learning-rate", "1e30", "--name", "wild", "--optimizer", "adamw"]) == 1
+    assert "became" in json.loads((tmp_path / "runs" / "wild" / "result.json").read_text())["diverged"]
+    assert "result.json" in files(finished[0])
+    capsys.readouterr()
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from flax import nnx
 
 import examples
 from examples.pretrain import models, optimizers, train
-from examples.pretrain.config import Config, ModelConfig
+from examples.pretrain.config import Config, MatrixConfig, ModelConfig
+from examples.pretrain.data import PADDING
 from examples.pretrain.evaluate import EVALUATION_BATCH, make_evaluate
 from examples.pretrain.generate import generate
 from examples.pretrain.prepare.tokenizer import end_of_text
@@ -33,6 +34,10 @@ def model_and_params():
 
 def batch(rows: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(VOCABULARY, size=(rows, MODEL.context + 1), dtype=np.int32)
+
+
+def optimizer_of(name: str, learning_rate: float, **settings) -> optax.GradientTransformationExtraArgs:
+    return optimizers.make_optimizer(dataclasses.replace(Config(), optimizer=name, **settings), lambda t: learning_rate)
 
 
 def named(tree) -> dict[str, np.ndarray]:
@@ -69,7 +74,7 @@ def first_updates(name: str) -> list[dict[str, np.ndarray]]:
 
     @jax.jit
     def update(weight_decay, grads, params):
-        optimizer = optimizers.make_optimizer(name, 1.0, weight_decay=weight_decay, clip_norm=1.0)
+        optimizer = optimizer_of(name, 1.0, weight_decay=weight_decay, clip_norm=1.0)
         return optimizer.update(grads, optimizer.init(params), params)[0]
 
     return [named(update(weight_decay, gradients(), params)) for weight_decay in (0.0, 0.5)]
@@ -94,9 +99,96 @@ def test_every_optimizer_by_name(name):
         np.testing.assert_allclose(decayed[path] - update, -0.5 * params[path], atol=1e-6, err_msg=path)
 
 
+def test_settings_reach_the_optimizer_that_has_them():
+    _, params = model_and_params()
+
+    def update(**settings):
+        optimizer = optimizers.make_optimizer(dataclasses.replace(Config(), **settings), lambda t: 1.0)
+        return named(jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p)[0])(gradients(), params))
+
+    path = "blocks/0/mlp/up/kernel"
+    for name, changed in (
+        ("normpre_g", MatrixConfig(rms=0.1)),
+        ("normpre_g", MatrixConfig(tangent="none")),
+        ("normpre_g", MatrixConfig(ns_steps=2)),
+        ("normpre_l", MatrixConfig(rank=1, oversample=0)),
+        ("normpre_l", MatrixConfig(method="exact")),
+        ("muon", MatrixConfig(muon_convention="keller")),
+    ):
+        assert (update(optimizer=name)[path] != update(optimizer=name, matrix=changed)[path]).any(), changed
+    plain, scaled = (update(optimizer="muon", weight_decay=0.0, matrix=MatrixConfig(muon_ratio=r)) for r in (1.0, 3.0))
+    np.testing.assert_allclose(scaled[path], 3 * plain[path], rtol=1e-6)
+    np.testing.assert_array_equal(scaled["tokens/embedding"], plain["tokens/embedding"])
+
+
+@pytest.mark.parametrize("policy", ["global", "matrix", "none"])
+def test_clipping_policies(policy):
+    grads = {"a": jnp.full((2, 3, 4), 3.0), "b": jnp.full(4, 0.1)}
+    grads["a"] = grads["a"].at[1].set(1e-3)
+    transformation = optimizers.clip(policy, 2.0)
+    clipped, _ = transformation.update(grads, transformation.init(grads), grads)
+    norm = float(optax.tree.norm(grads))
+    factors = {
+        "none": (1.0, 1.0, 1.0),
+        "global": (2.0 / norm,) * 3,
+        "matrix": (2.0 / (3.0 * np.sqrt(12)), 1.0, 1.0),  # each layer of a stack by itself
+    }[policy]
+    for got, given, factor in zip((*clipped["a"], clipped["b"]), (*grads["a"], grads["b"]), factors, strict=True):
+        np.testing.assert_allclose(got, factor * given, rtol=1e-6)
+
+
+def test_row_norms_see_output_neurons():
+    params = {
+        "blocks": {"0": {"mlp": {"up": {"kernel": jnp.ones((4, 2)).at[:, 1].set(0.25)}}}},
+        "tokens": {"embedding": 9 * jnp.ones((3, 4))},
+    }
+    found = optimizers.row_norms(params)
+    assert {name: float(value) for name, value in found.items()} == {
+        "row_norm": 1.25,
+        "row_norm_max": 2.0,
+        "rows_beyond_1": 0.5,
+    }
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulated_gradients_are_those_of_the_whole_batch(parts):
+    graphdef, params = model_and_params()
+    optimizer = optax.with_extra_args_support(optax.sgd(1.0))
+    tokens = batch(8)
+    tokens[1, 3:] = PADDING  # sequences of different lengths: every prediction counts the same
+    tokens[6, 1:] = PADDING
+    results = []
+    for count in (1, parts):
+        step = train.make_train_step(graphdef, optimizer, count)
+        state, metrics = step(train.TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params)), tokens)
+        results.append((named(state.params), float(metrics.loss), float(metrics.grad_norm)))
+    (whole, loss, norm), (summed, summed_loss, summed_norm) = results
+    # Sums of some 50 float32 terms in another order; gradients are below 1.
+    assert summed_loss == pytest.approx(loss, rel=1e-6)
+    assert summed_norm == pytest.approx(norm, rel=1e-5)
+    for path, leaf in whole.items():
+        np.testing.assert_allclose(summed[path], leaf, atol=1e-6, err_msg=path)
+
+
+def test_padding_is_left_out_of_the_loss():
+    graphdef, params = model_and_params()
+    tokens = batch(2)
+    losses = np.asarray(train.token_losses(graphdef, params, jnp.asarray(tokens)))
+    cut = tokens.copy()
+    cut[1, 4:] = PADDING
+    masked = np.asarray(train.token_losses(graphdef, params, jnp.asarray(cut)))
+    np.testing.assert_array_equal(masked[1, 3:], 0)
+    np.testing.assert_allclose(masked[0], losses[0], rtol=1e-6)
+    np.testing.assert_allclose(masked[1, :3], losses[1, :3], rtol=1e-6)
+    score = make_evaluate(graphdef, cut, np.ones(VOCABULARY))(params)
+    kept = [*losses[0], *losses[1, :3]]
+    assert score.loss == pytest.approx(np.mean(kept), rel=1e-6)
+    assert score.bits_per_byte == pytest.approx(np.mean(kept) / np.log(2), rel=1e-6)
+
+
 def test_gradients_are_clipped_before_the_optimizer():
     gradient = {"w": jnp.full((3, 4), 1e3)}
-    optimizer = optimizers.make_optimizer("adamw", 1.0, weight_decay=0.0, clip_norm=0.25)
+    optimizer = optimizer_of("adamw", 1.0, weight_decay=0.0, clip_norm=0.25)
     _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
     # AdamW's first moment is 0.1 of the gradient it has seen; two float32 roundings of 6e-8.
     moment = optax.tree.get(state, "mu")["w"]
@@ -117,7 +209,7 @@ def test_parameter_table_tells_matrices_from_the_rest():
 @pytest.mark.parametrize("name", ["adamw", "normpre_g"])
 def test_a_batch_is_learned_by_heart(name):
     graphdef, params = model_and_params()
-    optimizer = optimizers.make_optimizer(name, 0.03, weight_decay=0.0, clip_norm=1.0)
+    optimizer = optimizer_of(name, 0.03, weight_decay=0.0, clip_norm=1.0)
     step = train.make_train_step(graphdef, optimizer)
     state = train.TrainState(jax.tree.map(jnp.copy, params), jax.jit(optimizer.init)(params))
     tokens = batch(4)
@@ -139,7 +231,7 @@ def test_evaluate_is_the_mean_over_every_prediction(count):
     graphdef, params = model_and_params()
     sequences = batch(count, seed=count)
     lengths = np.random.default_rng(0).integers(1, 9, size=VOCABULARY)
-    score = make_evaluate(graphdef, sequences, lengths.tolist())(params)
+    score = make_evaluate(graphdef, sequences, lengths)(params)
     logits = np.asarray(jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))(sequences[:, :-1]), np.float64)
     log_sum = np.log(np.exp(logits).sum(-1))
     chosen = np.take_along_axis(logits, sequences[:, 1:, None].astype(int), -1)[..., 0]

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matched comparison: arms, resuming, failures, tables, figures."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from examples.analysis import comparison_report
+from examples.pretrain import compare, main
+from examples.pretrain.optimizers import OPTIMIZERS
+
+ROOT = Path(__file__).parents[2]
+
+
+def arm(optimizer: str, learning_rate: float, seed: int, loss: float, **more) -> dict:
+    validation = [[0, 6.0], [5, loss + 1], [10, loss]]
+    return {
+        "optimizer": optimizer,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "status": "finished",
+        "best_validation_loss": loss,
+        "validation": validation,
+        "train": [[step, value + 0.1] for step, value in validation[1:]],
+        "row_norm": [[step, 0.5, 0.0] for step, _ in validation],
+        "events": [],
+        **more,
+    }
+
+
+@pytest.fixture
+def content() -> dict:
+    lost = {"optimizer": "mano", "seed": 0, "status": "diverged", "diverged": "the loss became nan at step 3"}
+    return {
+        "command": "python -m examples.pretrain compare",
+        "date": "2026-01-01",
+        "machine": {"kind": "cpu", "cores": 1},
+        "versions": {"python": "3.11", "jax": "0.10"},
+        "config": {
+            **{"config": "nano", "steps": 10, "batch_size": 2, "model.context": 4, "model.family": "gpt2"},
+            **{"model.layers": 1, "model.width": 8},
+        },
+        "parameters": 1000,
+        "text": {"source": "text"},
+        "best": {"adamw": 0.1, "muon": 0.2, "normpre_g": 0.2, "normpre_l": 0.2},
+        "arms": [
+            arm("adamw", 0.1, 0, 3.0),
+            arm("adamw", 0.1, 1, 3.2),
+            arm("adamw", 0.2, 0, 3.5),
+            arm("muon", 0.1, 0, 2.9),
+            arm("muon", 0.2, 0, 2.7),
+            arm("muon", 0.4, 0, 2.8),
+            arm("normpre_g", 0.2, 0, 2.6),
+            arm("normpre_l", 0.2, 0, 2.75, events=[{"step": 4, "event": "loss spike"}]),
+            {**lost, "learning_rate": 0.1},
+        ],
+        "efficiency": {
+            "rows": {
+                "adamw": {"optimizer_ms": 1.0, "step_ms": 10.0, "tokens_per_second": 2e4, "peak_gib": 1.5},
+            },
+            "warmup": 20,
+            "steps": 100,
+            "how": "in turns",
+        },
+    }
+
+
+def test_table_one(content):
+    lines = comparison_report.losses_table(content).splitlines()
+    assert lines[2:] == [
+        "| AdamW | 0.1 | 3.1000 | 0.1414 | 2 |",
+        "| Muon | 0.2 | <u>2.7000</u> |  | 1 |",
+        "| MANO | | none of its runs came to an end | | |",
+        "| NormPre-G | 0.2 | **2.6000** |  | 1 |",
+        "| NormPre-L | 0.2 | 2.7500 |  | 1 |",
+    ]
+
+
+def test_the_other_tables_and_the_remarks(content):
+    sweep = comparison_report.sweep_table(content).splitlines()
+    assert sweep[0] == "| optimizer | 0.1 | 0.2 | 0.4 |"
+    assert sweep[2] == "| AdamW | 3.0000 | 3.5000 |  |"
+    assert sweep[4] == "| MANO | diverged |  |  |"
+    assert "| AdamW | 1.00 | 10.0 | 20.00 | 1.500 |" in comparison_report.efficiency_table(content)
+    remarks = comparison_report.remarks(content)
+    assert remarks[0] == "AdamW is best at the smallest learning rate tried: its optimum may lie beyond."
+    assert "MANO at 0.1, seed 0 diverged: the loss became nan at step 3." in remarks
+    assert "1 loss spike(s)" in remarks[-1]
+    assert not any(line.startswith("Muon is best") for line in remarks)
+
+
+def test_a_report_can_be_drawn_again(content, tmp_path, capsys):
+    comparison_report.write(tmp_path, "nano", content)
+    names = {path.name for path in tmp_path.iterdir()}
+    figures = {f"{name}.{suffix}" for name in comparison_report.FIGURES for suffix in ("png", "svg")}
+    assert names == {"README.md", "comparison.json", *figures}
+    text = (tmp_path / "README.md").read_text()
+    for heading in ("# Comparison: nano", "## Validation loss", "## By learning rate", "## Time and memory"):
+        assert heading in text
+    (tmp_path / "README.md").unlink()
+    assert comparison_report.main([str(tmp_path)]) == 0
+    assert (tmp_path / "README.md").read_text() == text
+    assert comparison_report.main([str(tmp_path / "nowhere")]) == 1
+    assert "no comparison.json" in capsys.readouterr().err
+
+
+def test_every_optimizer_has_a_name_and_a_colour_of_its_own():
+    assert set(comparison_report.NAMES) == set(OPTIMIZERS)
+    assert len(set(comparison_report.NAMES.values())) == len(OPTIMIZERS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--optimizers", "adam"], "--optimizers must be of adamw, muon"),
+        (["--optimizers", ","], "--optimizers must name at least one"),
+        (["--learning-rates", "1e-3;2e-3"], "--learning-rates: numbers separated by commas"),
+        (["--learning-rates", "-1"], "--learning-rates must be positive"),
+        (["--seeds", "0"], "must be at least 1"),
+        (["--name", "a/b"], "plain folder name"),
+        (["--config", "huge"], "--config must be one of"),
+        (["--model.heads", "3"], "--model.heads 3 must divide"),
+    ],
+)
+def test_a_bad_comparison_is_one_line_before_anything_is_written(arguments, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["compare", *arguments]) == 1
+    said = capsys.readouterr()
+    assert line in said.err
+    assert said.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("cores", "jobs"), [(4, 2), (2, 2), (2, 3), (8, 3)])
+def test_jobs_share_the_cores(monkeypatch, cores, jobs):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    shares = [compare.cores_of(place, jobs) for place in range(jobs)]
+    assert all(len(share) == max(cores // jobs, 1) for share in shares)
+    if jobs <= cores:
+        assert len(set().union(*shares)) == sum(map(len, shares))
+    assert compare.cores_of(0, 1) == set()
+
+
+@pytest.mark.slow
+def test_a_comparison_from_end_to_end(flags, tmp_path):
+    """Stopped, continued, with an arm that diverges; nothing is done twice."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "examples.pretrain", "compare", *flags, "--optimizers", "adamw,normpre_g"]
+    command += ["--learning-rates", "1e-2,1e30", "--seeds", "2", "--jobs", "2", "--efficiency-steps", "5"]
+    command += ["--steps", "200", "--checkpoint-every", "10", "--log-every", "5"]
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+
+    folder = tmp_path / "runs" / "compare-tiny"
+    first = folder / "normpre_g-lr0.01-seed0"
+    process = start()
+    deadline = time.monotonic() + 200
+    while compare.last_step(first / "log.jsonl") < 20:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 143
+    begun = json.loads((first / "run.json").read_text())["sessions"]
+    said, _ = start().communicate()
+    assert len(json.loads((first / "run.json").read_text())["sessions"]) == len(begun) + 1
+    content = json.loads((folder / "report" / "comparison.json").read_text())
+    found = {(a["optimizer"], a["learning_rate"], a["seed"]): a["status"] for a in content["arms"]}
+    assert {key for key, status in found.items() if status == "finished"} == {
+        (optimizer, 1e-2, seed) for optimizer in ("adamw", "normpre_g") for seed in (0, 1)
+    }
+    assert found["adamw", 1e30, 0] == "diverged"
+    assert content["best"] == {"adamw": 1e-2, "normpre_g": 1e-2}
+    assert set(content["efficiency"]["rows"]) == {"adamw", "normpre_g"}
+    assert "| NormPre-G | 0.01 |" in said
+    again, _ = start().communicate()
+    assert again.count("was there: ") == len(content["arms"])
+    other = subprocess.run(
+        [*command, "--batch-size", "4"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert other.returncode == 1
+    assert "other settings" in other.stderr
