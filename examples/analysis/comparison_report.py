@@ -126,7 +126,8 @@ def efficiency_table(content: dict[str, Any]) -> str:
     ]
     for name, row in content["efficiency"]["rows"].items():
         lines.append(
-            f"| {NAMES[name][0]} | {row['optimizer_ms']:.2f} | {row['step_ms']:.1f} | "
+            f"| {NAMES[name][0]} | {row['optimizer_ms']:.2f} ({row['optimizer_mean_ms']:.2f}) | "
+            f"{row['step_ms']:.1f} ({row['step_mean_ms']:.1f}) | "
             f"{row['tokens_per_second'] / 1e3:.2f} | {row['peak_gib']:.3f} |"
         )
     return "\n".join(lines) + "\n"
@@ -176,8 +177,8 @@ def markdown(title: str, content: dict[str, Any], table: str, drawn: Sequence[st
         how = content["efficiency"]["how"]
         parts += [
             "## Time and memory\n",
-            f"Medians over {steps} steps after {content['efficiency']['warmup']}, the device synchronised around the "
-            f"optimizer and around the step, {how}; peak memory as the compiled step states it.\n",
+            f"Medians (means) over {steps} steps after {content['efficiency']['warmup']}, the device synchronised around "
+            f"the optimizer and around the step, {how}; peak memory as the compiled step states it.\n",
             efficiency_table(content),
         ]
     return "\n".join(parts)

@@ -268,10 +268,10 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 
 def curves(folder: Path) -> dict[str, Any]:
-    """What the figures need of a log: every validation loss, at most 200 means of training losses, row norms."""
+    """What the figures need of a log: every validation loss, at most 100 means of training losses, row norms."""
     lines = read_lines(folder / "log.jsonl")
     losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    parts = [part for part in np.array_split(np.array(losses).reshape(-1, 2), 200) if len(part)]
+    parts = [part for part in np.array_split(np.array(losses).reshape(-1, 2), 100) if len(part)]
     scores = [line for line in lines if "validation_loss" in line]
     return {
         "train": [[int(part[-1, 0]), round(float(part[:, 1].mean()), 5)] for part in parts],
@@ -299,7 +299,7 @@ def record(comparison: Comparison, arm: Arm, result: dict[str, Any], console: Co
     """Keep a result, and say it."""
     comparison.results[arm] = result
     said = {
-        "finished": lambda: f"{result['best_validation_loss']:.4f} ({result['seconds']:.0f} s)",
+        "finished": lambda: f"{result['best_validation_loss']:.4f} ({result['train_seconds']:.0f} s of training)",
         "diverged": lambda: result["diverged"],
         "failed": lambda: f"failed: {result['reason']}",
     }[result["status"]]()

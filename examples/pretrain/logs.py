@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -107,8 +108,12 @@ class WeightsAndBiases:
 
     def __init__(self, project: str, config: Config):
         wandb = optional_package("wandb", "--wandb")
-        name = config.run_name
-        self._run = wandb.init(project=project, name=name, id=name, resume="allow", config=to_dict(config))
+        file = config.run_folder / "wandb_id.txt"
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex)
+        self._run = wandb.init(
+            project=project, name=config.run_name, id=file.read_text(), resume="allow", config=to_dict(config)
+        )
 
     def write(self, record: dict[str, Any]) -> None:
         """All numbers of the record at its step."""

@@ -79,12 +79,11 @@ def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Sc
     finally:
         log.close()
         checkpoints.close()
-    seconds = time.perf_counter() - began
-    store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte, "seconds": seconds})
+    store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
     finish(config, dataset, trainer, console)
     console.print(
         f"\nFinal validation loss {score.loss:.4f} ({score.bits_per_byte:.3f} bits per byte) after {config.steps:,} "
-        f"steps of {config.optimizer}; {seconds:.0f} s in all.\n"
+        f"steps of {config.optimizer}; {time.perf_counter() - began:.0f} s in all.\n"
         f"Log, plot, sample and checkpoint: {config.run_folder}/"
     )
     return score
@@ -111,11 +110,13 @@ def saving_on_signals(trainer: Trainer) -> Iterator[None]:
 
 
 def store_result(config: Config, result: dict[str, Any]) -> None:
-    """How the run ended, for ``compare`` to read."""
+    """How the run ended, for ``compare`` to read; its seconds are those of all steps, in whatever sessions."""
     lines = logs.read_lines(config.run_folder / "log.jsonl")
     validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
-    best = min(validation) if validation else None
-    logs.write_json(config.run_folder / "result.json", {**result, "best_validation_loss": best})
+    tokens = config.batch_size * config.model.context
+    seconds = sum(tokens / line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
+    best = {"best_validation_loss": min(validation) if validation else None, "train_seconds": round(seconds, 1)}
+    logs.write_json(config.run_folder / "result.json", {**result, **best})
 
 
 def introduce(

@@ -62,7 +62,10 @@ def content() -> dict:
         ],
         "efficiency": {
             "rows": {
-                "adamw": {"optimizer_ms": 1.0, "step_ms": 10.0, "tokens_per_second": 2e4, "peak_gib": 1.5},
+                "adamw": {
+                    **{"optimizer_ms": 1.0, "optimizer_mean_ms": 1.2, "step_ms": 10.0, "step_mean_ms": 11.0},
+                    **{"tokens_per_second": 2e4, "peak_gib": 1.5},
+                },
             },
             "warmup": 20,
             "steps": 100,
@@ -87,7 +90,7 @@ def test_the_other_tables_and_the_remarks(content):
     assert sweep[0] == "| optimizer | 0.1 | 0.2 | 0.4 |"
     assert sweep[2] == "| AdamW | 3.0000 | 3.5000 |  |"
     assert sweep[4] == "| MANO | diverged |  |  |"
-    assert "| AdamW | 1.00 | 10.0 | 20.00 | 1.500 |" in comparison_report.efficiency_table(content)
+    assert "| AdamW | 1.00 (1.20) | 10.0 (11.0) | 20.00 | 1.500 |" in comparison_report.efficiency_table(content)
     remarks = comparison_report.remarks(content)
     assert remarks[0] == "AdamW is best at the smallest learning rate tried: its optimum may lie beyond."
     assert "MANO at 0.1, seed 0 diverged: the loss became nan at step 3." in remarks
