@@ -1,43 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token files to batches: memory-mapped tokens, cut into sequences, shuffled by grain anew in every epoch.
 
-The order depends on the seed alone, so every optimizer sees the same batches; the iterator's state, a small
-dictionary, goes into the checkpoint. Shape letters: N sequences, B batch, T context, S = T + 1: a sequence holds the
-inputs and, moved on by one, the targets.
+The order depends on the seed alone, so every optimizer sees the same batches, and hosts share out each batch; the
+iterator's state, a small dictionary, goes into the checkpoint. Shape letters: N sequences, B batch, T context,
+S = T + 1: a sequence holds the inputs and, moved on by one, the targets. Packed sequences are cut from the tokens
+anywhere; in the layout "documents" each is the beginning of a document, filled with ``PADDING``, which is no token:
+the loss leaves such targets out, the model reads ``max(token, 0)``.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import numpy as np
 from tokenizers import Tokenizer
 
-from .config import RunError
-from .prepare.token_files import SPLITS
-from .prepare.tokenizer import load_tokenizer
+from .config import DataConfig, RunError
+from .prepare import python_source
+from .prepare.sources import one_line
+from .prepare.token_files import SPLITS, sha256
+from .prepare.tokenizer import byte_lengths, load_tokenizer
+
+PADDING = -1
+KNOWN_CORPORA = ("python-source", "openwebtext", "c4", "pile")
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A folder of token files, opened."""
+    """A folder of token files, opened; offsets of documents where sequences are padded, else none."""
 
     folder: Path
     manifest: dict[str, Any]
     train: np.ndarray
     validation: np.ndarray
     tokenizer: Tokenizer
+    offsets: dict[str, np.ndarray] | None = None
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens the model must know."""
+        """Number of tokens the tokenizer knows."""
         return self.manifest["vocabulary"]
+
+    @property
+    def largest_token(self) -> int:
+        """Largest token in the files: a smaller token table than the tokenizer's needs at least one row more."""
+        return self.manifest["largest_token"]
+
+    @property
+    def padded(self) -> bool:
+        """Whether every sequence is one document, filled with ``PADDING``."""
+        return self.manifest["layout"] == "documents"
+
+
+def open_corpus(config: DataConfig, say: Callable[[str], None]) -> Dataset:
+    """The prepared corpus that ``config`` names, else Python source, made on first use; ``say`` takes a line.
+
+    Raises:
+        RunError: where the folder is missing or damaged.
+    """
+    folder = config.tokens
+    if folder is None:
+        return load(python_source.prepare(config, say))
+    if not (folder / "manifest.json").exists():
+        known = next((name for name in KNOWN_CORPORA if folder.name.startswith(name)), None)
+        command = f"python -m examples.pretrain prepare {known or 'CORPUS'} --output {folder}"
+        raise RunError(f"there are no token files in {folder}: `{command}` makes them")
+    return load(folder)
 
 
 def load(folder: Path) -> Dataset:
-    """Map the token files of ``folder``.
+    """Map the token files of ``folder``, checking their sizes; ``verify`` checks their content.
 
     Raises:
         RunError: where a file is missing, cut short, or belongs to another tokenizer.
@@ -46,63 +81,140 @@ def load(folder: Path) -> Dataset:
         manifest = json.loads((folder / "manifest.json").read_text())
         tokenizer = load_tokenizer(folder / "tokenizer.json")
         tokens = {split: np.memmap(folder / f"{split}.bin", dtype=manifest["dtype"], mode="r") for split in SPLITS}
-        sizes = {split: manifest[split]["tokens"] for split in SPLITS}
+        sizes = {f"{split}.bin": (len(tokens[split]), manifest[split]["tokens"]) for split in SPLITS}
+        same_tokenizer = sha256(folder / "tokenizer.json") == manifest["tokenizer_sha256"]
+        offsets: dict[str, np.ndarray] | None = None
+        if manifest["layout"] == "documents":
+            offsets = {split: np.memmap(folder / f"{split}.offsets", dtype="<i8", mode="r") for split in SPLITS}
+            sizes |= {f"{s}.offsets": (len(offsets[s]), manifest[s]["documents"] + 1) for s in SPLITS}
+        dataset = Dataset(folder, manifest, tokens["train"], tokens["validation"], tokenizer, offsets)
+        largest, rows = dataset.largest_token, dataset.vocabulary
     except Exception as error:  # `tokenizers` raises bare Exception
-        raise RunError(f"cannot read the token files ({error}): delete {folder} to make them anew") from error
-    for split, expected in sizes.items():
-        if len(tokens[split]) != expected:
+        raise RunError(f"cannot read the token files ({one_line(error)}): delete {folder} to make them anew") from error
+    for name, (found, expected) in sizes.items():
+        if found != expected:
             raise RunError(
-                f"{folder / split}.bin holds {len(tokens[split])} tokens, its manifest says {expected}: "
-                f"delete {folder} to make it anew"
+                f"{folder / name} has {found} entries, its manifest says {expected}: delete {folder} to make it anew"
             )
-    if tokenizer.get_vocab_size() != manifest["vocabulary"]:
-        raise RunError(
-            f"{folder}/tokenizer.json knows {tokenizer.get_vocab_size()} tokens, the token files use "
-            f"{manifest['vocabulary']}: delete {folder} to make it anew"
-        )
-    return Dataset(folder, manifest, tokens["train"], tokens["validation"], tokenizer)
+    if not same_tokenizer or largest >= rows:
+        raise RunError(f"{folder}/tokenizer.json is not the token files' tokenizer: delete {folder} to make it anew")
+    return dataset
 
 
-class Sequences:
-    """Tokens as a random-access source of overlapping-by-one sequences (T + 1,)."""
+def verify(dataset: Dataset) -> None:
+    """Compare the content of the token files with the manifest's checksums, reading all of them.
+
+    Raises:
+        RunError: naming a file that has changed.
+    """
+    for split in SPLITS:
+        sums = dataset.manifest[split]
+        expected = {f"{split}.bin": sums["sha256"]}
+        if dataset.padded:
+            expected[f"{split}.offsets"] = sums["offsets_sha256"]
+        for name, checksum in expected.items():
+            if sha256(dataset.folder / name) != checksum:
+                raise RunError(
+                    f"{dataset.folder / name} is not what was prepared (another checksum): "
+                    f"delete {dataset.folder} to make it anew"
+                )
+
+
+def bytes_per_token(dataset: Dataset) -> np.ndarray:
+    """Bytes of text (float64) that each token stands for; for tokenizers without bytes an estimate."""
+    return byte_lengths(dataset.tokenizer)
+
+
+class Sequences(Protocol):
+    """A random-access source of int32 sequences (T + 1,)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+
+class PackedSequences:
+    """Tokens as sequences that overlap by one."""
 
     def __init__(self, tokens: np.ndarray, context: int):
         self.tokens, self.context = tokens, context
 
     def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.context
+        return max(len(self.tokens) - 1, 0) // self.context
 
     def __getitem__(self, index: int) -> np.ndarray:
         start = int(index) * self.context
         return np.asarray(self.tokens[start : start + self.context + 1], dtype=np.int32)
 
 
-def training_batches(tokens: np.ndarray, *, context: int, batch_size: int, seed: int) -> grain.DatasetIterator:
-    """An endless iterator over int32 batches (B, T + 1), with ``get_state`` and ``set_state``.
+class DocumentSequences:
+    """Documents as sequences, truncated or filled with ``PADDING``."""
+
+    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, context: int):
+        self.tokens, self.offsets, self.context = tokens, offsets, context
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start, end = (int(offset) for offset in self.offsets[int(index) : int(index) + 2])
+        length = min(end - start, self.context + 1)
+        sequence = np.full(self.context + 1, PADDING, np.int32)
+        sequence[:length] = self.tokens[start : start + length]
+        return sequence
+
+
+def sequences(dataset: Dataset, split: str, context: int) -> Sequences:
+    """The sequences of a split.
 
     Raises:
-        RunError: where the tokens do not fill one batch.
+        RunError: where the documents were cut to less than ``context``.
     """
-    source = Sequences(tokens, context)
-    if len(source) < batch_size:
+    tokens: np.ndarray = getattr(dataset, split)
+    if dataset.offsets is None:
+        return PackedSequences(tokens, context)
+    if context > dataset.manifest["context"]:
         raise RunError(
-            f"--batch-size {batch_size} x --model.context {context} needs more than the {len(tokens)} training tokens "
-            "there are"
+            f"--model.context {context} is longer than the {dataset.manifest['context']} tokens that the documents of "
+            f"{dataset.folder} were cut to: prepare them with --context {context}"
         )
-    batches = grain.MapDataset.source(source).seed(seed).shuffle().repeat().batch(batch_size)
-    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)))
+    return DocumentSequences(tokens, dataset.offsets[split], context)
 
 
-def validation_sequences(tokens: np.ndarray, *, context: int, count: int) -> np.ndarray:
+def training_batches(
+    dataset: Dataset, *, context: int, batch_size: int, seed: int, host: int = 0, hosts: int = 1
+) -> grain.DatasetIterator:
+    """An endless iterator over int32 batches (B / hosts, T + 1), with ``get_state`` and ``set_state``.
+
+    Host h of H takes the h-th part of every batch: the parts together are the batch of one host, in its order.
+
+    Raises:
+        RunError: where the hosts cannot share a batch, or the text does not fill one.
+    """
+    source = sequences(dataset, "train", context)
+    if batch_size % hosts:
+        raise RunError(f"--batch-size {batch_size} must be a multiple of the number of hosts, {hosts}")
+    if len(source) < batch_size:
+        held = f"{len(source)} training documents" if dataset.padded else f"{len(dataset.train)} training tokens"
+        raise RunError(f"--batch-size {batch_size} x --model.context {context} needs more than the {held} there are")
+    endless = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
+    parts = endless.batch(batch_size // hosts, drop_remainder=True)  # else grain's length overflows at one sequence
+    own = parts[host::hosts] if hosts > 1 else parts
+    return iter(own.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)))
+
+
+def validation_sequences(dataset: Dataset, *, context: int, count: int) -> np.ndarray:
     """The fixed validation set: about ``count`` predictions as sequences (N, T + 1), evenly spread over the split.
 
-    The same for every seed, batch size and optimizer.
+    The same for every seed, batch size and optimizer. Padding counts as if it were predicted.
 
     Raises:
         RunError: where the split is shorter than one sequence.
     """
-    if len(tokens) <= context:
-        raise RunError(f"the validation split has {len(tokens)} tokens, too few for --model.context {context}")
-    source = Sequences(tokens, context)
+    source = sequences(dataset, "validation", context)
+    if not len(source):
+        raise RunError(
+            f"the validation split has {len(dataset.validation)} tokens, too few for --model.context {context}"
+        )
     chosen = np.linspace(0, len(source) - 1, min(max(count // context, 1), len(source))).round().astype(int)
     return np.stack([source[index] for index in chosen])

@@ -42,4 +42,6 @@ def generate(
     _, drawn = jax.jit(lambda carry, keys: jax.lax.scan(step, carry, keys))((window, jnp.int32(filled)), keys)
     tokens = np.asarray(drawn).tolist()
     end = end_of_text(tokenizer)
-    return prompt + tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens)
+    tokens = tokens[: tokens.index(end)] if end in tokens else tokens
+    # Decoded with the prompt: alone, a word's leading space would be lost under SentencePiece.
+    return prompt + tokenizer.decode([*start, *tokens])[len(tokenizer.decode(start)) :]

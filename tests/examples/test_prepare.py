@@ -2,8 +2,10 @@
 """Text to token files."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,15 +13,26 @@ import pytest
 from examples.pretrain import data
 from examples.pretrain.config import RunError
 from examples.pretrain.prepare import python_source, token_files
-from examples.pretrain.prepare.tokenizer import END_OF_TEXT, byte_lengths, end_of_text
+from examples.pretrain.prepare.sources import sample
+from examples.pretrain.prepare.tokenizer import END_OF_TEXT, byte_lengths, end_of_text, train_tokenizer
+
+
+def read(files: dict) -> list[str]:
+    return list(python_source.read_all(files.values()))
+
+
+def put(folder: Path, path: str, content: bytes):
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / path).write_bytes(content)
 
 
 def test_no_file_is_in_both_splits_and_none_is_lost(corpus):
-    texts = python_source.read_sources(corpus)
-    splits = python_source.split_by_file(texts, 20)
-    assert splits["train"].keys() | splits["validation"].keys() == texts.keys()
+    files = python_source.find_sources(corpus, set())
+    splits = python_source.split_by_file(files, 20)
+    assert splits["train"].keys() | splits["validation"].keys() == files.keys()
     assert not splits["train"].keys() & splits["validation"].keys()
-    assert not set(splits["train"].values()) & set(splits["validation"].values())
+    train, validation = (set(read(splits[split])) for split in ("train", "validation"))
+    assert not train & validation
     assert min(map(len, splits.values())) >= 5
 
 
@@ -33,20 +46,50 @@ def test_the_split_of_a_file_depends_on_its_path_alone():
 
 
 def test_sources_leave_out_tests_packages_copies_and_other_encodings(tmp_path):
-    def write(path: str, content: bytes):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_bytes(content)
+    put(tmp_path, "b.py", b"x = 1\n")
+    put(tmp_path, "a/copy.py", b"x = 1\n")
+    put(tmp_path, "a/kept.py", "ü = 2\n".encode())
+    put(tmp_path, "a/latin.py", "ü = 3\n".encode("latin-1"))
+    put(tmp_path, "a/empty.py", b"\n")
+    put(tmp_path, "a/notes.txt", b"text")
+    put(tmp_path, "test/test_a.py", b"assert 1\n")
+    put(tmp_path, "site-packages/p.py", b"y = 1\n")
+    put(tmp_path, "_sysconfigdata_x.py", b"z = 1\n")
+    files = python_source.find_sources(tmp_path, set())
+    assert list(files) == ["a/copy.py", "a/kept.py"]
+    assert read(files) == ["x = 1\n", "ü = 2\n"]
 
-    write("b.py", b"x = 1\n")
-    write("a/copy.py", b"x = 1\n")
-    write("a/kept.py", "ü = 2\n".encode())
-    write("a/latin.py", "ü = 3\n".encode("latin-1"))
-    write("a/empty.py", b"\n")
-    write("a/notes.txt", b"text")
-    write("test/test_a.py", b"assert 1\n")
-    write("site-packages/p.py", b"y = 1\n")
-    write("_sysconfigdata_x.py", b"z = 1\n")
-    assert python_source.read_sources(tmp_path) == {"a/copy.py": "x = 1\n", "a/kept.py": "ü = 2\n"}
+
+def test_installed_packages_add_their_programs_and_not_their_tables(corpus, data_config, tmp_path, monkeypatch):
+    site = tmp_path / "lib" / "site-packages"
+    for number in range(20):
+        put(site, f"package/module_{number}.py", f"def function_{number}():\n    return {number}\n".encode())
+    put(site, "package/tests/test_module.py", b"assert True\n")
+    put(site, "package/huge.py", b"name = other  # and so on\n" * 50_000)
+    put(site, "package/line.py", b"data = '" + b"a" * 5_000 + b"'\n")
+    put(site, "package/numbers.py", b"[\n" + b"123, 456,\n" * 100 + b"]\n")
+    put(site, "package/copy.py", (corpus / "json" / "scanner.py").read_bytes())
+    monkeypatch.setattr(python_source, "site_packages", lambda: [site])
+    config = dataclasses.replace(data_config, include_site_packages=True, folder=tmp_path / "data")
+    splits = python_source.find_splits(config.source, True, config.validation_percent)
+    added = {name for files in splits.values() for name in files if name.startswith("site-packages/")}
+    assert added == {f"site-packages/package/module_{number}.py" for number in range(20)}
+    dataset = data.load(python_source.prepare(config, lambda line: None))
+    assert "-packages-" in dataset.folder.name
+    assert dataset.manifest["source"].endswith("and installed packages")
+    assert sum(dataset.manifest[split]["documents"] for split in splits) == 20 + len(
+        python_source.find_sources(corpus, set())
+    )
+
+
+def test_a_tokenizer_learns_from_a_fixed_sample_of_large_text():
+    texts = [f"text number {number} of many" for number in range(2000)]
+    assert list(sample(lambda: texts)) == texts
+    chosen = list(sample(lambda: texts, 10_000))
+    assert chosen == list(sample(lambda: texts, 10_000))
+    assert set(chosen) < set(texts)
+    # 10,000 bytes expected at 25 a text: 400 texts, five standard deviations (18) either way.
+    assert 310 <= len(chosen) <= 490
 
 
 def test_tokenizer_gives_every_text_back(dataset):
@@ -58,14 +101,14 @@ def test_tokenizer_gives_every_text_back(dataset):
 
 
 def test_token_files_hold_the_documents(dataset, data_config):
-    texts = python_source.read_sources(data_config.source)
-    for split, documents in python_source.split_by_file(texts, data_config.validation_percent).items():
+    splits = python_source.find_splits(data_config.source, False, data_config.validation_percent)
+    for split, files in splits.items():
         tokens = np.asarray(getattr(dataset, split)).tolist()
         end = end_of_text(dataset.tokenizer)
         assert tokens[-1] == end
-        assert tokens.count(end) == len(documents) == dataset.manifest[split]["documents"]
+        assert tokens.count(end) == len(files) == dataset.manifest[split]["documents"]
         assert dataset.tokenizer.decode(tokens, skip_special_tokens=False) == "".join(
-            text + END_OF_TEXT for text in documents.values()
+            text + END_OF_TEXT for text in read(files)
         )
 
 
@@ -96,12 +139,28 @@ def test_other_text_is_another_folder(corpus, data_config, dataset, tmp_path):
     assert python_source.prepare(config, lambda line: None).name != dataset.folder.name
 
 
+def test_the_manifest_tells_what_the_files_hold(dataset):
+    data.verify(dataset)
+    for split in token_files.SPLITS:
+        content = (dataset.folder / f"{split}.bin").read_bytes()
+        tokens = np.frombuffer(content, "<u2")
+        texts = dataset.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        assert dataset.manifest[split] == {
+            "documents": int((tokens == end_of_text(dataset.tokenizer)).sum()),
+            "bytes": len(texts.encode()),
+            "tokens": len(tokens),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+    assert dataset.largest_token == max(int(dataset.train.max()), int(dataset.validation.max()))
+    assert (dataset.padded, dataset.manifest["context"]) == (False, None)
+
+
 def test_two_bytes_hold_65536_tokens():
     assert token_files.token_dtype(65_536).itemsize == 2
     assert token_files.token_dtype(65_537).itemsize == 4
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "manifest", "tokenizer", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "missing", "manifest", "old manifest", "tokenizer", "vocabulary", "empty"])
 def test_damaged_token_files_are_refused(dataset, tmp_path, damage):
     folder = tmp_path / "copy"
     shutil.copytree(dataset.folder, folder)
@@ -113,10 +172,25 @@ def test_damaged_token_files_are_refused(dataset, tmp_path, damage):
         (folder / "validation.bin").unlink()
     elif damage == "manifest":
         (folder / "manifest.json").write_text('{"vocabulary": 5')
+    elif damage == "old manifest":
+        del manifest["layout"]
+        (folder / "manifest.json").write_text(json.dumps(manifest))
     elif damage == "tokenizer":
-        (folder / "manifest.json").write_text(json.dumps({**manifest, "vocabulary": 600}))
+        train_tokenizer(["other text"], 300).save(str(folder / "tokenizer.json"))
+    elif damage == "vocabulary":
+        (folder / "manifest.json").write_text(json.dumps({**manifest, "vocabulary": 300}))
     else:
         (folder / "train.bin").write_bytes(b"")
     with pytest.raises(RunError, match="delete") as error:
         data.load(folder)
     assert "\n" not in str(error.value)
+
+
+def test_changed_tokens_have_another_checksum(dataset, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(dataset.folder, folder)
+    tokens = np.fromfile(folder / "validation.bin", "<u2")
+    tokens[7] ^= 1
+    tokens.tofile(folder / "validation.bin")
+    with pytest.raises(RunError, match=r"validation\.bin is not what was prepared"):
+        data.verify(data.load(folder))
