@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that the model families share.
 
-Shape letters: B batch, T time, D width, H heads, K head dimension, F MLP width, V vocabulary. Parameters are float32;
-``dtype`` is the type of the arithmetic. A residual projection, the last matrix of a branch that is added to the stream,
-starts smaller by sqrt(2 x layers), so that the stream's variance does not grow with depth.
+Shape letters: B batch, T time, D width, H heads, G heads of keys and values, K head width, F MLP width, V vocabulary,
+L layers. Parameters are float32; ``dtype`` is the type of the arithmetic. A residual projection, the last matrix of a
+branch that is added to the stream, starts smaller by sqrt(2 L) where ``scaled_residuals`` is set, so that the stream's
+variance does not grow with depth.
 """
 
 import math
+from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..config import ModelConfig, RunError
+
 INIT_STD = 0.02
-ROTARY_BASE = 10_000.0
+CUDNN_HEAD_WIDTH = 128
+Implementation = Literal["xla", "cudnn"]
 
 
 class Linear(nnx.Linear):
@@ -24,40 +30,42 @@ class Linear(nnx.Linear):
         return super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
-class TiedEmbedding(nnx.Embed):
-    """A table (V, D) that is also the output head."""
+class Embedding(nnx.Embed):
+    """A table (V, D); with a tied head it is also the output matrix."""
 
     def attend(self, x: jax.Array) -> jax.Array:
         """(..., D) to logits (..., V); flattened as in ``Linear``."""
         return super().attend(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
-def linear(inputs: int, outputs: int, *, std: float = INIT_STD, dtype: jnp.dtype, rngs: nnx.Rngs) -> Linear:
-    """A linear layer without bias; kernel (inputs, outputs), normal with standard deviation ``std``."""
+def linear(
+    inputs: int, outputs: int, *, std: float = INIT_STD, bias: bool = False, dtype: jnp.dtype, rngs: nnx.Rngs
+) -> Linear:
+    """A linear layer; kernel (inputs, outputs), normal with standard deviation ``std``, and a bias of zeros or none."""
     init = nnx.initializers.normal(std)
-    return Linear(inputs, outputs, use_bias=False, dtype=dtype, param_dtype=jnp.float32, kernel_init=init, rngs=rngs)
+    return Linear(inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=jnp.float32, kernel_init=init, rngs=rngs)
 
 
-def tied_embedding(entries: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> TiedEmbedding:
+def embedding(entries: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> Embedding:
     """A table (entries, width), normal as the linear layers."""
     init = nnx.initializers.normal(INIT_STD)
-    return TiedEmbedding(entries, width, dtype=dtype, param_dtype=jnp.float32, embedding_init=init, rngs=rngs)
+    return Embedding(entries, width, dtype=dtype, param_dtype=jnp.float32, embedding_init=init, rngs=rngs)
 
 
-def rms_norm(width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def rms_norm(width: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
     """RMSNorm with a scale; Flax takes the mean square in float32 whatever ``dtype`` is."""
-    return nnx.RMSNorm(width, epsilon=1e-6, dtype=dtype, param_dtype=jnp.float32, rngs=rngs)
+    return nnx.RMSNorm(width, epsilon=epsilon, dtype=dtype, param_dtype=jnp.float32, rngs=rngs)
 
 
-def residual_std(layers: int) -> float:
-    """Initial standard deviation of a residual projection in a model of ``layers`` blocks with two branches each."""
-    return INIT_STD / math.sqrt(2 * layers)
+def residual_std(config: ModelConfig) -> float:
+    """Initial standard deviation of a residual projection; every block has two."""
+    return INIT_STD / math.sqrt(2 * config.layers) if config.scaled_residuals else INIT_STD
 
 
-def rotate(x_BxTxHxK: jax.Array) -> jax.Array:
-    """Rotary positions: dimension i and i + K/2 turn together, by t ROTARY_BASE^(-2i/K); computed in float32."""
+def rotate(x_BxTxHxK: jax.Array, base: float) -> jax.Array:
+    """Rotary positions: dimension i and i + K/2 turn together, by t base^(-2i/K); computed in float32."""
     time, half = x_BxTxHxK.shape[1], x_BxTxHxK.shape[3] // 2
-    frequencies_K = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies_K = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles_Tx1xK = jnp.arange(time, dtype=jnp.float32)[:, None, None] * frequencies_K
     cosine, sine = jnp.cos(angles_Tx1xK), jnp.sin(angles_Tx1xK)
     first, second = jnp.split(x_BxTxHxK.astype(jnp.float32), 2, axis=-1)
@@ -65,37 +73,108 @@ def rotate(x_BxTxHxK: jax.Array) -> jax.Array:
     return turned.astype(x_BxTxHxK.dtype)
 
 
-class Attention(nnx.Module):
-    """Causal self-attention with rotary positions; query, key, value and output are matrices (D, D)."""
+def head_width(config: ModelConfig) -> int:
+    """Size K of a head."""
+    return config.head_width or config.width // config.heads
 
-    def __init__(self, width: int, heads: int, *, out_std: float, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.heads = heads
-        self.query = linear(width, width, dtype=dtype, rngs=rngs)
-        self.key = linear(width, width, dtype=dtype, rngs=rngs)
-        self.value = linear(width, width, dtype=dtype, rngs=rngs)
-        self.out = linear(width, width, std=out_std, dtype=dtype, rngs=rngs)
+
+def attention_implementation(config: ModelConfig, dtype: jnp.dtype) -> Implementation:
+    """What computes attention: as configured, and for "auto" cuDNN where it runs.
+
+    Raises:
+        RunError: where cuDNN is asked for and cannot run.
+    """
+    obstacle = cudnn_obstacle(head_width(config), dtype)
+    if config.attention == "cudnn" and obstacle:
+        raise RunError(f"--model.attention cudnn cannot run: {obstacle}; auto takes XLA's then")
+    return "xla" if obstacle or config.attention == "xla" else "cudnn"
+
+
+def cudnn_obstacle(width: int, dtype: jnp.dtype) -> str:
+    """Why cuDNN's attention cannot run here on heads of ``width``, empty where it can.
+
+    JAX takes wider heads on some GPUs; 128 is what all of them do.
+    """
+    device = jax.devices()[0]
+    # compute_capability is no number on AMD's GPUs, whose platform is "gpu", too.
+    if "cuda" not in device.client.platform_version or float(device.compute_capability) < 8:
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or higher, this is {device.device_kind}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it needs --dtype bfloat16, got {dtype}"
+    if width > CUDNN_HEAD_WIDTH or width % 8:
+        return f"it needs heads of a multiple of 8 up to {CUDNN_HEAD_WIDTH}, got {width}"
+    return ""
+
+
+class RotaryAttention(nnx.Module):
+    """Causal self-attention with rotary positions; H / G heads of queries share a head of keys and values.
+
+    The matrices are query (D, HK), key and value (D, GK), and out (HK, D).
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.head_width = head_width(config)
+        self.rotary_base = config.rotary_base
+        self.implementation: Implementation = attention_implementation(config, dtype)
+        inside, shared = config.heads * self.head_width, (config.kv_heads or config.heads) * self.head_width
+        self.query = linear(config.width, inside, dtype=dtype, rngs=rngs)
+        self.key = linear(config.width, shared, dtype=dtype, rngs=rngs)
+        self.value = linear(config.width, shared, dtype=dtype, rngs=rngs)
+        self.out = linear(inside, config.width, std=residual_std(config), dtype=dtype, rngs=rngs)
+
+    def turn(self, query_BxTxHxK: jax.Array, key_BxTxGxK: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys with their positions in them."""
+        return rotate(query_BxTxHxK, self.rotary_base), rotate(key_BxTxGxK, self.rotary_base)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """Mix along time; (B, T, D) to the same."""
-        batch, time, width = x_BxTxD.shape
-        query_BxTxHxK, key_BxTxHxK, value_BxTxHxK = (
-            projection(x_BxTxD).reshape(batch, time, self.heads, width // self.heads)
+        query_BxTxHxK, key_BxTxGxK, value_BxTxGxK = (
+            projection(x_BxTxD).reshape(*x_BxTxD.shape[:2], -1, self.head_width)
             for projection in (self.query, self.key, self.value)
         )
+        query_BxTxHxK, key_BxTxGxK = self.turn(query_BxTxHxK, key_BxTxGxK)
         mixed_BxTxHxK = jax.nn.dot_product_attention(
-            rotate(query_BxTxHxK), rotate(key_BxTxHxK), value_BxTxHxK, is_causal=True
+            query_BxTxHxK, key_BxTxGxK, value_BxTxGxK, is_causal=True, implementation=self.implementation
         )
-        return self.out(mixed_BxTxHxK.reshape(batch, time, width))
+        return self.out(mixed_BxTxHxK.reshape(*x_BxTxD.shape[:2], -1))
 
 
 class GatedMLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)), with matrices (D, F), (D, F) and (F, D)."""
 
-    def __init__(self, width: int, hidden: int, *, out_std: float, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.gate = linear(width, hidden, dtype=dtype, rngs=rngs)
-        self.up = linear(width, hidden, dtype=dtype, rngs=rngs)
-        self.down = linear(hidden, width, std=out_std, dtype=dtype, rngs=rngs)
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.gate = linear(config.width, config.mlp_width, dtype=dtype, rngs=rngs)
+        self.up = linear(config.width, config.mlp_width, dtype=dtype, rngs=rngs)
+        self.down = linear(config.mlp_width, config.width, std=residual_std(config), dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """(B, T, D) to the same."""
         return self.down(jax.nn.silu(self.gate(x_BxTxD)) * self.up(x_BxTxD))
+
+
+def make_blocks(make: Callable[[], nnx.Module], config: ModelConfig) -> nnx.Module:
+    """The blocks of a model: a list, or with ``scan_layers`` one block whose every parameter has an axis L in front.
+
+    The stack is made of the list's blocks, so both forms begin with the same numbers.
+    """
+    blocks = [make() for _ in range(config.layers)]
+    if not config.scan_layers:
+        return nnx.List(blocks)
+    states = [nnx.state(block) for block in blocks]
+    return nnx.merge(nnx.graphdef(blocks[0]), jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+
+
+def apply_blocks(blocks: nnx.Module, x_BxTxD: jax.Array, config: ModelConfig) -> jax.Array:
+    """One block after the other, as ``make_blocks`` made them; (B, T, D) to the same."""
+
+    def apply(graphdef: nnx.GraphDef, state: nnx.State, x_BxTxD: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, state)(x_BxTxD)
+
+    if config.remat:  # a scan's body is compiled alone, so nothing outside could undo the recomputation
+        apply = jax.checkpoint(apply, static_argnums=0, prevent_cse=not config.scan_layers)
+    if not config.scan_layers:
+        for block in blocks:  # pyright: ignore[reportGeneralTypeIssues]
+            x_BxTxD = apply(*nnx.split(block), x_BxTxD)
+        return x_BxTxD
+    graphdef, stack = nnx.split(blocks)
+    return jax.lax.scan(lambda x_BxTxD, state: (apply(graphdef, state, x_BxTxD), None), x_BxTxD, stack)[0]
