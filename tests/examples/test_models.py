@@ -2,6 +2,8 @@
 """Tokens to logits."""
 
 import dataclasses
+import functools
+import importlib
 import re
 
 import jax
@@ -26,14 +28,10 @@ MODELS = {
     "qwen3": dataclasses.replace(SMALL, family="qwen3", kv_heads=2, head_width=16),
     "qwen3 untied": dataclasses.replace(SMALL, family="qwen3", tied_head=False, rotary_base=1e6),
 }
-FORMS = {
-    "scan": {"scan_layers": True},
-    "remat": {"remat": True},
-    "scan and remat": {"scan_layers": True, "remat": True},
-}
 TOKENS = jax.random.randint(jax.random.key(1), (3, 16), 0, 100)
+FAMILIES = {name: MODELS[name] for name in ("gpt2 with biases", "llama", "qwen3")}  # one each, where tests compile long
 all_models = pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
-all_forms = pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+all_families = pytest.mark.parametrize("config", FAMILIES.values(), ids=list(FAMILIES))
 
 
 def build(config: ModelConfig = SMALL, dtype=jnp.float32, seed: int = 0) -> nnx.Module:
@@ -44,25 +42,26 @@ def parameters(model: nnx.Module):
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
+@nnx.jit
 def logits_of(model: nnx.Module, tokens: jax.Array) -> jax.Array:
-    return nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
+    return model(tokens)
 
 
 def stacked(blocks):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks.values())
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *blocks.values())
 
 
-def loss_and_gradient(model: nnx.Module):
-    graphdef, variables = nnx.split(model)
+@functools.cache
+def loss_and_gradient(config: ModelConfig):
+    graphdef, variables = nnx.split(build(config))
     tokens = jnp.concatenate([TOKENS, TOKENS[:, :1]], axis=1)
     loss = jax.jit(jax.value_and_grad(lambda params: token_losses(graphdef, params, tokens).mean()))
-    return loss(nnx.to_pure_dict(variables))
+    return jax.device_get(loss(nnx.to_pure_dict(variables)))
 
 
 @all_models
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_a_token_sees_only_what_stands_before_it(config, scan_layers):
-    model = build(dataclasses.replace(config, scan_layers=scan_layers))
+def test_a_token_sees_only_what_stands_before_it(config):
+    model = build(config)
     logits = logits_of(model, TOKENS)
     changed = logits_of(model, TOKENS.at[:, 10].add(1))
     assert logits.shape == (3, 16, 100)
@@ -71,37 +70,46 @@ def test_a_token_sees_only_what_stands_before_it(config, scan_layers):
     assert (logits[:, 15] != changed[:, 15]).any()
 
 
-@all_models
-def test_a_shorter_text_gets_the_same_logits(config):
-    model = build(config)
+def test_a_shorter_text_gets_the_same_logits():
+    model = build()
     # The same sums in float32, in another order for another shape: a few of 6e-8 on values below 1.
     np.testing.assert_allclose(logits_of(model, TOKENS)[:, :7], logits_of(model, TOKENS[:, :7]), atol=2e-6)
 
 
-@all_models
-@all_forms
-def test_scan_and_remat_change_no_number(config, form):
-    plain, other = build(config), build(dataclasses.replace(config, **form))
-    (loss, gradient), (other_loss, other_gradient) = loss_and_gradient(plain), loss_and_gradient(other)
-    start, other_start = parameters(plain), parameters(other)
-    if "scan_layers" in form:
-        start["blocks"], gradient["blocks"] = stacked(start["blocks"]), stacked(gradient["blocks"])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        *((family, {"scan_layers": True, "remat": True}) for family in FAMILIES),
+        ("llama", {"scan_layers": True}),
+        ("llama", {"remat": True}),
+    ],
+)
+def test_scan_and_remat_change_no_number(family, form):
+    config = FAMILIES[family]
+    other = dataclasses.replace(config, **form)
+    start, other_start = jax.device_get((parameters(build(config)), parameters(build(other))))
+    (loss, gradient), (other_loss, other_gradient) = loss_and_gradient(config), loss_and_gradient(other)
+    if other.scan_layers:
+        start = start | {"blocks": stacked(start["blocks"])}
+        gradient = gradient | {"blocks": stacked(gradient["blocks"])}
     jax.tree.map(np.testing.assert_array_equal, start, other_start)
     # Rounding only: the compiler fuses the forms differently. Gradients are below 1, losses near log(100) = 4.6.
     np.testing.assert_allclose(loss, other_loss, atol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient, other_gradient)
 
 
-@all_models
+@all_families
 def test_every_parameter_has_a_gradient(config):
-    for path, gradient in jax.tree_util.tree_leaves_with_path(loss_and_gradient(build(config))[1]):
-        # A constant added to every key moves all scores of a query alike, so softmax does not see a key's bias.
-        moved = (
-            np.delete(gradient, np.s_[32:64]) if jax.tree_util.keystr(path).endswith("['qkv']['bias']") else gradient
-        )
-        assert (np.abs(moved).max(axis=-1) > 1e-7).all() or "embedding" in jax.tree_util.keystr(path)
-        assert np.isfinite(gradient).all()
-        assert np.abs(gradient).max() > 1e-6
+    loss, gradient = loss_and_gradient(config)
+    assert np.isfinite(loss)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name.endswith("qkv/bias"):  # a constant added to every key moves all scores of a query alike: no effect
+            leaf = np.delete(leaf, np.s_[config.width : 2 * config.width])
+        if not name.startswith("tokens/"):  # not every token occurs
+            assert (np.abs(leaf) > 1e-9).mean() > 0.99, name
+        assert np.isfinite(leaf).all()
+        assert np.abs(leaf).max() > 1e-6, name
 
 
 @all_models
@@ -162,10 +170,10 @@ def test_named_configurations_have_the_size_they_state(name):
     assert size(shapes) == count(config.model, vocabulary) == SIZES[name]
     if name in HIDDEN_MATRICES:
         assert f" {HIDDEN_MATRICES[name]} matrices" in explain(shapes).splitlines()[-2]
-    module = __import__(f"examples.pretrain.configs.{name}", fromlist=["config"])
-    for stated in re.findall(r"([\d,.]+) M parameters", module.__doc__):
+    text = importlib.import_module(f"{configs.__name__}.{name}").__doc__ or ""
+    for stated in re.findall(r"([\d,.]+) M parameters", text):
         assert stated == f"{size(shapes) / 1e6:,.2f}"
-    for stated in re.findall(r"([\d,]{5,}) parameters", module.__doc__):
+    for stated in re.findall(r"([\d,]{5,}) parameters", text):
         assert stated == f"{size(shapes):,}"
 
 
@@ -204,7 +212,7 @@ def test_rotary_positions_see_distances_only():
     assert layers.rotate(query.astype(jnp.bfloat16), 10_000.0).dtype == jnp.bfloat16
 
 
-@all_models
+@all_families
 def test_bfloat16_arithmetic_keeps_float32_parameters(config):
     model = build(config, dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
@@ -212,7 +220,7 @@ def test_bfloat16_arithmetic_keeps_float32_parameters(config):
     assert logits.dtype == jnp.bfloat16
     # Some ten roundings of 2^-9 = 0.002 each, relative to logits whose standard deviation is 0.11 (see below).
     np.testing.assert_allclose(logits.astype(jnp.float32), logits_of(build(config), TOKENS), atol=0.01)
-    scanned = build(dataclasses.replace(config, scan_layers=True, remat=True), dtype=jnp.bfloat16)
+    scanned = build(dataclasses.replace(config, scan_layers=True), dtype=jnp.bfloat16)
     np.testing.assert_allclose(logits.astype(jnp.float32), logits_of(scanned, TOKENS).astype(jnp.float32), atol=0.01)
 
 
@@ -245,7 +253,7 @@ def test_cudnn_is_taken_where_it_runs(monkeypatch):
 
     monkeypatch.setattr(layers, "cudnn_obstacle", lambda width, dtype: "it is not there")
     assert chosen("auto") == chosen("xla") == "xla"
-    with pytest.raises(RunError, match="--model.attention cudnn cannot run: it is not there"):
+    with pytest.raises(RunError, match=r"--model\.attention cudnn cannot run: it is not there"):
         chosen("cudnn")
     monkeypatch.setattr(layers, "cudnn_obstacle", lambda width, dtype: "")
     assert chosen("auto") == chosen("cudnn") == "cudnn"
