@@ -173,12 +173,11 @@ def markdown(title: str, content: dict[str, Any], table: str, drawn: Sequence[st
         parts += ["## By learning rate, seed 0\n", sweep_table(content)]
     parts += [f"![{name.replace('_', ' ')}]({name}.png)\n" for name in drawn]
     if content["efficiency"]:
-        steps = content["efficiency"]["steps"]
-        how = content["efficiency"]["how"]
+        measured = content["efficiency"]
         parts += [
             "## Time and memory\n",
-            f"Medians (means) over {steps} steps after {content['efficiency']['warmup']}, the device synchronised around "
-            f"the optimizer and around the step, {how}; peak memory as the compiled step states it.\n",
+            f"Medians (means) over {measured['steps']} steps after {measured['warmup']}, the device synchronised around "
+            f"the optimizer and around the step, {measured['how']}; peak memory as the compiled step states it.\n",
             efficiency_table(content),
         ]
     return "\n".join(parts)

@@ -159,9 +159,9 @@ def best_rates(comparison: Comparison) -> dict[str, float]:
     """For every optimizer with a finished arm the learning rate with the lowest loss at seed 0."""
     best: dict[str, tuple[float, float]] = {}
     for arm, result in comparison.results.items():
-        loss = result.get("best_validation_loss")
         if arm.seed == 0 and result["status"] == "finished":
-            best[arm.optimizer] = min(best.get(arm.optimizer, (np.inf, 0.0)), (loss, arm.learning_rate))
+            found = (result["best_validation_loss"], arm.learning_rate)
+            best[arm.optimizer] = min(best.get(arm.optimizer, (np.inf, 0.0)), found)
     return {name: rate for name, (_, rate) in best.items()}
 
 

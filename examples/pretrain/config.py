@@ -304,23 +304,23 @@ POSITIVE = (
 )
 
 
+OWN_FIELDS = {"kv_heads": "qwen3", "head_width": "qwen3", "bias": "gpt2"}
+
+
 def check_model(model: ModelConfig) -> None:
-    """Refuse a network whose heads do not fit.
+    """Refuse fields that the family does not have, and heads that do not fit.
 
     Raises:
         RunError: naming the flag and what it may be.
     """
+    for name, family in OWN_FIELDS.items():
+        if getattr(model, name) and model.family != family:
+            raise RunError(f"{flag('model.' + name)} is a field of {family}, the model is {model.family}")
     rotary = model.family != "gpt2"
-    if model.family != "qwen3" and (model.kv_heads or model.head_width):
-        raise RunError(f"--model.kv-heads and --model.head-width are qwen3's, the family is {model.family}")
     if model.head_width is None and model.width % (model.heads * (2 if rotary else 1)):
-        raise RunError(
-            f"--model.heads {model.heads} must divide --model.width {model.width} into {'even' if rotary else 'equal'} "
-            "parts"
-        )
+        parts = "even" if rotary else "equal"
+        raise RunError(f"--model.heads {model.heads} must divide --model.width {model.width} into {parts} parts")
     if model.head_width and model.head_width % 2:
         raise RunError(f"--model.head-width must be even, got {model.head_width}")
     if model.kv_heads and model.heads % model.kv_heads:
         raise RunError(f"--model.kv-heads {model.kv_heads} must divide --model.heads {model.heads}")
-    if model.bias and model.family != "gpt2":
-        raise RunError(f"--model.bias is gpt2's, the family is {model.family}")
