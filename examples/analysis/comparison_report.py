@@ -176,8 +176,8 @@ def markdown(title: str, content: dict[str, Any], table: str, drawn: Sequence[st
         measured = content["efficiency"]
         parts += [
             "## Time and memory\n",
-            f"Medians (means) over {measured['steps']} steps after {measured['warmup']}, the device synchronised around "
-            f"the optimizer and around the step, {measured['how']}; peak memory as the compiled step states it.\n",
+            f"Medians (means) over {measured['steps']} steps after {measured['warmup']}, {measured['how']}, the device "
+            "synchronised around the optimizer and around the step; peak memory as the compiled step states it.\n",
             efficiency_table(content),
         ]
     return "\n".join(parts)
