@@ -311,10 +311,11 @@ def test_a_killed_process_goes_on_to_the_same_bytes(tmp_path, byte_level):
 def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, out, byte_level, small_batches, monkeypatch):
     path = save_lines(tmp_path / "a.jsonl", TEXTS)
     options = ("openwebtext", "--files", path, "--tokenizer", byte_level, "--output", out, "--validation-percent")
-    with monkeypatch.context() as patch:
-        stop_after(patch, 4, halfway=False)
-        with pytest.raises(Stop):
-            run(*options, 10)
+    for batches, percent in ((1, 30), (4, 10)):  # the first has a tokenizer, but no text yet: it may be replaced
+        with monkeypatch.context() as patch:
+            stop_after(patch, batches, halfway=False)
+            with pytest.raises(Stop):
+                run(*options, percent)
     with pytest.raises(RunError, match=r"begun with other settings \(validation_percent\)"):
         run(*options, 20)
     partial = tmp_path / ".out.partial"

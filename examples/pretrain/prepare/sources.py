@@ -9,7 +9,6 @@ import hashlib
 import io
 import itertools
 import json
-import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -139,7 +138,9 @@ class HubTexts:
 
 def quiet_hub() -> None:
     """Keep the retries of the hub's client off the terminal: what failed is said once, at the end."""
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()
 
 
 def one_line(error: BaseException) -> str:

@@ -245,16 +245,22 @@ def kept_bytes(text: str, encoding: Encoding, longest: int | None) -> int:
 
 
 def read_state(partial: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The state of an unfinished folder with the same settings, None where there is none."""
+    """The state of an unfinished folder, None where there is none or, with other settings, no text in it yet.
+
+    Raises:
+        RunError: where it is damaged, or has text prepared with other settings.
+    """
     file = partial / STATE
     if not file.exists():
         return None
     try:
         state = json.loads(file.read_text())
-        stored = dict(state["settings"])
+        stored, position = dict(state["settings"]), state["position"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{file} is damaged: --overwrite begins anew") from error
     changed = [name for name in {**stored, **settings} if stored.get(name) != settings.get(name)]
+    if changed and position is None:
+        return None
     if changed:
         raise RunError(
             f"{partial} was begun with other settings ({', '.join(changed)}): "
