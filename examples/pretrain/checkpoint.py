@@ -3,7 +3,7 @@
 
 There is no random state to keep: initialisation, data order and sampling are functions of the seed, which is part of
 the run's configuration, and of the step. A checkpoint appears on disk whole or not at all: Orbax renames a finished
-folder into place.
+folder into place. It is written in the background while training goes on.
 """
 
 import logging
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from .config import RunError
@@ -22,16 +23,25 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int):
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save as a warning or an info line
         self.folder = folder
-        # Synchronous: the train step donates the buffers that an asynchronous save would still be reading.
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def latest_step(self) -> int | None:
         """Step of the newest checkpoint, None where there is none."""
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
     def save(self, step: int, state: Any, data_state: dict[str, Any]) -> None:
-        """Write ``state`` after ``step`` updates together with the data iterator's state."""
+        """Begin to write ``state`` after ``step`` updates together with the data iterator's state.
+
+        ``state`` may be given up (donated) once this returns.
+        """
+        if jax.default_backend() == "cpu":
+            # Orbax copies device memory before it returns, but on CPU it would read these buffers themselves.
+            state = jax.tree.map(jnp.copy, state)
         facts = {"data": data_state, "leaves": leaves_of(state)}
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts))
         self._manager.save(step, args=items, force=True)
@@ -47,7 +57,7 @@ class Checkpoints:
             facts = self._manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
             stored, expected = facts["leaves"], leaves_of(like)
             if stored == expected:
-                abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+                abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)  # keeps the sharding
                 items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
                 return self._manager.restore(step, args=items)["state"], facts["data"]
         except Exception as error:  # Orbax, Tensorstore and JSON each have their own
@@ -61,7 +71,8 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Finish pending work."""
+        """Wait until everything is written."""
+        self._manager.wait_until_finished()
         self._manager.close()
 
 

@@ -2,6 +2,7 @@
 """What a run is: frozen dataclasses whose field docstrings are the text of ``--help``."""
 
 import dataclasses
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,10 @@ from typing import Any, Literal
 
 class RunError(Exception):
     """Something the user can mend: ``main`` prints its one line, without a traceback, and exits with status 1."""
+
+
+class Diverged(RunError):
+    """The loss is beyond repair: NaN, infinite, or far above where it was."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +208,12 @@ FREE_ON_RESUME = frozenset(
         "prompt",
         "sample_tokens",
         "temperature",
+        "tensorboard",
+        "wandb",
         "data.folder",
-        "data.source",  # the tokens themselves are compared instead
+        "data.source",  # the tokens themselves are compared instead, as for the next
+        "data.tokens",
+        "data.include_site_packages",
     }
 )
 
@@ -216,6 +225,23 @@ def to_dict(config: Config) -> dict[str, Any]:
         items = {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
         flat |= {k: str(v) if isinstance(v, Path) else v for k, v in items.items()}
     return flat
+
+
+def from_dict(flat: dict[str, Any]) -> Config:
+    """The configuration that ``to_dict`` flattened; fields it does not mention have their defaults."""
+
+    def build(kind: type, prefix: str) -> Any:
+        values = {}
+        for name, hint in typing.get_type_hints(kind).items():
+            if dataclasses.is_dataclass(hint):
+                values[name] = build(typing.cast(type, hint), f"{name}.")
+            elif prefix + name in flat:
+                value = flat[prefix + name]
+                is_path = hint is Path or Path in typing.get_args(hint)
+                values[name] = Path(value) if is_path and value is not None else value
+        return kind(**values)
+
+    return build(Config, "")
 
 
 def differences(stored: dict[str, Any], config: Config) -> list[str]:
@@ -240,22 +266,20 @@ def check(config: Config) -> None:
         RunError: naming the flag and what it may be.
     """
     flat = to_dict(config)
-    may_be_zero = {"seed", "warmup_steps", "sample_tokens"}
     for key, value in flat.items():
-        if isinstance(value, int) and not isinstance(value, bool) and value < (0 if key in may_be_zero else 1):
-            raise RunError(f"{flag(key)} must be {'0 or more' if key in may_be_zero else 'at least 1'}, got {value}")
-    for key in ("learning_rate", "clip_norm"):
+        if isinstance(value, int) and not isinstance(value, bool) and value < (0 if key in MAY_BE_ZERO else 1):
+            raise RunError(f"{flag(key)} must be {'0 or more' if key in MAY_BE_ZERO else 'at least 1'}, got {value}")
+    for key in POSITIVE:
         if not 0 < flat[key] < float("inf"):
             raise RunError(f"{flag(key)} must be a positive number, got {flat[key]}")
-    for key in ("weight_decay", "temperature"):
+    for key in ("weight_decay", "temperature", "matrix.momentum", "adam_b1", "adam_b2"):
         if not 0 <= flat[key] < float("inf"):
             raise RunError(f"{flag(key)} must be 0 or more, got {flat[key]}")
     if config.warmup_steps >= config.steps:
         raise RunError(f"--warmup-steps {config.warmup_steps} must be smaller than --steps {config.steps}")
-    if config.model.width % (2 * config.model.heads):
-        raise RunError(
-            f"--model.heads {config.model.heads} must divide --model.width {config.model.width} into even parts"
-        )
+    if config.micro_batch and config.batch_size % config.micro_batch:
+        raise RunError(f"--micro-batch {config.micro_batch} must divide --batch-size {config.batch_size}")
+    check_model(config.model)
     if not 1 <= config.data.validation_percent <= 50:
         raise RunError(f"--data.validation-percent must lie in 1..50, got {config.data.validation_percent}")
     if not 257 <= config.data.vocabulary <= 65_536:
@@ -271,3 +295,32 @@ def check(config: Config) -> None:
         raise RunError(f"--name must be a plain folder name, got {config.run_name!r}")
     if config.resume and config.overwrite:
         raise RunError("--resume and --overwrite exclude each other: keep the run, or begin it anew")
+
+
+MAY_BE_ZERO = frozenset({"seed", "warmup_steps", "sample_tokens", "matrix.oversample", "matrix.power_iterations"})
+POSITIVE = (
+    *("learning_rate", "clip_norm", "model.rotary_base", "model.norm_epsilon"),
+    *("matrix.rms", "matrix.tangent_radius", "matrix.muon_ratio"),
+)
+
+
+def check_model(model: ModelConfig) -> None:
+    """Refuse a network whose heads do not fit.
+
+    Raises:
+        RunError: naming the flag and what it may be.
+    """
+    rotary = model.family != "gpt2"
+    if model.family != "qwen3" and (model.kv_heads or model.head_width):
+        raise RunError(f"--model.kv-heads and --model.head-width are qwen3's, the family is {model.family}")
+    if model.head_width is None and model.width % (model.heads * (2 if rotary else 1)):
+        raise RunError(
+            f"--model.heads {model.heads} must divide --model.width {model.width} into {'even' if rotary else 'equal'} "
+            "parts"
+        )
+    if model.head_width and model.head_width % 2:
+        raise RunError(f"--model.head-width must be even, got {model.head_width}")
+    if model.kv_heads and model.heads % model.kv_heads:
+        raise RunError(f"--model.kv-heads {model.kv_heads} must divide --model.heads {model.heads}")
+    if model.bias and model.family != "gpt2":
+        raise RunError(f"--model.bias is gpt2's, the family is {model.family}")

@@ -22,25 +22,36 @@ class Score:
 
 
 def token_losses(graphdef: nnx.GraphDef, params: optax.Params, tokens_BxS: jax.Array) -> jax.Array:
-    """Cross-entropy (B, T) in nats, float32, of every next token; S = T + 1."""
-    logits_BxTxV = nnx.merge(graphdef, params)(tokens_BxS[:, :-1]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxS[:, 1:])
+    """Cross-entropy (B, T) in nats, float32, of every next token; S = T + 1; 0 where a sequence is filled up (-1)."""
+    inputs_BxT, targets_BxT = jnp.maximum(tokens_BxS[:, :-1], 0), tokens_BxS[:, 1:]
+    logits_BxTxV = nnx.merge(graphdef, params)(inputs_BxT).astype(jnp.float32)
+    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, jnp.maximum(targets_BxT, 0))
+    return jnp.where(targets_BxT >= 0, losses_BxT, 0)
+
+
+def predictions(tokens_BxS: jax.Array) -> jax.Array:
+    """How many tokens of a batch are predicted, float32, at least 1."""
+    return jnp.maximum((tokens_BxS[:, 1:] >= 0).sum(), 1).astype(jnp.float32)
 
 
 def make_evaluate(
-    graphdef: nnx.GraphDef, sequences_NxS: np.ndarray, bytes_per_token: list[int]
+    graphdef: nnx.GraphDef,
+    sequences_NxS: np.ndarray,
+    bytes_per_token_V: np.ndarray,
+    batch_size: int = EVALUATION_BATCH,
 ) -> Callable[[optax.Params], Score]:
     """A function from parameters to their ``Score`` on ``sequences``."""
-    sequence_losses = jax.jit(lambda params, tokens_BxS: token_losses(graphdef, params, tokens_BxS).mean(axis=1))
+    sequence_losses = jax.jit(lambda params, tokens_BxS: token_losses(graphdef, params, tokens_BxS).sum(axis=1))
     count, length = sequences_NxS.shape
-    size = min(EVALUATION_BATCH, count)
+    size = min(batch_size, count)
     padded = np.concatenate([sequences_NxS, sequences_NxS[: -count % size]])
     batches = padded.reshape(-1, size, length)
-    text_bytes = int(np.asarray(bytes_per_token)[sequences_NxS[:, 1:]].sum())
+    targets = sequences_NxS[:, 1:][sequences_NxS[:, 1:] >= 0]
+    text_bytes = float(np.asarray(bytes_per_token_V)[targets].sum())
 
     def evaluate(params: optax.Params) -> Score:
         losses = [sequence_losses(params, batch) for batch in batches]
-        total = np.concatenate([np.asarray(x, np.float64) for x in losses])[:count].sum() * (length - 1)
-        return Score(total / (count * (length - 1)), total / (text_bytes * np.log(2)))
+        total = np.concatenate([np.asarray(x, np.float64) for x in losses])[:count].sum()
+        return Score(total / len(targets), total / (text_bytes * np.log(2)))
 
     return evaluate

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run leaves to read: ``log.jsonl`` (a line per step and per evaluation), the facts of ``run.json``, the bar."""
 
+import importlib
 import importlib.metadata
 import json
+import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .config import Config, RunError, to_dict
 
 PACKAGES = ("normpre_optax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
 
@@ -29,26 +34,120 @@ def environment() -> dict[str, Any]:
         "versions": versions,
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "machine": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "command": sys.argv,
     }
 
 
-class Log:
-    """Records as lines of JSON; a continued run first drops what lies behind the checkpoint it starts from."""
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """The file whole or not at all."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(file)
 
-    def __init__(self, path: Path, start: int):
-        kept = [line for line in read_lines(path) if line["step"] <= start] if start else []
-        path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+class Log:
+    """Records as lines of JSON; a continued run first drops what lies behind the checkpoint it starts from.
+
+    ``kept`` are the records it begins with. Every record goes to the ``trackers``, too.
+    """
+
+    def __init__(self, path: Path, start: int, trackers: Sequence["Tracker"] = ()):
+        self.kept = [line for line in read_lines(path) if line["step"] <= start] if start else []
+        path.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
         self._file = path.open("a")
+        self._trackers = trackers
 
     def write(self, records: list[dict[str, Any]]) -> None:
         """Append and hand over to the operating system, so that a killed process loses nothing written."""
         self._file.write("".join(json.dumps(record) + "\n" for record in records))
         self._file.flush()
+        for tracker in self._trackers:
+            for record in records:
+                tracker.write(record)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+class Tracker(Protocol):
+    """Where records go besides the log."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Take the numbers of one record, which has a ``step``."""
+        ...
+
+    def close(self) -> None:
+        """Finish."""
+        ...
+
+
+class TensorBoard:
+    """Scalars as TensorBoard events."""
+
+    def __init__(self, folder: Path, start: int):
+        writer = optional_package("tensorboardX", "--tensorboard").SummaryWriter
+        self._writer = writer(str(folder), purge_step=start + 1 if start else None)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Every number as a scalar at its step."""
+        for name, value in numbers(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Write what is pending."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Numbers as a Weights & Biases run; a continued run goes on with the same one."""
+
+    def __init__(self, project: str, config: Config):
+        wandb = optional_package("wandb", "--wandb")
+        name = config.run_name
+        self._run = wandb.init(project=project, name=name, id=name, resume="allow", config=to_dict(config))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """All numbers of the record at its step."""
+        self._run.log(numbers(record), step=record["step"])
+
+    def close(self) -> None:
+        """Send what is pending."""
+        self._run.finish()
+
+
+def trackers(config: Config, start: int) -> list[Tracker]:
+    """Those that ``config`` asks for.
+
+    Raises:
+        RunError: where the package of one is not installed.
+    """
+    found: list[Tracker] = []
+    if config.tensorboard:
+        found.append(TensorBoard(config.run_folder / "tensorboard", start))
+    if config.wandb:
+        found.append(WeightsAndBiases(config.wandb, config))
+    return found
+
+
+def optional_package(name: str, wanted_by: str) -> Any:
+    """The module ``name``.
+
+    Raises:
+        RunError: where it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise RunError(f"{wanted_by} needs {name}: pip install {name}") from error
+
+
+def numbers(record: dict[str, Any]) -> dict[str, float]:
+    """What of a record can be drawn."""
+    return {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -65,13 +164,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Bar:
-    """Progress on the terminal: loss, tokens per second, time left. Elsewhere (a file, CI) the plain lines alone."""
+    """Progress on the terminal: loss, tokens per second, MFU, time left. Elsewhere (a file, CI) plain lines alone."""
 
     def __init__(self, console: Console, *, start: int, steps: int):
         self._progress = Progress(
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s "),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} "),
             TimeRemainingColumn(),
             TextColumn("left"),
             console=console,
@@ -89,6 +188,7 @@ class Bar:
     ) -> None:
         self._progress.stop()
 
-    def update(self, step: int, loss: float, tokens_per_second: float) -> None:
+    def update(self, step: int, loss: float, tokens_per_second: float, mfu: float | None) -> None:
         """Show that ``step`` updates are done."""
-        self._progress.update(self._task, completed=step, loss=f"{loss:.3f}", speed=f"{tokens_per_second:,.0f}")
+        speed = f"{tokens_per_second:,.0f} tokens/s" + (f"  MFU {100 * mfu:.1f} %" if mfu else "")
+        self._progress.update(self._task, completed=step, loss=f"{loss:.3f}", speed=speed)

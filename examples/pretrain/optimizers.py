@@ -1,31 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers one can ask for by name, all at the same learning rate and decay.
+"""The optimizers one can ask for by name, with the settings of a run.
 
 The one file of the program that knows ``normpre_optax``.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from normpre_optax import explain, mano, muon, normpre_g, normpre_l
+from normpre_optax import MatrixDims, default_matrix_dims, explain, mano, muon, normpre_g, normpre_l
+
+from .config import Config
+
+Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
 
-def adamw(learning_rate: optax.ScalarOrSchedule, *, weight_decay: float) -> optax.GradientTransformationExtraArgs:
+def adamw(
+    learning_rate: optax.ScalarOrSchedule, *, weight_decay: float, adam_b1: float = 0.9, adam_b2: float = 0.95
+) -> optax.GradientTransformationExtraArgs:
     """AdamW for every parameter, with the moments the others use for embeddings, norms and biases."""
-    return optax.with_extra_args_support(optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay))
+    return optax.with_extra_args_support(optax.adamw(learning_rate, b1=adam_b1, b2=adam_b2, weight_decay=weight_decay))
 
 
 OPTIMIZERS = {"adamw": adamw, "muon": muon, "mano": mano, "normpre_g": normpre_g, "normpre_l": normpre_l}
 
 
-def make_optimizer(
-    name: str, learning_rate: optax.ScalarOrSchedule, *, weight_decay: float, clip_norm: float
-) -> optax.GradientTransformationExtraArgs:
-    """Clipping by global norm, then the optimizer ``name``."""
-    optimizer = OPTIMIZERS[name](learning_rate, weight_decay=weight_decay)
-    return optax.with_extra_args_support(optax.chain(optax.clip_by_global_norm(clip_norm), optimizer))
+def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTransformationExtraArgs:
+    """Clipping, then the optimizer that ``config`` names, with those of its settings that it has."""
+    factory = OPTIMIZERS[config.optimizer]
+    matrix = config.matrix
+    settings = {
+        **vars(matrix),
+        "weight_decay": config.weight_decay,
+        "adam_b1": config.adam_b1,
+        "adam_b2": config.adam_b2,
+        "seed": config.seed,
+        "convention": matrix.muon_convention,
+        "compute_dtype": jnp.bfloat16 if matrix.bfloat16 else None,
+    }
+    peak = learning_rate
+    if config.optimizer == "muon" and matrix.muon_ratio != 1:
+        peak = lambda t: matrix.muon_ratio * learning_rate(t)  # noqa: E731
+        settings["adam_learning_rate"] = learning_rate
+    accepted = inspect.signature(factory).parameters
+    optimizer = factory(peak, **{name: value for name, value in settings.items() if name in accepted})
+    return optax.with_extra_args_support(optax.chain(clip(config.clip, config.clip_norm), optimizer))
+
+
+def clip(policy: str, norm: float) -> optax.GradientTransformation:
+    """What happens to gradients before the optimizer sees them.
+
+    Args:
+        policy: ``"global"`` scales all of them together, ``"matrix"`` every matrix (the last two axes; other parameters
+            whole) by itself, ``"none"`` nothing.
+        norm: what their Euclidean norm is brought down to where it is larger.
+    """
+    if policy == "global":
+        return optax.clip_by_global_norm(norm)
+    if policy == "none":
+        return optax.identity()
+
+    def clipped(grad: jax.Array) -> jax.Array:
+        axes = tuple(range(grad.ndim))[-2:]
+        length = jnp.sqrt(jnp.sum(jnp.square(grad.astype(jnp.float32)), axis=axes, keepdims=True))
+        return jnp.where(length > norm, grad * (norm / length), grad).astype(grad.dtype)
+
+    return optax.stateless(lambda updates, params: jax.tree.map(clipped, updates))
 
 
 def parameter_table(params: Any, name: str) -> tuple[str, str]:
@@ -35,3 +79,18 @@ def parameter_table(params: Any, name: str) -> tuple[str, str]:
     table = explain(params)
     totals = [" ".join(line.split()) for line in table.rpartition("\n\n")[2].splitlines()]
     return table, "; ".join(totals)
+
+
+@jax.jit
+def row_norms(params: Any) -> dict[str, jax.Array]:
+    """Of all hidden matrices' rows (output neurons): mean and largest norm, and the share longer than one.
+
+    The relaxed tangent turns the radial part of a step around for rows longer than one.
+    """
+    norms = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dims = default_matrix_dims(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        if isinstance(dims, MatrixDims):
+            norms.append(jnp.sqrt(jnp.sum(jnp.square(leaf), axis=dims.inputs)).ravel())
+    rows = jnp.concatenate(norms)
+    return {"row_norm": rows.mean(), "row_norm_max": rows.max(), "rows_beyond_1": (rows > 1).mean()}

@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,11 @@ from rich.console import Console
 from . import data, models
 from .checkpoint import Checkpoints
 from .config import Config, RunError
-from .evaluate import Score, make_evaluate, token_losses
+from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token_losses
+from .health import Watch
 from .logs import Bar, Log
-from .optimizers import make_optimizer
-from .prepare.tokenizer import byte_lengths
+from .optimizers import make_optimizer, row_norms
+from .throughput import flops_per_token, peak_flops
 
 FINAL_FRACTION = 0.1
 
@@ -59,14 +60,30 @@ def compute_dtype(config: Config) -> jnp.dtype:
     return jnp.dtype(automatic if config.dtype == "auto" else config.dtype)
 
 
-def make_train_step(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformationExtraArgs) -> TrainStep:
-    """One update as a jitted function ``(state, tokens (B, T + 1)) -> (state, metrics)``; the old state is given up."""
+def make_train_step(
+    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformationExtraArgs, micro_batches: int = 1
+) -> TrainStep:
+    """One update as a jitted function ``(state, tokens (B, T + 1)) -> (state, metrics)``; the old state is given up.
 
-    def loss_of(params: optax.Params, tokens_BxS: jax.Array) -> jax.Array:
-        return token_losses(graphdef, params, tokens_BxS).mean()
+    The loss is the mean over all predictions of the batch, whatever ``micro_batches`` it is computed in.
+    """
+
+    def loss_of(params: optax.Params, tokens_BxS: jax.Array, count: jax.Array) -> jax.Array:
+        return token_losses(graphdef, params, tokens_BxS).sum() / count
+
+    def loss_and_grads(params: optax.Params, tokens_BxS: jax.Array) -> tuple[jax.Array, optax.Updates]:
+        count = predictions(tokens_BxS)
+        if micro_batches == 1:
+            return jax.value_and_grad(loss_of)(params, tokens_BxS, count)
+
+        def add(total: Any, part_BxS: jax.Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, part_BxS, count)), None
+
+        parts = tokens_BxS.reshape(micro_batches, -1, tokens_BxS.shape[-1])
+        return jax.lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), parts)[0]
 
     def train_step(state: TrainState, tokens_BxS: jax.Array) -> tuple[TrainState, Metrics]:
-        loss, grads = jax.value_and_grad(loss_of)(state.params, tokens_BxS)
+        loss, grads = loss_and_grads(state.params, tokens_BxS)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state), Metrics(loss, optax.tree.norm(grads))
@@ -79,23 +96,24 @@ class Trainer:
 
     def __init__(self, config: Config, dataset: data.Dataset, checkpoints: Checkpoints):
         self.config, self.checkpoints = config, checkpoints
-        self.batches = data.training_batches(
-            dataset.train, context=config.model.context, batch_size=config.batch_size, seed=config.seed
-        )
-        sequences = data.validation_sequences(
-            dataset.validation, context=config.model.context, count=config.data.validation_tokens
-        )
-        model = models.build(config.model, dataset.vocabulary, dtype=compute_dtype(config), seed=config.seed)
-        self.graphdef, variables = nnx.split(model)
-        params = nnx.to_pure_dict(variables)
+        context = config.model.context
+        self.batches = data.training_batches(dataset, context=context, batch_size=config.batch_size, seed=config.seed)
+        sequences = data.validation_sequences(dataset, context=context, count=config.data.validation_tokens)
+        self.graphdef, params = initialise(config, dataset)
         self.schedule = schedule(config)
-        optimizer = make_optimizer(
-            config.optimizer, self.schedule, weight_decay=config.weight_decay, clip_norm=config.clip_norm
-        )
+        optimizer = make_optimizer(config, self.schedule)
         self.state = TrainState(params, jax.jit(optimizer.init)(params))
-        self.step = make_train_step(self.graphdef, optimizer)
-        self.evaluate = make_evaluate(self.graphdef, sequences, byte_lengths(dataset.tokenizer))
+        self.step = make_train_step(self.graphdef, optimizer, micro_batches(config))
+        largest = config.micro_batch or config.batch_size
+        self.evaluate = make_evaluate(
+            self.graphdef, sequences, data.bytes_per_token(dataset), min(EVALUATION_BATCH, largest)
+        )
+        self.flops = flops_per_token(config.model, params)
+        peak = peak_flops(jax.devices()[0].device_kind)
+        self.peak_flops = peak * jax.device_count() if peak else None
+        self.watch = Watch(config.learning_rate)
         self.start = 0
+        self.stopping: int | None = None
 
     def resume(self) -> None:
         """Go to the newest checkpoint, where there is one."""
@@ -105,11 +123,23 @@ class Trainer:
             self.batches.set_state(data_state)
             self.start = latest
 
+    def stop(self, number: int) -> None:
+        """Ask the loop to save and leave after the step it is in, because of the signal ``number``."""
+        self.stopping = number
+
     def run(self, log: Log, console: Console) -> Score:
-        """Update until ``config.steps``, logging, evaluating and saving on the way; returns the last score."""
+        """Update until ``config.steps``, logging, evaluating and saving on the way; returns the last score.
+
+        Raises:
+            Diverged: where the loss is beyond repair.
+            Stopped: where ``stop`` was called, after saving.
+        """
         config = self.config
         if self.start == config.steps:
             return self.evaluate(self.state.params)
+        for record in log.kept:
+            if "loss" in record:
+                self.watch.see(record["step"], record["loss"])
         if self.start == 0:
             self._evaluate(0, log, console)
         score = None
@@ -121,9 +151,9 @@ class Trainer:
                 pending.append(metrics)
                 last = done == config.steps
                 evaluates = last or done % config.evaluate_every == 0
-                saves = last or done % config.checkpoint_every == 0
+                saves = last or self.stopping is not None or done % config.checkpoint_every == 0
                 if evaluates or saves or done % config.log_every == 0:
-                    clock = self._write(done, pending, clock, log, bar)
+                    clock = self._write(done, pending, clock, log, bar, console)
                     pending = []
                     before = time.perf_counter()
                     if evaluates:
@@ -131,39 +161,71 @@ class Trainer:
                     if saves:
                         self.checkpoints.save(done, self.state, self.batches.get_state())
                     clock += time.perf_counter() - before
+                if self.stopping is not None and not last:
+                    raise Stopped(f"stopped after step {done:,}, saved", self.stopping)
         assert score is not None
         return score
 
-    def _write(self, done: int, pending: list[Metrics], clock: float, log: Log, bar: Bar) -> float:
+    def _write(self, done: int, pending: list[Metrics], clock: float, log: Log, bar: Bar, console: Console) -> float:
         values = jax.device_get(pending)  # waits for the device
         now = time.perf_counter()
         tokens = len(pending) * self.config.batch_size * self.config.model.context
         speed = tokens / (now - clock)
+        mfu = speed * self.flops / self.peak_flops if self.peak_flops else None
         steps = range(done - len(pending) + 1, done + 1)
         rates = np.asarray(self.schedule(np.arange(steps.start - 1, steps.stop - 1)))
-        log.write(
-            [
-                {
-                    "step": step,
-                    "loss": float(value.loss),
-                    "grad_norm": float(value.grad_norm),
-                    "learning_rate": float(rate),
-                    "tokens_per_second": round(speed, 1),
-                }
-                for step, value, rate in zip(steps, values, rates, strict=True)
-            ]
-        )
-        bar.update(done, float(np.mean([value.loss for value in values])), speed)
-        for step, value in zip(steps, values, strict=True):
-            if not np.isfinite(value.loss):
-                raise RunError(
-                    f"the loss became {value.loss} at step {step}: "
-                    f"try a --learning-rate below {self.config.learning_rate:g}"
-                )
+        records = [
+            {
+                "step": step,
+                "loss": float(value.loss),
+                "grad_norm": float(value.grad_norm),
+                "learning_rate": float(rate),
+                "tokens_per_second": round(speed, 1),
+                **({"mfu": round(mfu, 4)} if mfu else {}),
+            }
+            for step, value, rate in zip(steps, values, rates, strict=True)
+        ]
+        log.write(records)
+        bar.update(done, float(np.mean([value.loss for value in values])), speed, mfu)
+        for record in records:
+            event = self.watch.see(record["step"], record["loss"])
+            if event:
+                log.write([{"step": record["step"], "event": event}])
+                console.print(f"step {record['step']:>6,}  {event}")
         return now
 
     def _evaluate(self, done: int, log: Log, console: Console) -> Score:
         score = self.evaluate(self.state.params)
-        log.write([{"step": done, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte}])
+        rows = {name: float(value) for name, value in row_norms(self.state.params).items()}
+        log.write([{"step": done, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte, **rows}])
         console.print(f"step {done:>6,}  validation loss {score.loss:.4f}  {score.bits_per_byte:.3f} bits per byte")
         return score
+
+
+class Stopped(Exception):
+    """A signal asked to stop, and everything is saved."""
+
+    def __init__(self, what: str, signal_number: int):
+        super().__init__(what)
+        self.signal_number = signal_number
+
+
+def micro_batches(config: Config) -> int:
+    """In how many parts a batch is computed."""
+    return config.batch_size // (config.micro_batch or config.batch_size)
+
+
+def initialise(config: Config, dataset: data.Dataset) -> tuple[nnx.GraphDef, dict]:
+    """The model's structure and its parameters, a plain nested dictionary; the same for every optimizer.
+
+    Raises:
+        RunError: where the model knows fewer tokens than the data has.
+    """
+    vocabulary = config.model.vocabulary or dataset.vocabulary
+    if vocabulary <= dataset.largest_token:
+        raise RunError(
+            f"--model.vocabulary {vocabulary} is too small: {dataset.folder} has tokens up to {dataset.largest_token}"
+        )
+    model = models.build(config.model, vocabulary, dtype=compute_dtype(config), seed=config.seed)
+    graphdef, variables = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(variables)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The smallest model that tells optimizers apart: about a minute on one CPU core.
 
-    python -m examples.pretrain compare --config nano --learning-rates 2e-3 4e-3 8e-3 --seeds 3
+    python -m examples.pretrain compare --config nano --learning-rates 2e-3,4e-3,8e-3 --seeds 3
 
 Three GPT-2 blocks of width 64 (147,456 hidden weights) read 1.5 million bytes of Python source, tokens being bytes.
 """

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables, figures and a Markdown report of a matched comparison: ``python -m examples.analysis.comparison_report DIR``.
+
+``DIR`` is a folder with the ``comparison.json`` that ``python -m examples.pretrain compare`` wrote; everything else in
+it is drawn again from that file.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+# Name and colour of every optimizer; the colours are distinguishable with every common colour blindness (Okabe, Ito).
+NAMES = {
+    "adamw": ("AdamW", "#000000"),
+    "muon": ("Muon", "#0072B2"),
+    "mano": ("MANO", "#E69F00"),
+    "normpre_g": ("NormPre-G", "#D55E00"),
+    "normpre_l": ("NormPre-L", "#009E73"),
+}
+OURS = frozenset({"normpre_g", "normpre_l"})
+FIGURES = ("losses", "learning_rates", "rows")
+SHOWN_FROM_SHARE = 0.1
+
+
+def write(folder: Path, title: str, content: dict[str, Any]) -> str:
+    """Write ``comparison.json``, the figures (PNG and SVG) and ``README.md`` into ``folder``; returns table 1."""
+    (folder / "comparison.json").write_text(json.dumps(content) + "\n")
+    drawn = draw(folder, content)
+    table = losses_table(content)
+    (folder / "README.md").write_text(markdown(title, content, table, drawn))
+    return table
+
+
+def draw(folder: Path, content: dict[str, Any]) -> list[str]:
+    """The figures that the data allows; returns their names."""
+    drawn = []
+    for name, paint in zip(FIGURES, (draw_losses, draw_learning_rates, draw_rows), strict=True):
+        figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+        if paint(figure.add_subplot(), content):
+            for suffix in ("png", "svg"):
+                figure.savefig(
+                    folder / f"{name}.{suffix}", dpi=200, metadata={"Date": None} if suffix == "svg" else None
+                )
+            drawn.append(name)
+    return drawn
+
+
+def optimizers(content: dict[str, Any]) -> list[str]:
+    """In the order of ``NAMES``."""
+    present = {arm["optimizer"] for arm in content["arms"]}
+    return [name for name in NAMES if name in present]
+
+
+def arms_of(content: dict[str, Any], optimizer: str, *, at_best: bool = False) -> list[dict[str, Any]]:
+    """Finished arms of an optimizer, all or those at its best learning rate."""
+    return [
+        arm
+        for arm in content["arms"]
+        if arm["optimizer"] == optimizer
+        and arm["status"] == "finished"
+        and (not at_best or arm["learning_rate"] == content["best"][optimizer])
+    ]
+
+
+def best_losses(content: dict[str, Any]) -> dict[str, np.ndarray]:
+    """For every optimizer that finished, the best validation losses of its seeds."""
+    found = {name: arms_of(content, name, at_best=True) for name in optimizers(content) if name in content["best"]}
+    return {name: np.array([arm["best_validation_loss"] for arm in arms]) for name, arms in found.items()}
+
+
+def losses_table(content: dict[str, Any]) -> str:
+    """Table 1: best validation loss, mean and sample standard deviation over seeds.
+
+    The best baseline is underlined, ours is bold where it is better than that.
+    """
+    losses = best_losses(content)
+    baselines = [values.mean() for name, values in losses.items() if name not in OURS]
+    rival = min(baselines) if baselines else np.inf
+    lines = ["| optimizer | learning rate | validation loss | deviation | seeds |", "|---|---|---|---|---|"]
+    for name in optimizers(content):
+        if name not in losses:
+            lines.append(f"| {NAMES[name][0]} | | none of its runs came to an end | | |")
+            continue
+        values = losses[name]
+        mean, shown = values.mean(), f"{values.mean():.4f}"
+        if name not in OURS and mean == rival:
+            shown = f"<u>{shown}</u>"
+        elif name in OURS and mean < rival:
+            shown = f"**{shown}**"
+        deviation = f"{values.std(ddof=1):.4f}" if len(values) > 1 else ""
+        lines.append(f"| {NAMES[name][0]} | {content['best'][name]:g} | {shown} | {deviation} | {len(values)} |")
+    return "\n".join(lines) + "\n"
+
+
+def sweep_table(content: dict[str, Any]) -> str:
+    """Best validation loss at seed 0 by learning rate."""
+    rates = sorted({arm["learning_rate"] for arm in content["arms"]})
+    lines = [
+        "| optimizer | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
+        "|---|" + "---|" * len(rates),
+    ]
+    cells = {(arm["optimizer"], arm["learning_rate"]): arm for arm in content["arms"] if arm["seed"] == 0}
+    for name in optimizers(content):
+        row = []
+        for rate in rates:
+            arm = cells.get((name, rate))
+            finished = arm is not None and arm["status"] == "finished"
+            row.append(f"{arm['best_validation_loss']:.4f}" if finished else (arm["status"] if arm else ""))  # pyright: ignore[reportOptionalSubscript]
+        lines.append(f"| {NAMES[name][0]} | {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def efficiency_table(content: dict[str, Any]) -> str:
+    """Table 2: time and memory of a step."""
+    lines = [
+        "| optimizer | optimizer, ms | whole step, ms | thousand tokens / s | peak memory, GiB |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in content["efficiency"]["rows"].items():
+        lines.append(
+            f"| {NAMES[name][0]} | {row['optimizer_ms']:.2f} | {row['step_ms']:.1f} | "
+            f"{row['tokens_per_second'] / 1e3:.2f} | {row['peak_gib']:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def remarks(content: dict[str, Any]) -> list[str]:
+    """What a reader must know before believing the tables."""
+    found = []
+    rates = sorted({arm["learning_rate"] for arm in content["arms"]})
+    for name, rate in content["best"].items():
+        if len(rates) > 1 and rate in (rates[0], rates[-1]):
+            end = "smallest" if rate == rates[0] else "largest"
+            found.append(f"{NAMES[name][0]} is best at the {end} learning rate tried: its optimum may lie beyond.")
+    for arm in content["arms"]:
+        if arm["status"] != "finished":
+            reason = arm.get("diverged") or arm.get("reason")
+            where = f"{NAMES[arm['optimizer']][0]} at {arm['learning_rate']:g}, seed {arm['seed']}"
+            found.append(f"{where} {arm['status']}: {reason}.")
+    spikes = sum(len(arm.get("events", ())) for arm in content["arms"])
+    if spikes:
+        found.append(f"{spikes} loss spike(s) are marked in the data.")
+    return found
+
+
+def markdown(title: str, content: dict[str, Any], table: str, drawn: Sequence[str]) -> str:
+    """The report."""
+    config, machine, versions = content["config"], content["machine"], content["versions"]
+    tokens = config["steps"] * config["batch_size"] * config["model.context"]
+    parts = [
+        f"# Comparison: {title}\n",
+        f"`{content['command']}`, {content['date']}. {content['parameters']:,} parameters "
+        f"({config['model.family']}, {config['model.layers']} layers, width {config['model.width']}), "
+        f"{config['steps']:,} steps of {config['batch_size']} x {config['model.context']} tokens "
+        f"({tokens / 1e6:,.1f} M) of {content['text']['source']}. {machine['kind']}, {machine['cores']} core(s) a run, "
+        f"Python {versions['python']}, jax {versions['jax']}.\n",
+        "## Validation loss\n",
+        "Best validation loss in nats per token at each optimizer's best learning rate, mean over seeds and sample "
+        "standard deviation. Underlined: the best baseline; bold: ours where better.\n",
+        table,
+        "".join(f"- {remark}\n" for remark in remarks(content)),
+    ]
+    if len({arm["learning_rate"] for arm in content["arms"]}) > 1:
+        parts += ["## By learning rate, seed 0\n", sweep_table(content)]
+    parts += [f"![{name.replace('_', ' ')}]({name}.png)\n" for name in drawn]
+    if content["efficiency"]:
+        steps = content["efficiency"]["steps"]
+        how = content["efficiency"]["how"]
+        parts += [
+            "## Time and memory\n",
+            f"Medians over {steps} steps after {content['efficiency']['warmup']}, the device synchronised around the "
+            f"optimizer and around the step, {how}; peak memory as the compiled step states it.\n",
+            efficiency_table(content),
+        ]
+    return "\n".join(parts)
+
+
+def frame(axes: Axes) -> None:
+    """Few lines, and a legend without a box."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8, frameon=False)
+
+
+def draw_losses(axes: Axes, content: dict[str, Any]) -> bool:
+    """Validation losses at the best learning rate: mean over seeds, the range behind; training loss fainter."""
+    shown = []
+    for name in optimizers(content):
+        arms = arms_of(content, name, at_best=True) if name in content["best"] else []
+        if not arms:
+            continue
+        label, colour = NAMES[name]
+        steps = np.array([step for step, _ in arms[0]["validation"]])
+        losses = np.array([[loss for _, loss in arm["validation"]] for arm in arms])
+        after = steps >= SHOWN_FROM_SHARE * steps[-1]
+        mean = losses.mean(axis=0)[after]
+        train = np.array([arm["train"] for arm in arms]).mean(axis=0)
+        train = train[train[:, 0] >= SHOWN_FROM_SHARE * steps[-1]]
+        axes.plot(train[:, 0], train[:, 1], color=colour, alpha=0.3, linewidth=0.7)
+        axes.plot(steps[after], mean, color=colour, marker="o", markersize=3, linewidth=1.3, label=label, zorder=3)
+        if len(arms) > 1:
+            low, high = losses.min(axis=0)[after], losses.max(axis=0)[after]
+            axes.fill_between(steps[after], low, high, color=colour, alpha=0.2, linewidth=0)
+        shown += [*mean]
+    if not shown:
+        return False
+    margin = 0.08 * (max(shown) - min(shown)) or 0.1
+    axes.set_ylim(min(shown) - margin, max(shown) + margin)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    frame(axes)
+    return True
+
+
+def draw_learning_rates(axes: Axes, content: dict[str, Any]) -> bool:
+    """Best validation loss at seed 0 over the learning rate."""
+    rates = sorted({arm["learning_rate"] for arm in content["arms"]})
+    if len(rates) < 2:
+        return False
+    for name in optimizers(content):
+        label, colour = NAMES[name]
+        points = sorted(
+            (arm["learning_rate"], arm["best_validation_loss"]) for arm in arms_of(content, name) if arm["seed"] == 0
+        )
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, label=label)
+    axes.set_xscale("log")
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("peak learning rate")
+    axes.set_ylabel("validation loss (nats per token)")
+    frame(axes)
+    return True
+
+
+def draw_rows(axes: Axes, content: dict[str, Any]) -> bool:
+    """Mean norm of the hidden matrices' rows along training, at the best learning rate, seed 0."""
+    for name in optimizers(content):
+        arms = arms_of(content, name, at_best=True) if name in content["best"] else []
+        if arms:
+            label, colour = NAMES[name]
+            steps, norms, _ = zip(*arms[0]["row_norm"], strict=True)
+            axes.plot(steps, norms, color=colour, marker="o", markersize=3, label=label)
+    axes.axhline(1, color="0.6", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean row norm of hidden matrices")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    frame(axes)
+    return bool(content["best"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m examples.analysis.comparison_report", description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder with a comparison.json")
+    chosen = parser.parse_args(arguments)
+    try:
+        content = json.loads((chosen.folder / "comparison.json").read_text())
+    except (OSError, ValueError) as error:
+        print(f"error: no comparison.json to read in {chosen.folder}: {error}", file=sys.stderr)
+        return 1
+    print(write(chosen.folder, content["config"]["config"], content))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

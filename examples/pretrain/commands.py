@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one can do with a finished (or half-finished) run: score it, let it write, export it."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import tyro
+from flax import nnx
+from rich.console import Console
+
+from . import data
+from .checkpoint import Checkpoints
+from .config import Config, RunError, from_dict
+from .evaluate import make_evaluate
+from .generate import generate as continuation
+from .models import hugging_face
+from .optimizers import make_optimizer
+from .train import TrainState, initialise, schedule
+
+Run = Annotated[Path, tyro.conf.Positional]
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Score the model of a run on its validation set, or on that of other token files."""
+
+    run: Run
+    """Folder of the run: runs/<name>."""
+    step: int | None = None
+    """Step of the checkpoint; None: the newest."""
+    tokens: Path | None = None
+    """Folder of token files made with the same tokenizer; None: those of the run."""
+    validation_tokens: int | None = None
+    """Predictions to score, spread evenly over the validation split; None: as many as the run does."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Let the model of a run continue a text."""
+
+    run: Run
+    """Folder of the run: runs/<name>."""
+    step: int | None = None
+    """Step of the checkpoint; None: the newest."""
+    prompt: str | None = None
+    """The text; None: the run's."""
+    sample_tokens: int = 160
+    """Length of the continuation."""
+    samples: int = 1
+    """How many continuations."""
+    temperature: float = 0.6
+    """Randomness: 0 takes the likeliest token each time."""
+    seed: int = 0
+    """Seed of the draws."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the model of a run as safetensors and config.json, for Hugging Face transformers and others to load."""
+
+    run: Run
+    """Folder of the run: runs/<name>."""
+    output: Path
+    """Folder to write."""
+    step: int | None = None
+    """Step of the checkpoint; None: the newest."""
+
+
+class Trained(NamedTuple):
+    """A model out of a checkpoint."""
+
+    config: Config
+    dataset: data.Dataset
+    graphdef: nnx.GraphDef
+    params: dict
+    step: int
+
+
+def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> Trained:
+    """The model of the run in ``folder`` after ``step`` updates, and the data it was trained on, or ``tokens``.
+
+    Raises:
+        RunError: where there is no such run or checkpoint, or its token files are gone or are not those it knew.
+    """
+    try:
+        run: dict[str, Any] = json.loads((folder / "run.json").read_text())
+        config = from_dict(run["config"])
+        fingerprint, where = run["fingerprint"], Path(run["data"]["folder"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{folder} is not the folder of a run: its run.json is missing or damaged") from error
+    dataset = data.load(tokens or where)
+    if tokens is None and dataset.manifest["fingerprint"] != fingerprint:
+        raise RunError(f"{where} holds other text than {folder} was trained on: --tokens names a folder to use instead")
+    checkpoints = Checkpoints(folder / "checkpoints", config.keep_checkpoints)
+    found = step if step is not None else checkpoints.latest_step()
+    if found is None or found not in checkpoints.steps():
+        there = ", ".join(map(str, checkpoints.steps())) or "none"
+        raise RunError(f"no checkpoint{'' if found is None else f' of step {found}'} in {folder}: there are {there}")
+    graphdef, params = initialise(config, dataset)
+    state = jax.eval_shape(lambda p: TrainState(p, make_optimizer(config, schedule(config)).init(p)), params)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement()), state)
+    restored, _ = checkpoints.restore(found, like)
+    checkpoints.close()
+    return Trained(config, dataset, graphdef, restored.params, found)
+
+
+def placement() -> jax.sharding.Sharding:
+    """Everything on the first device."""
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def evaluate(arguments: Sequence[str]) -> None:
+    """``python -m examples.pretrain evaluate runs/name``."""
+    options = tyro.cli(Evaluate, args=list(arguments), prog="python -m examples.pretrain evaluate")
+    trained = load(options.run, options.step, options.tokens)
+    config, dataset = trained.config, trained.dataset
+    count = options.validation_tokens or config.data.validation_tokens
+    sequences = data.validation_sequences(dataset, context=config.model.context, count=count)
+    score = make_evaluate(trained.graphdef, sequences, data.bytes_per_token(dataset))(trained.params)
+    Console(highlight=False).print(
+        f"step {trained.step:,}: loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte "
+        f"({len(sequences):,} sequences of {dataset.folder})",
+        soft_wrap=True,
+    )
+
+
+def generate(arguments: Sequence[str]) -> None:
+    """``python -m examples.pretrain generate runs/name --prompt "def "``."""
+    options = tyro.cli(Generate, args=list(arguments), prog="python -m examples.pretrain generate")
+    if options.sample_tokens < 1 or options.samples < 1 or options.temperature < 0:
+        raise RunError("--sample-tokens and --samples must be at least 1, --temperature 0 or more")
+    trained = load(options.run, options.step)
+    for number in range(options.samples):
+        text = continuation(
+            trained.graphdef,
+            trained.params,
+            trained.dataset.tokenizer,
+            trained.config.prompt if options.prompt is None else options.prompt,
+            context=trained.config.model.context,
+            new_tokens=options.sample_tokens,
+            temperature=options.temperature,
+            seed=options.seed + number,
+        )
+        print(text if options.samples == 1 else f"--- {number + 1}\n{text}")
+
+
+def export(arguments: Sequence[str]) -> None:
+    """``python -m examples.pretrain export runs/name --output folder``."""
+    options = tyro.cli(Export, args=list(arguments), prog="python -m examples.pretrain export")
+    trained = load(options.run, options.step)
+    vocabulary = trained.config.model.vocabulary or trained.dataset.vocabulary
+    model = dataclasses.replace(trained.config.model, vocabulary=vocabulary)
+    hugging_face.save_hf(options.output, model, vocabulary, jax.device_get(trained.params))
+    trained.dataset.tokenizer.save(str(options.output / "tokenizer.json"))
+    print(f"step {trained.step:,} of {options.run}: {options.output}/model.safetensors, config.json, tokenizer.json")

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer costs a training run, by the protocol of the paper's table of training efficiency.
+
+Each optimizer trains the model for some steps that are not counted and then for those that are; the device is
+synchronised before and after whatever is timed:
+
+- the optimizer's latency: its update and the application of it alone, on the gradients' shapes;
+- the whole step: batch to the device, forward, backward, clipping, update.
+
+Evaluation, checkpoints and logging are off. On CPU the optimizers take turns, step by step, so that a disturbance hits
+all of them; elsewhere one follows the other, so that only one has its state in memory, as in the paper.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import tyro
+from rich.console import Console
+
+from . import configs, data
+from .config import Config, RunError, check
+from .logs import environment, write_json
+from .optimizers import OPTIMIZERS, make_optimizer
+from .train import TrainState, compute_dtype, initialise, make_train_step, micro_batches, schedule
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure training steps, optimizer by optimizer. Any flag of ``train`` may follow."""
+
+    config: str = "first_run"
+    """Named configuration."""
+    optimizers: str = "adamw,muon,mano,normpre_g,normpre_l"
+    """Optimizers, separated by commas."""
+    steps: int = 100
+    """Steps of each that are counted."""
+    output: Path = Path("efficiency.json")
+    """File for the result."""
+
+
+@dataclass
+class Arm:
+    """One optimizer with a model of its own."""
+
+    state: TrainState
+    step: Callable
+    update: Callable
+    grads: optax.Updates
+    memory: int
+    step_s: list[float] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+
+    def run(self, tokens: np.ndarray, *, counted: bool) -> None:
+        """One training step, and one update alone (whose result is dropped)."""
+        start = time.perf_counter()
+        self.state, metrics = self.step(self.state, tokens)
+        jax.block_until_ready((self.state, metrics))
+        middle = time.perf_counter()
+        jax.block_until_ready(self.update(self.grads, self.state))
+        if counted:
+            self.step_s.append(middle - start)
+            self.update_s.append(time.perf_counter() - middle)
+
+
+def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Arm:
+    """Model, optimizer and compiled step."""
+    graphdef, params = initialise(config, dataset)
+    tx = make_optimizer(config, schedule(config))
+    state = TrainState(params, jax.jit(tx.init)(params))
+
+    @jax.jit
+    def update(grads: optax.Updates, state: TrainState) -> TrainState:
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state)
+
+    step = make_train_step(graphdef, tx, micro_batches(config))
+    memory = step.lower(state, tokens).compile().memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
+    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes if memory else 0
+    grads = jax.tree.map(lambda p: p / 2, params)
+    return Arm(state, step, update, jax.block_until_ready(grads), peak)
+
+
+def measure(
+    configs: Sequence[Config], dataset: data.Dataset, *, warmup: int, steps: int, in_turns: bool
+) -> dict[str, Arm]:
+    """The arms of ``configs``, which differ in their optimizer only; without their states where they ran alone."""
+
+    def batches(config: Config) -> Iterator[np.ndarray]:
+        return data.training_batches(
+            dataset, context=config.model.context, batch_size=config.batch_size, seed=config.seed
+        )
+
+    if in_turns:
+        source = batches(configs[0])
+        tokens = next(source)
+        arms = {config.optimizer: prepare(config, dataset, tokens) for config in configs}
+        for i in range(warmup + steps):
+            tokens = next(source)
+            for arm in arms.values():
+                arm.run(tokens, counted=i >= warmup)
+        return arms
+    arms = {}
+    for config in configs:
+        source = batches(config)
+        arm = prepare(config, dataset, next(source))
+        for i in range(warmup + steps):
+            arm.run(next(source), counted=i >= warmup)
+        arms[config.optimizer] = dataclasses.replace(arm, state=None, grads=None)
+    return arms
+
+
+def summary(config: Config, arms: dict[str, Arm]) -> dict[str, Any]:
+    """Medians by optimizer, and ratios to AdamW in the same turn."""
+    rows = {}
+    for name, arm in arms.items():
+        step = statistics.median(arm.step_s)
+        rows[name] = {
+            "optimizer_ms": 1e3 * statistics.median(arm.update_s),
+            "step_ms": 1e3 * step,
+            "tokens_per_second": config.batch_size * config.model.context / step,
+            "peak_gib": arm.memory / 2**30,
+        }
+        if "adamw" in arms:
+            pairs = zip(arm.step_s, arms["adamw"].step_s, strict=True)
+            rows[name]["step_over_adamw"] = statistics.median(a / b for a, b in pairs)
+    return rows
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``python -m examples.pretrain efficiency --config nano``."""
+    options, overrides = tyro.cli(
+        Options, args=list(arguments), return_unknown_args=True, prog="python -m examples.pretrain efficiency"
+    )
+    config = configs.parse(["--config", options.config, *overrides])
+    check(config)
+    names = [name for name in options.optimizers.split(",") if name]
+    for name in names:
+        if name not in OPTIMIZERS:
+            raise RunError(f"--optimizers must be of {', '.join(OPTIMIZERS)}, got {name!r}")
+    if not names or options.steps < 1:
+        raise RunError("--optimizers must name at least one, --steps must be at least 1")
+    console = Console(highlight=False, soft_wrap=True)
+    dataset = data.open_corpus(config.data, console.print)
+    in_turns = jax.default_backend() == "cpu"
+    warmup = max(options.steps // 5, 1)
+    each = [dataclasses.replace(config, optimizer=name) for name in names]
+    arms = measure(each, dataset, warmup=warmup, steps=options.steps, in_turns=in_turns)
+    result = {
+        "rows": summary(config, arms),
+        "warmup": warmup,
+        "steps": options.steps,
+        "how": "optimizers in turns, step by step" if in_turns else "one optimizer after the other",
+        "dtype": str(compute_dtype(config)),
+        "device": environment()["device"],
+    }
+    write_json(options.output, result)
+    for name, row in result["rows"].items():
+        console.print(f"{name:<10} optimizer {row['optimizer_ms']:8.2f} ms   step {row['step_ms']:8.1f} ms")

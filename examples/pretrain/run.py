@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole run and its folder: what is in the way, what is stored, what is trained, what is left behind."""
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from examples.analysis.plot_loss import plot_loss
+
+from . import data, logs
+from .checkpoint import Checkpoints
+from .config import Config, Diverged, RunError, differences, to_dict
+from .evaluate import Score
+from .generate import generate
+from .optimizers import parameter_table
+from .train import Trainer, compute_dtype
+
+
+def stored(config: Config) -> dict[str, Any] | None:
+    """What ``run.json`` says of the run to be continued, None where a run begins.
+
+    Raises:
+        RunError: where another run is in the way, or the run is not the one that ``config`` describes.
+    """
+    folder, file = config.run_folder, config.run_folder / "run.json"
+    if not folder.exists():
+        if config.resume:
+            raise RunError(f"there is no run in {folder}: leave --resume out to begin it, or check --name")
+        return None
+    if config.overwrite:
+        if not file.exists() and any(folder.iterdir()):
+            raise RunError(f"{folder} is not a run (no run.json in it): --overwrite will not delete it")
+        return None
+    if not config.resume:
+        raise RunError(f"{folder} exists: --resume goes on with it, --overwrite begins it anew, --name starts another")
+    try:
+        found = json.loads(file.read_text())
+        changed = differences(found["config"], config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"cannot resume: {file} is missing or damaged; --overwrite begins the run anew") from error
+    if changed:
+        raise RunError(f"cannot resume {folder} with other settings: {'; '.join(changed)}")
+    return found
+
+
+def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Score:
+    """A whole run: text, tokens, updates, plot, sample."""
+    began = time.perf_counter()
+    dataset = data.open_corpus(config.data, console.print)
+    fingerprint = dataset.manifest["fingerprint"]
+    if stored and stored["fingerprint"] != fingerprint:
+        raise RunError(
+            f"cannot resume {config.run_folder}: it was trained on other text ({stored['data']['folder']}, "
+            f"now {dataset.folder})"
+        )
+    if config.overwrite:
+        shutil.rmtree(config.run_folder, ignore_errors=True)
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(config.run_folder / "checkpoints", config.keep_checkpoints)
+    trainer = Trainer(config, dataset, checkpoints)
+    introduce(config, stored, dataset, trainer, console)
+    trainer.resume()
+    if config.resume:
+        console.print(f"Going on after step {trainer.start:,}" if trainer.start else "No checkpoint: from the start")
+    log = logs.Log(config.run_folder / "log.jsonl", trainer.start, logs.trackers(config, trainer.start))
+    try:
+        with saving_on_signals(trainer):
+            score = trainer.run(log, console)
+    except Diverged as error:
+        store_result(config, {"diverged": str(error)})
+        raise
+    finally:
+        log.close()
+        checkpoints.close()
+    seconds = time.perf_counter() - began
+    store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte, "seconds": seconds})
+    finish(config, dataset, trainer, console)
+    console.print(
+        f"\nFinal validation loss {score.loss:.4f} ({score.bits_per_byte:.3f} bits per byte) after {config.steps:,} "
+        f"steps of {config.optimizer}; {seconds:.0f} s in all.\n"
+        f"Log, plot, sample and checkpoint: {config.run_folder}/"
+    )
+    return score
+
+
+@contextmanager
+def saving_on_signals(trainer: Trainer) -> Iterator[None]:
+    """While inside, SIGTERM and a first Ctrl-C let the step end, save, and leave; a second Ctrl-C leaves at once."""
+
+    def stop(number: int, frame: Any) -> None:
+        if trainer.stopping is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        trainer.stop(number)
+
+    try:
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread, which alone gets signals
+        before = {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def store_result(config: Config, result: dict[str, Any]) -> None:
+    """How the run ended, for ``compare`` to read."""
+    lines = logs.read_lines(config.run_folder / "log.jsonl")
+    validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    best = min(validation) if validation else None
+    logs.write_json(config.run_folder / "result.json", {**result, "best_validation_loss": best})
+
+
+def introduce(
+    config: Config, stored: dict[str, Any] | None, dataset: data.Dataset, trainer: Trainer, console: Console
+) -> None:
+    """Say what is about to be trained, and store it with the run."""
+    params = trainer.state.params
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    table, totals = parameter_table(params, config.optimizer)
+    (config.run_folder / "parameters.txt").write_text(table + "\n")
+    environment = logs.environment()
+    run = {
+        "config": to_dict(config),
+        "fingerprint": dataset.manifest["fingerprint"],
+        "data": {"folder": str(dataset.folder), **dataset.manifest},
+        "parameters": count,
+        "dtype": str(compute_dtype(config)),
+        "sessions": [*(stored["sessions"] if stored else []), environment],
+    }
+    logs.write_json(config.run_folder / "run.json", run)
+    model, texts, tokens = config.model, dataset.manifest, config.steps * config.batch_size * config.model.context
+    parts = f", {config.micro_batch} at a time," if config.micro_batch else ""
+    console.print(
+        f"Text       {texts['source']}: {texts['train']['documents']:,} documents ({texts['train']['tokens']:,} tokens "
+        f"of {dataset.vocabulary:,} kinds) to train on, {texts['validation']['documents']:,} others to validate\n"
+        f"Model      {model.family}, {model.layers} layers, width {model.width}, context {model.context}: "
+        f"{count:,} parameters\n"
+        f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}; {totals}\n"
+        f"Run        {config.steps:,} steps of {config.batch_size} x {model.context} tokens{parts} "
+        f"({tokens / 1e6:,.2f} M) on {environment['device']['kind']} in {run['dtype']}\n"
+    )
+
+
+def finish(config: Config, dataset: data.Dataset, trainer: Trainer, console: Console) -> None:
+    """Draw the losses, and let the model write."""
+    plot_loss([config.run_folder], config.run_folder / "loss.png")
+    if not config.sample_tokens:
+        return
+    text = generate(
+        trainer.graphdef,
+        trainer.state.params,
+        dataset.tokenizer,
+        config.prompt,
+        context=config.model.context,
+        new_tokens=config.sample_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+    )
+    (config.run_folder / "sample.txt").write_text(text + "\n")
+    console.print(f"\nThe model, given {config.prompt!r}:\n\n{text}")
