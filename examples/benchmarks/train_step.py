@@ -312,7 +312,7 @@ def main(options: Options, overrides: Sequence[str] = ()) -> None:
     # Both take memory as they need it; JAX alone would reserve most of a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # the cores that JAX uses
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     config = settings(options, overrides)
     command = (
         f"python -m examples.benchmarks.train_step --config {options.config}"
@@ -323,7 +323,7 @@ def main(options: Options, overrides: Sequence[str] = ()) -> None:
     )
     result = summary(command, config, *measure(options, config, console))
     report.write(options.out, f"train_step_{options.config}_{result['machine']['platform']}", result, markdown(result))
-    console.print(markdown(result), soft_wrap=True)
+    console.print(markdown(result))
 
 
 if __name__ == "__main__":
