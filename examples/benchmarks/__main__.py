@@ -6,6 +6,9 @@ bfloat16 too and with the large models' real shapes.
 """
 
 import dataclasses
+import importlib
+import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +31,18 @@ class Options:
     """Small sizes and few repeats: to see that everything runs."""
 
 
+def against_torch(options: Options, on_cpu: bool) -> list[tuple[Callable, object]]:
+    """Train steps against PyTorch's, where torch is installed; it is no dependency of this project."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    train_step = importlib.import_module("examples.benchmarks.train_step")
+    config, batch_size = ("gpt2_10m", 8) if on_cpu else ("gpt2_small", 32)
+    chosen = train_step.Options(config=config, batch_size=batch_size, out=options.out)
+    if options.tiny:
+        chosen = dataclasses.replace(chosen, config="gpt2_2m", batch_size=1, repeats=1, warmup=1, torch_compile="off")
+    return [(train_step.main, chosen)]
+
+
 def suite(options: Options, on_cpu: bool) -> list[tuple[Callable, object]]:
     """What is run, with which options."""
     out = options.out
@@ -39,6 +54,7 @@ def suite(options: Options, on_cpu: bool) -> list[tuple[Callable, object]]:
             (small_eigh.main, small_eigh.Options(sizes=(12,), batch=2, repeats=1, out=out)),
             (sketch_error.main, sketch_error.Options(steps=2, out=out)),
             (end_to_end.main, end_to_end.Options(warmup=1, steps=2, out=out)),
+            *against_torch(options, on_cpu),
         ]
     models = ["gpt2_small", "llama_1p3b_layer"] if on_cpu else ["gpt2_small", "llama_130m", "llama_1p3b", "qwen3_1p7b"]
     repeats = 5 if on_cpu else 20
@@ -58,14 +74,18 @@ def suite(options: Options, on_cpu: bool) -> list[tuple[Callable, object]]:
         (small_eigh.main, small),
         (sketch_error.main, sketch_error.Options(out=out)),
         (end_to_end.main, end_to_end.Options(out=out)),
+        *against_torch(options, on_cpu),
     ]
 
 
 def main(options: Options) -> None:
     """Run them all."""
     console = Console(highlight=False)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # train_step shares a GPU with PyTorch
     device = jax.devices()[0]
     runs = suite(options, device.platform == "cpu")
+    if not against_torch(options, device.platform == "cpu"):
+        console.print("train_step is left out: it compares with PyTorch, and torch is not installed")
     for i, (run, with_options) in enumerate(runs):
         console.rule(f"{i + 1} of {len(runs)}: {run.__module__.rpartition('.')[2]} on {device.device_kind}")
         run(with_options)

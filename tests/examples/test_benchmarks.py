@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks run at a small size and write what they promise; what they measure is not judged here."""
 
+import importlib.util
 import json
 import math
 
@@ -100,6 +101,39 @@ def test_end_to_end(tmp_path, monkeypatch):
     assert result["rows"]["adamw"]["step_over_adamw"] == 1
 
 
+TINY_GPT2 = ["--model.layers", "1", "--model.width", "32", "--model.heads", "2", "--model.mlp-width", "64"]
+TINY_GPT2 += ["--model.context", "16", "--data.vocabulary", "300"]
+
+
+def test_train_step_against_torch(tmp_path):
+    pytest.importorskip("torch")
+    from examples.benchmarks import train_step
+
+    options = train_step.Options(batch_size=2, repeats=2, warmup=1, torch_compile="off", out=tmp_path)
+    train_step.main(options, TINY_GPT2)
+    result = written(tmp_path, "train_step_gpt2_10m_cpu")
+    assert set(result["rows"]) == {"torch_adamw", "adamw", "normpre_g", "normpre_l"}
+    assert all(row[f"{part}_ms"] > 0 for row in result["rows"].values() for part in ("update", "step"))
+    # Six updates of each: the same AdamW with the same schedule, too.
+    assert result["last_loss"]["adamw"] == pytest.approx(result["last_loss"]["torch_adamw"], abs=1e-4)
+    assert result["torch_is"] == "eager"
+    assert "--batch-size 2" in result["command"]
+    assert "--model.layers 1" in result["command"]
+
+
+def test_other_work_than_torchs_is_refused(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from examples.benchmarks import train_step
+
+    gelu = torch.nn.functional.gelu
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, approximate: gelu(x))
+    options = train_step.Options(batch_size=2, torch_compile="off", out=tmp_path)
+    with pytest.raises(AssertionError, match="not the same"):
+        train_step.main(options, TINY_GPT2)
+    with pytest.raises(SystemExit, match="gpt2"):
+        train_step.main(options, [*TINY_GPT2, "--model.family", "llama"])
+
+
 def test_sketch_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sketch_error.main(sketch_error.Options(steps=4, rank=4, oversample=2, out=tmp_path))
@@ -120,13 +154,22 @@ def test_all_of_them(tmp_path, monkeypatch):
     assert seen == [1, 2]
 
 
+def test_without_torch_the_train_step_is_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(everything.importlib.util, "find_spec", lambda name: None)
+    assert everything.against_torch(everything.Options(out=tmp_path), True) == []
+    monkeypatch.setattr(everything, "suite", lambda *_: [])
+    everything.main(everything.Options(out=tmp_path))
+    assert "torch is not installed" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("tiny", [True, False])
 def test_the_suite_is_made_of_runs_that_exist(tmp_path, tiny, on_cpu):
     runs = everything.suite(everything.Options(out=tmp_path, tiny=tiny), on_cpu)
-    assert {run.__module__.rpartition(".")[2] for run, _ in runs} == {
-        "optimizer_step", "stages", "accuracy", "small_eigh", "sketch_error", "end_to_end"
-    }  # fmt: skip
+    expected = {"optimizer_step", "stages", "accuracy", "small_eigh", "sketch_error", "end_to_end"}
+    if importlib.util.find_spec("torch"):
+        expected.add("train_step")
+    assert {run.__module__.rpartition(".")[2] for run, _ in runs} == expected
     assert all(options.out == tmp_path for _, options in runs)
     models = {options.model for _, options in runs if isinstance(options, optimizer_step.Options)}
     assert models <= set(shapes.MODELS)
