@@ -136,8 +136,8 @@ def efficiency_table(content: dict[str, Any]) -> str:
 def remarks(content: dict[str, Any]) -> list[str]:
     """What a reader must know before believing the tables."""
     found = []
-    rates = sorted({arm["learning_rate"] for arm in content["arms"]})
     for name, rate in content["best"].items():
+        rates = sorted({arm["learning_rate"] for arm in content["arms"] if arm["optimizer"] == name})
         if len(rates) > 1 and rate in (rates[0], rates[-1]):
             end = "smallest" if rate == rates[0] else "largest"
             found.append(f"{NAMES[name][0]} is best at the {end} learning rate tried: its optimum may lie beyond.")

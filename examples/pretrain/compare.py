@@ -46,7 +46,8 @@ class Options:
     optimizers: str = "adamw,muon,mano,normpre_g,normpre_l"
     """Optimizers, separated by commas."""
     learning_rates: str = ""
-    """Peak learning rates to try, separated by commas; the configuration's alone where empty."""
+    """Peak learning rates to try, separated by commas; "muon:8e-3" is for that optimizer only. Empty: the
+    configuration's."""
     seeds: int = 1
     """Seeds (of initialisation and data order) at each optimizer's best learning rate."""
     jobs: int = 1
@@ -82,7 +83,7 @@ class Comparison:
     overrides: list[str]
     config: Config
     optimizers: list[str]
-    learning_rates: list[float]
+    learning_rates: dict[str, list[float]]
     folder: Path
     results: dict[Arm, dict[str, Any]] = field(default_factory=dict)
 
@@ -96,12 +97,12 @@ def main(arguments: Sequence[str]) -> None:
     console = Console(markup=False, highlight=False, soft_wrap=True)
     data.open_corpus(comparison.config.data, console.print)  # once, before arms could make it side by side
     begin(comparison.folder, {"config": options.config, "overrides": overrides})
+    sweep = [Arm(name, rate, 0) for name in comparison.optimizers for rate in comparison.learning_rates[name]]
+    sweep.sort(key=lambda arm: arm.learning_rate)
     console.print(
-        f"{comparison.config.config}: {', '.join(comparison.optimizers)} at "
-        f"{', '.join(f'{rate:g}' for rate in comparison.learning_rates)}, {options.seeds} seed(s) at the best, "
-        f"{comparison.config.steps:,} steps each, in {comparison.folder}/"
+        f"{comparison.config.config}: {len(sweep)} arms of {', '.join(comparison.optimizers)}, then {options.seeds} "
+        f"seed(s) at the best learning rates; {comparison.config.steps:,} steps each, in {comparison.folder}/"
     )
-    sweep = [Arm(name, rate, 0) for rate in comparison.learning_rates for name in comparison.optimizers]
     run_all(comparison, sweep, console)
     best = best_rates(comparison)
     seeds = range(1, options.seeds)
@@ -126,17 +127,36 @@ def plan(options: Options, overrides: list[str]) -> Comparison:
     for name in optimizers:
         if name not in known:
             raise RunError(f"--optimizers must be of {', '.join(known)}, got {name!r}")
-    try:
-        rates = [float(rate) for rate in options.learning_rates.split(",") if rate.strip()] or [config.learning_rate]
-    except ValueError as error:
-        raise RunError(f"--learning-rates: numbers separated by commas, got {options.learning_rates!r}") from error
-    if not optimizers or min(rates) <= 0:
-        raise RunError("--optimizers must name at least one, --learning-rates must be positive")
+    if not optimizers:
+        raise RunError("--optimizers must name at least one")
+    rates = learning_rates(options.learning_rates, optimizers, config.learning_rate)
     name = options.name or f"compare-{options.config}"
     if Path(name).name != name:
         raise RunError(f"--name must be a plain folder name, got {name!r}")
     folder = options.runs_folder / name
-    return Comparison(options, overrides, config, list(dict.fromkeys(optimizers)), sorted(set(rates)), folder)
+    return Comparison(options, overrides, config, list(dict.fromkeys(optimizers)), rates, folder)
+
+
+def learning_rates(text: str, optimizers: Sequence[str], default: float) -> dict[str, list[float]]:
+    """What "1e-3,muon:2e-3" means for every optimizer, in ascending order.
+
+    Raises:
+        RunError: where it is not of that form.
+    """
+    rates: dict[str, set[float]] = {name: set() for name in optimizers}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = entry.rpartition(":")
+        if name and name not in rates:
+            raise RunError(f"--learning-rates: {name!r} is none of the optimizers {', '.join(optimizers)}")
+        try:
+            rate = float(number)
+        except ValueError as error:
+            raise RunError(f"--learning-rates: numbers separated by commas, got {text!r}") from error
+        if not 0 < rate < float("inf"):
+            raise RunError(f"--learning-rates must be positive, got {entry!r}")
+        for wanted in [name] if name else optimizers:
+            rates[wanted].add(rate)
+    return {name: sorted(found) or [default] for name, found in rates.items()}
 
 
 def begin(folder: Path, settings: dict[str, Any]) -> None:

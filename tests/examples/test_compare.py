@@ -125,6 +125,7 @@ def test_every_optimizer_has_a_name_and_a_colour_of_its_own():
         (["--optimizers", ","], "--optimizers must name at least one"),
         (["--learning-rates", "1e-3;2e-3"], "--learning-rates: numbers separated by commas"),
         (["--learning-rates", "-1"], "--learning-rates must be positive"),
+        (["--learning-rates", "lion:1"], "'lion' is none of the optimizers adamw, muon"),
         (["--seeds", "0"], "must be at least 1"),
         (["--name", "a/b"], "plain folder name"),
         (["--config", "huge"], "--config must be one of"),
@@ -138,6 +139,12 @@ def test_a_bad_comparison_is_one_line_before_anything_is_written(arguments, line
     assert line in said.err
     assert said.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_learning_rates_for_all_and_for_one():
+    found = compare.learning_rates("2e-3, 1e-3,muon:8e-3,muon:1e-3", ["adamw", "muon"], 5.0)
+    assert found == {"adamw": [1e-3, 2e-3], "muon": [1e-3, 2e-3, 8e-3]}
+    assert compare.learning_rates("muon:8e-3", ["adamw", "muon"], 5.0) == {"adamw": [5.0], "muon": [8e-3]}
 
 
 @pytest.mark.parametrize(("cores", "jobs"), [(4, 2), (2, 2), (2, 3), (8, 3)])

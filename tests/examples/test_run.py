@@ -192,7 +192,9 @@ def test_a_loss_that_is_no_number_ends_the_run(finished, tmp_path, monkeypatch, 
     assert "try a --learning-rate below 1e+30" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_leaves(finished, tmp_path, monkeypatch, capsys, number, status):
     run, arguments, _ = finished
     monkeypatch.chdir(tmp_path)
@@ -286,7 +288,7 @@ def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, capsys):
     assert "no checkpoint of step 5" in refused(["generate", str(run), "--step", "5"], capsys)
     assert "there are 8, 12" in refused(["generate", str(run), "--step", "5"], capsys)
     assert "--samples must be at least 1" in refused(["generate", str(run), "--samples", "0"], capsys)
-    assert "missing" in refused(["evaluate", str(run), "--tokens", str(tmp_path / "nothing")], capsys)
+    assert "cannot read the token files" in refused(["evaluate", str(run), "--tokens", str(tmp_path / "no")], capsys)
 
 
 def test_a_diverged_run_says_so_in_its_result(finished, tmp_path, monkeypatch, capsys):
