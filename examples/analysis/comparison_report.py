@@ -30,12 +30,12 @@ FIGURES = ("losses", "learning_rates", "rows")
 SHOWN_FROM_SHARE = 0.1
 
 
-def write(folder: Path, title: str, content: dict[str, Any]) -> str:
+def write(folder: Path, content: dict[str, Any]) -> str:
     """Write ``comparison.json``, the figures (PNG and SVG) and ``README.md`` into ``folder``; returns table 1."""
     (folder / "comparison.json").write_text(json.dumps(content) + "\n")
     drawn = draw(folder, content)
     table = losses_table(content)
-    (folder / "README.md").write_text(markdown(title, content, table, drawn))
+    (folder / "README.md").write_text(markdown(content, table, drawn))
     return table
 
 
@@ -93,7 +93,7 @@ def losses_table(content: dict[str, Any]) -> str:
         mean, shown = values.mean(), f"{values.mean():.4f}"
         if name not in OURS and mean == rival:
             shown = f"<u>{shown}</u>"
-        elif name in OURS and mean < rival:
+        elif name in OURS and mean < rival < np.inf:
             shown = f"**{shown}**"
         deviation = f"{values.std(ddof=1):.4f}" if len(values) > 1 else ""
         lines.append(f"| {NAMES[name][0]} | {content['best'][name]:g} | {shown} | {deviation} | {len(values)} |")
@@ -152,12 +152,12 @@ def remarks(content: dict[str, Any]) -> list[str]:
     return found
 
 
-def markdown(title: str, content: dict[str, Any], table: str, drawn: Sequence[str]) -> str:
+def markdown(content: dict[str, Any], table: str, drawn: Sequence[str]) -> str:
     """The report."""
     config, machine, versions = content["config"], content["machine"], content["versions"]
     tokens = config["steps"] * config["batch_size"] * config["model.context"]
     parts = [
-        f"# Comparison: {title}\n",
+        f"# Comparison: {content['settings']}\n",
         f"`{content['command']}`, {content['date']}. {content['parameters']:,} parameters "
         f"({config['model.family']}, {config['model.layers']} layers, width {config['model.width']}), "
         f"{config['steps']:,} steps of {config['batch_size']} x {config['model.context']} tokens "
@@ -270,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"error: no comparison.json to read in {chosen.folder}: {error}", file=sys.stderr)
         return 1
-    print(write(chosen.folder, content["config"]["config"], content))
+    print(write(chosen.folder, content))
     return 0
 
 

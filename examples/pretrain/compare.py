@@ -372,6 +372,7 @@ def report(
     run = json.loads((comparison.folder / example.name / "run.json").read_text())
     session = run["sessions"][-1]
     content = {
+        "settings": shlex.join([comparison.config.config, *comparison.overrides]),
         "command": f"python -m examples.pretrain compare {arguments}",
         "date": time.strftime("%Y-%m-%d"),
         "machine": {**session["device"], "system": session["machine"], "cores": session["cores"]},
@@ -383,5 +384,5 @@ def report(
         "arms": arms,
         "efficiency": efficiency,
     }
-    text = comparison_report.write(folder, comparison.config.config, content)
+    text = comparison_report.write(folder, content)
     console.print(f"\n{text}\nReport, data and figures: {folder}/")

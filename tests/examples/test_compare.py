@@ -38,6 +38,7 @@ def arm(optimizer: str, learning_rate: float, seed: int, loss: float, **more) ->
 def content() -> dict:
     lost = {"optimizer": "mano", "seed": 0, "status": "diverged", "diverged": "the loss became nan at step 3"}
     return {
+        "settings": "nano --steps 10",
         "command": "python -m examples.pretrain compare",
         "date": "2026-01-01",
         "machine": {"kind": "cpu", "cores": 1},
@@ -85,6 +86,11 @@ def test_table_one(content):
     ]
 
 
+def test_without_a_baseline_nobody_beats_it(content):
+    content["arms"] = [arm("normpre_g", 0.2, 0, 2.6)]
+    assert "| NormPre-G | 0.2 | 2.6000 |  | 1 |" in comparison_report.losses_table(content)
+
+
 def test_the_other_tables_and_the_remarks(content):
     sweep = comparison_report.sweep_table(content).splitlines()
     assert sweep[0] == "| optimizer | 0.1 | 0.2 | 0.4 |"
@@ -99,12 +105,12 @@ def test_the_other_tables_and_the_remarks(content):
 
 
 def test_a_report_can_be_drawn_again(content, tmp_path, capsys):
-    comparison_report.write(tmp_path, "nano", content)
+    comparison_report.write(tmp_path, content)
     names = {path.name for path in tmp_path.iterdir()}
     figures = {f"{name}.{suffix}" for name in comparison_report.FIGURES for suffix in ("png", "svg")}
     assert names == {"README.md", "comparison.json", *figures}
     text = (tmp_path / "README.md").read_text()
-    for heading in ("# Comparison: nano", "## Validation loss", "## By learning rate", "## Time and memory"):
+    for heading in ("# Comparison: nano --steps 10", "## Validation loss", "## By learning rate", "## Time and memory"):
         assert heading in text
     (tmp_path / "README.md").unlink()
     assert comparison_report.main([str(tmp_path)]) == 0
