@@ -122,6 +122,10 @@ def plan(options: Options, overrides: list[str]) -> Comparison:
         raise RunError("--seeds, --jobs and --efficiency-steps must be at least 1")
     config = configs.parse(["--config", options.config, *overrides])
     check(config)
+    if config.resume or config.overwrite:
+        raise RunError(
+            "a comparison goes on where it was by itself: leave --resume and --overwrite out, or give a --name"
+        )
     optimizers = [name.strip() for name in options.optimizers.split(",") if name.strip()]
     known = comparison_report.NAMES
     for name in optimizers:

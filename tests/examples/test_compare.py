@@ -132,6 +132,7 @@ def test_every_optimizer_has_a_name_and_a_colour_of_its_own():
         (["--learning-rates", "1e-3;2e-3"], "--learning-rates: numbers separated by commas"),
         (["--learning-rates", "-1"], "--learning-rates must be positive"),
         (["--learning-rates", "lion:1"], "'lion' is none of the optimizers adamw, muon"),
+        (["--resume"], "goes on where it was by itself"),
         (["--seeds", "0"], "must be at least 1"),
         (["--name", "a/b"], "plain folder name"),
         (["--config", "huge"], "--config must be one of"),
