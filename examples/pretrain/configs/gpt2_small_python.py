@@ -7,7 +7,8 @@ The model of ``gpt2_small`` on a corpus that is made on the spot: a vocabulary a
 standard library and every installed package. 131 million tokens an arm. Not measured yet: there was no GPU at hand.
 """
 
-from ..config import Config, DataConfig, ModelConfig
+from ..config import Config, DataConfig
+from . import gpt2_small
 
 config = Config(
     config="gpt2_small_python",
@@ -18,15 +19,6 @@ config = Config(
     warmup_steps=100,
     evaluate_every=100,
     checkpoint_every=500,
-    model=ModelConfig(
-        family="gpt2",
-        layers=12,
-        width=768,
-        heads=12,
-        mlp_width=3072,
-        context=1024,
-        vocabulary=50_304,
-        norm_epsilon=1e-5,
-    ),
+    model=gpt2_small.config.model,
     data=DataConfig(include_site_packages=True, vocabulary=50_257, validation_tokens=524_288),
 )
