@@ -219,7 +219,7 @@ def run_all(comparison: Comparison, arms: list[Arm], console: Console) -> None:
                     free.append(place)
                     progress.remove_task(task)
                     if process.returncode in STOPPED:
-                        raise Stopped(f"{arm.name} was stopped", signal.SIGTERM)
+                        raise Stopped(f"{arm.name} was stopped; the same command goes on from there", signal.SIGTERM)
                     result = finished(comparison.folder / arm.name) or failure(comparison, arm, process.returncode)
                     record(comparison, arm, result, console, "")
                 elif console.is_terminal:
@@ -232,13 +232,14 @@ def ending_together(running: dict[Arm, tuple[subprocess.Popen, int, TaskID]]) ->
     """Leaving early, by SIGTERM or Ctrl-C too, stops the arms that are running, which save."""
 
     def stop(number: int, frame: Any) -> None:
-        raise Stopped("stopped", number)
+        raise Stopped("stopped; the same command goes on from there", number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         for process, _, _ in running.values():
             process.terminate()
         for process, _, _ in running.values():

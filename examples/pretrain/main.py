@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except Stopped as stopped:
-        print(f"{stopped}; the same command with --resume goes on from there", file=sys.stderr)
+        print(stopped, file=sys.stderr)
         return 128 + stopped.signal_number
     except KeyboardInterrupt:
         print("stopped; the same command with --resume goes on from the last checkpoint", file=sys.stderr)

@@ -150,8 +150,11 @@ class Trainer:
                 self.state, metrics = self.step(self.state, next(self.batches))
                 pending.append(metrics)
                 last = done == config.steps
+                stopping = (
+                    self.stopping
+                )  # read once: the signal may come at any moment, and saving must go with leaving
                 evaluates = last or done % config.evaluate_every == 0
-                saves = last or self.stopping is not None or done % config.checkpoint_every == 0
+                saves = last or stopping is not None or done % config.checkpoint_every == 0
                 if evaluates or saves or done % config.log_every == 0:
                     clock = self._write(done, pending, clock, log, bar, console)
                     pending = []
@@ -161,8 +164,11 @@ class Trainer:
                     if saves:
                         self.checkpoints.save(done, self.state, self.batches.get_state())
                     clock += time.perf_counter() - before
-                if self.stopping is not None and not last:
-                    raise Stopped(f"stopped after step {done:,}, saved", self.stopping)
+                if stopping is not None and not last:
+                    raise Stopped(
+                        f"stopped after step {done:,}, saved; the same command with --resume goes on from there",
+                        stopping,
+                    )
         assert score is not None
         return score
 
@@ -203,7 +209,7 @@ class Trainer:
 
 
 class Stopped(Exception):
-    """A signal asked to stop, and everything is saved."""
+    """A signal asked to stop, and everything is saved; the text says how to go on."""
 
     def __init__(self, what: str, signal_number: int):
         super().__init__(what)

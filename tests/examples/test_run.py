@@ -192,13 +192,7 @@ def test_a_loss_that_is_no_number_ends_the_run(finished, tmp_path, monkeypatch, 
     assert "try a --learning-rate below 1e+30" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
-def test_a_signal_saves_and_leaves(finished, tmp_path, monkeypatch, capsys, number, status):
-    run, arguments, _ = finished
-    monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(number)
+def signal_in_a_step(patch, number: int) -> None:
     whole, calls = train.make_train_step, iter(range(5))
 
     def make(*args):
@@ -211,13 +205,40 @@ def test_a_signal_saves_and_leaves(finished, tmp_path, monkeypatch, capsys, numb
 
         return counted
 
+    patch.setattr(train, "make_train_step", make)
+
+
+def signal_while_logging(patch, number: int) -> None:
+    whole, calls = train.Log.write, iter(range(4))
+
+    def write(log, records):
+        if next(calls, None) == 3:
+            os.kill(os.getpid(), number)
+        whole(log, records)
+
+    patch.setattr(train.Log, "write", write)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "send", "after"),
+    [
+        (signal.SIGTERM, 143, signal_in_a_step, 5),
+        pytest.param(signal.SIGINT, 130, signal_in_a_step, 5, marks=pytest.mark.slow),
+        # The writes are those of the first score, step 3, step 6 and its score: step 7 is the first to know.
+        pytest.param(signal.SIGTERM, 143, signal_while_logging, 7, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_saves_and_leaves(finished, tmp_path, monkeypatch, capsys, number, status, send, after):
+    run, arguments, _ = finished
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(number)
     with monkeypatch.context() as patch:
-        patch.setattr(train, "make_train_step", make)
+        send(patch, number)
         assert main.main(arguments) == status
     assert signal.getsignal(number) == before
-    assert "stopped after step 5, saved; the same command with --resume" in capsys.readouterr().err
+    assert f"stopped after step {after}, saved; the same command with --resume" in capsys.readouterr().err
     part = tmp_path / "runs" / run.name
-    assert "5" in files(part / "checkpoints")
+    assert str(after) in files(part / "checkpoints")
     assert not (part / "result.json").exists()
     assert main.main([*arguments, "--resume"]) == 0
     assert losses(part) == losses(run)
