@@ -43,7 +43,7 @@ def draw(folder: Path, content: dict[str, Any]) -> list[str]:
     """The figures that the data allows; returns their names."""
     drawn = []
     for name, paint in zip(FIGURES, (draw_losses, draw_learning_rates, draw_rows), strict=True):
-        figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+        figure = Figure(figsize=(6.0, 3.4), layout="constrained")
         if paint(figure.add_subplot(), content):
             for suffix in ("png", "svg"):
                 figure.savefig(
@@ -184,11 +184,12 @@ def markdown(content: dict[str, Any], table: str, drawn: Sequence[str]) -> str:
 
 
 def frame(axes: Axes) -> None:
-    """Few lines, and a legend without a box."""
+    """Few lines, and a legend beside them, without a box."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8, frameon=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def draw_losses(axes: Axes, content: dict[str, Any]) -> bool:
