@@ -61,9 +61,9 @@ class Checkpoints:
                 items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
                 return self._manager.restore(step, args=items)["state"], facts["data"]
         except Exception as error:  # Orbax, Tensorstore and JSON each have their own
-            raise RunError(
-                f"cannot restore {folder}, it is damaged ({first_line(error)}): delete it to go back to an earlier one"
-            ) from error
+            more = len(self.steps()) > 1
+            way_out = "delete it to go back to an earlier one" if more else "there is no other, the run must begin anew"
+            raise RunError(f"cannot restore {folder}, it is damaged ({first_line(error)}): {way_out}") from error
         name = next(k for k in [*stored, *expected] if stored.get(k) != expected.get(k))
         raise RunError(
             f"cannot restore {folder}, it is of another model or optimizer: {name} is {stored.get(name, 'absent')} "

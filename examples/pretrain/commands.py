@@ -49,6 +49,8 @@ class Generate:
     """Step of the checkpoint; None: the newest."""
     prompt: str | None = None
     """The text; None: the run's."""
+    tokens: Path | None = None
+    """Folder of the token files, where they are no longer where they were."""
     sample_tokens: int = 160
     """Length of the continuation."""
     samples: int = 1
@@ -67,6 +69,8 @@ class Export:
     """Folder of the run: runs/<name>."""
     output: Path
     """Folder to write."""
+    tokens: Path | None = None
+    """Folder of the token files, where they are no longer where they were."""
     step: int | None = None
     """Step of the checkpoint; None: the newest."""
 
@@ -96,6 +100,8 @@ def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> T
     dataset = data.load(tokens or where)
     if tokens is None and dataset.manifest["fingerprint"] != fingerprint:
         raise RunError(f"{where} holds other text than {folder} was trained on: --tokens names a folder to use instead")
+    if dataset.manifest["tokenizer_sha256"] != run["data"].get("tokenizer_sha256"):
+        raise RunError(f"{dataset.folder} was made with another tokenizer than the text of {folder}")
     checkpoints = Checkpoints(folder / "checkpoints", config.keep_checkpoints)
     found = step if step is not None else checkpoints.latest_step()
     if found is None or found not in checkpoints.steps():
@@ -117,6 +123,8 @@ def placement() -> jax.sharding.Sharding:
 def evaluate(arguments: Sequence[str]) -> None:
     """``python -m examples.pretrain evaluate runs/name``."""
     options = tyro.cli(Evaluate, args=list(arguments), prog="python -m examples.pretrain evaluate")
+    if options.validation_tokens is not None and options.validation_tokens < 1:
+        raise RunError(f"--validation-tokens must be at least 1, got {options.validation_tokens}")
     trained = load(options.run, options.step, options.tokens)
     config, dataset = trained.config, trained.dataset
     count = options.validation_tokens or config.data.validation_tokens
@@ -132,9 +140,11 @@ def evaluate(arguments: Sequence[str]) -> None:
 def generate(arguments: Sequence[str]) -> None:
     """``python -m examples.pretrain generate runs/name --prompt "def "``."""
     options = tyro.cli(Generate, args=list(arguments), prog="python -m examples.pretrain generate")
-    if options.sample_tokens < 1 or options.samples < 1 or options.temperature < 0:
-        raise RunError("--sample-tokens and --samples must be at least 1, --temperature 0 or more")
-    trained = load(options.run, options.step)
+    if options.sample_tokens < 1 or options.samples < 1 or not 0 <= options.temperature < float("inf"):
+        raise RunError("--sample-tokens and --samples must be at least 1, --temperature a finite number, 0 or more")
+    if not 0 <= options.seed < 2**31:
+        raise RunError(f"--seed must lie in 0..2^31, got {options.seed}")
+    trained = load(options.run, options.step, options.tokens)
     for number in range(options.samples):
         text = continuation(
             trained.graphdef,
@@ -152,7 +162,7 @@ def generate(arguments: Sequence[str]) -> None:
 def export(arguments: Sequence[str]) -> None:
     """``python -m examples.pretrain export runs/name --output folder``."""
     options = tyro.cli(Export, args=list(arguments), prog="python -m examples.pretrain export")
-    trained = load(options.run, options.step)
+    trained = load(options.run, options.step, options.tokens)
     vocabulary = trained.config.model.vocabulary or trained.dataset.vocabulary
     model = dataclasses.replace(trained.config.model, vocabulary=vocabulary)
     hugging_face.save_hf(options.output, model, vocabulary, jax.device_get(trained.params))

@@ -31,7 +31,7 @@ from examples.analysis import comparison_report
 from . import configs, data
 from .config import Config, RunError, check
 from .logs import read_lines, write_json
-from .train import Stopped
+from .processes import Stopped, on_signals
 
 ROOT = Path(__file__).parents[2]
 STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT}
@@ -110,6 +110,8 @@ def main(arguments: Sequence[str]) -> None:
     run_all(comparison, others, console)
     efficiency = measure_efficiency(comparison, console) if options.efficiency else None
     report(comparison, best, efficiency, shlex.join(arguments), console)
+    if not best:
+        raise RunError("no arm came to its end: every learning rate was too high, or see the reasons above")
 
 
 def plan(options: Options, overrides: list[str]) -> Comparison:
@@ -219,7 +221,9 @@ def run_all(comparison: Comparison, arms: list[Arm], console: Console) -> None:
                     free.append(place)
                     progress.remove_task(task)
                     if process.returncode in STOPPED:
-                        raise Stopped(f"{arm.name} was stopped; the same command goes on from there", signal.SIGTERM)
+                        code = process.returncode
+                        why = f"{arm.name} was stopped; the same command goes on from there"
+                        raise Stopped(why, -code if code < 0 else code - 128)
                     result = finished(comparison.folder / arm.name) or failure(comparison, arm, process.returncode)
                     record(comparison, arm, result, console, "")
                 elif console.is_terminal:
@@ -231,15 +235,13 @@ def run_all(comparison: Comparison, arms: list[Arm], console: Console) -> None:
 def ending_together(running: dict[Arm, tuple[subprocess.Popen, int, TaskID]]) -> Iterator[None]:
     """Leaving early, by SIGTERM or Ctrl-C too, stops the arms that are running, which save."""
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(number: int) -> None:
         raise Stopped("stopped; the same command goes on from there", number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        with on_signals(stop):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for process, _, _ in running.values():
             process.terminate()
         for process, _, _ in running.values():

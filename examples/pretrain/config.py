@@ -115,7 +115,7 @@ class MatrixConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Train a language model, and see what the optimizer makes of it.
+    """Train a language model, and see what the optimizer makes of it (other commands: ``help``).
 
     Writes to two folders only: data/, and runs/<name>/ with run.json, parameters.txt, log.jsonl, checkpoints/, loss.png
     and sample.txt.
@@ -272,9 +272,14 @@ def check(config: Config) -> None:
     for key in POSITIVE:
         if not 0 < flat[key] < float("inf"):
             raise RunError(f"{flag(key)} must be a positive number, got {flat[key]}")
-    for key in ("weight_decay", "temperature", "matrix.momentum", "adam_b1", "adam_b2"):
+    for key in ("weight_decay", "temperature"):
         if not 0 <= flat[key] < float("inf"):
-            raise RunError(f"{flag(key)} must be 0 or more, got {flat[key]}")
+            raise RunError(f"{flag(key)} must be a finite number, 0 or more, got {flat[key]}")
+    for key in ("matrix.momentum", "adam_b1", "adam_b2"):
+        if not 0 <= flat[key] < 1:
+            raise RunError(f"{flag(key)} must lie in 0..1, 1 excluded, got {flat[key]}")
+    if config.seed >= 2**31:
+        raise RunError(f"--seed must be below 2^31, got {config.seed}")
     if config.warmup_steps >= config.steps:
         raise RunError(f"--warmup-steps {config.warmup_steps} must be smaller than --steps {config.steps}")
     if config.micro_batch and config.batch_size % config.micro_batch:

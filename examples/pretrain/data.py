@@ -77,6 +77,8 @@ def load(folder: Path) -> Dataset:
     Raises:
         RunError: where a file is missing, cut short, or belongs to another tokenizer.
     """
+    if not (folder / "manifest.json").exists():
+        raise RunError(f"there are no token files in {folder}: it has no manifest.json")
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         tokenizer = load_tokenizer(folder / "tokenizer.json")
@@ -90,7 +92,9 @@ def load(folder: Path) -> Dataset:
         dataset = Dataset(folder, manifest, tokens["train"], tokens["validation"], tokenizer, offsets)
         largest, rows = dataset.largest_token, dataset.vocabulary
     except Exception as error:  # `tokenizers` raises bare Exception
-        raise RunError(f"cannot read the token files ({one_line(error)}): delete {folder} to make them anew") from error
+        raise RunError(
+            f"cannot read the token files ({one_line(error)}): delete {folder} and prepare them anew"
+        ) from error
     for name, (found, expected) in sizes.items():
         if found != expected:
             raise RunError(

@@ -149,6 +149,7 @@ def main(arguments: Sequence[str]) -> None:
             raise RunError(f"--optimizers must be of {', '.join(OPTIMIZERS)}, got {name!r}")
     if not names or options.steps < 1:
         raise RunError("--optimizers must name at least one, --steps must be at least 1")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True)
     dataset = data.open_corpus(config.data, console.print)
     in_turns = jax.default_backend() == "cpu"

@@ -138,6 +138,20 @@ def trackers(config: Config, start: int) -> list[Tracker]:
     return found
 
 
+def check_trackers(config: Config) -> None:
+    """Refuse trackers whose package is not there.
+
+    Raises:
+        RunError: naming the package.
+    """
+    for package, flag, wanted in (
+        ("tensorboardX", "--tensorboard", config.tensorboard),
+        ("wandb", "--wandb", config.wandb),
+    ):
+        if wanted:
+            optional_package(package, flag)
+
+
 def optional_package(name: str, wanted_by: str) -> Any:
     """The module ``name``.
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from . import commands, compare, configs, efficiency, run
 from .config import RunError, check
 from .prepare import command as prepare
-from .train import Stopped
+from .processes import Stopped
 
 USAGE = """\
 usage: python -m examples.pretrain [COMMAND] ...
@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise RunError(f"there is no command {word!r}: it must be one of {', '.join(actions)}, help")
         actions[word](arguments)
     except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a full disk, a folder that may not be written, a file where a folder should be
         print(f"error: {error}", file=sys.stderr)
         return 1
     except Stopped as stopped:

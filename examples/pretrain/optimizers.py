@@ -14,7 +14,7 @@ import optax
 
 from normpre_optax import MatrixDims, default_matrix_dims, explain, mano, muon, normpre_g, normpre_l
 
-from .config import Config
+from .config import Config, RunError
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
@@ -30,7 +30,11 @@ OPTIMIZERS = {"adamw": adamw, "muon": muon, "mano": mano, "normpre_g": normpre_g
 
 
 def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTransformationExtraArgs:
-    """Clipping, then the optimizer that ``config`` names, with those of its settings that it has."""
+    """Clipping, then the optimizer that ``config`` names, with those of its settings that it has.
+
+    Raises:
+        RunError: where the optimizer refuses a setting.
+    """
     factory = OPTIMIZERS[config.optimizer]
     matrix = config.matrix
     settings = {
@@ -47,7 +51,10 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         peak = lambda t: matrix.muon_ratio * learning_rate(t)  # noqa: E731
         settings["adam_learning_rate"] = learning_rate
     accepted = inspect.signature(factory).parameters
-    optimizer = factory(peak, **{name: value for name, value in settings.items() if name in accepted})
+    try:
+        optimizer = factory(peak, **{name: value for name, value in settings.items() if name in accepted})
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{config.optimizer} refuses its --matrix settings: {error}") from error
     return optax.with_extra_args_support(optax.chain(clip(config.clip, config.clip_norm), optimizer))
 
 

@@ -3,11 +3,8 @@
 
 import json
 import shutil
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import jax
 from rich.console import Console
@@ -20,6 +17,7 @@ from .config import Config, Diverged, RunError, differences, to_dict
 from .evaluate import Score
 from .generate import generate
 from .optimizers import parameter_table
+from .processes import LOCK, lock, on_signals
 from .train import Trainer, compute_dtype
 
 
@@ -34,6 +32,8 @@ def stored(config: Config) -> dict[str, Any] | None:
         if config.resume:
             raise RunError(f"there is no run in {folder}: leave --resume out to begin it, or check --name")
         return None
+    if not file.exists() and {path.name for path in folder.iterdir()} <= {LOCK, "run.json.partial"}:
+        return None  # stopped before there was anything to go on with
     if config.overwrite:
         if not file.exists() and any(folder.iterdir()):
             raise RunError(f"{folder} is not a run (no run.json in it): --overwrite will not delete it")
@@ -60,19 +60,18 @@ def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Sc
             f"cannot resume {config.run_folder}: it was trained on other text ({stored['data']['folder']}, "
             f"now {dataset.folder})"
         )
-    if config.overwrite:
-        shutil.rmtree(config.run_folder, ignore_errors=True)
-    config.run_folder.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(config.run_folder / "checkpoints", config.keep_checkpoints)
-    trainer = Trainer(config, dataset, checkpoints)
+    trainer = Trainer(config, dataset)  # refuses what cannot run, before anything is touched
+    logs.check_trackers(config)
+    held = hold(config)
     introduce(config, stored, dataset, trainer, console)
-    trainer.resume()
-    if config.resume:
+    checkpoints = Checkpoints(config.run_folder / "checkpoints", config.keep_checkpoints)
+    trainer.resume(checkpoints)
+    if stored:
         console.print(f"Going on after step {trainer.start:,}" if trainer.start else "No checkpoint: from the start")
     log = logs.Log(config.run_folder / "log.jsonl", trainer.start, logs.trackers(config, trainer.start))
     try:
-        with saving_on_signals(trainer):
-            score = trainer.run(log, console)
+        with on_signals(trainer.stop):
+            score = trainer.run(log, checkpoints, console)
     except Diverged as error:
         store_result(config, {"diverged": str(error)})
         raise
@@ -86,27 +85,27 @@ def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Sc
         f"steps of {config.optimizer}; {time.perf_counter() - began:.0f} s in all.\n"
         f"Log, plot, sample and checkpoint: {config.run_folder}/"
     )
+    if held:
+        held.close()
     return score
 
 
-@contextmanager
-def saving_on_signals(trainer: Trainer) -> Iterator[None]:
-    """While inside, SIGTERM and a first Ctrl-C let the step end, save, and leave; a second Ctrl-C leaves at once."""
+def hold(config: Config) -> IO[bytes] | None:
+    """Make the run's folder, empty with ``--overwrite``, and keep other processes out of it.
 
-    def stop(number: int, frame: Any) -> None:
-        if trainer.stopping is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        trainer.stop(number)
-
-    try:
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread, which alone gets signals
-        before = {}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    Raises:
+        RunError: where another process is at work in it.
+    """
+    folder = config.run_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    held = lock(folder)
+    if config.overwrite:
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink()
+    return held
 
 
 def store_result(config: Config, result: dict[str, Any]) -> None:

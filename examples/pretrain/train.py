@@ -19,6 +19,7 @@ from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token
 from .health import Watch
 from .logs import Bar, Log
 from .optimizers import make_optimizer, row_norms
+from .processes import Stopped
 from .throughput import flops_per_token, peak_flops
 
 FINAL_FRACTION = 0.1
@@ -94,8 +95,8 @@ def make_train_step(
 class Trainer:
     """A run ready to go: model, optimizer, data position, evaluation; ``start`` updates are behind it."""
 
-    def __init__(self, config: Config, dataset: data.Dataset, checkpoints: Checkpoints):
-        self.config, self.checkpoints = config, checkpoints
+    def __init__(self, config: Config, dataset: data.Dataset):
+        self.config = config
         context = config.model.context
         self.batches = data.training_batches(dataset, context=context, batch_size=config.batch_size, seed=config.seed)
         sequences = data.validation_sequences(dataset, context=context, count=config.data.validation_tokens)
@@ -115,11 +116,11 @@ class Trainer:
         self.start = 0
         self.stopping: int | None = None
 
-    def resume(self) -> None:
+    def resume(self, checkpoints: Checkpoints) -> None:
         """Go to the newest checkpoint, where there is one."""
-        latest = self.checkpoints.latest_step()
+        latest = checkpoints.latest_step()
         if latest is not None:
-            self.state, data_state = self.checkpoints.restore(latest, self.state)
+            self.state, data_state = checkpoints.restore(latest, self.state)
             self.batches.set_state(data_state)
             self.start = latest
 
@@ -127,7 +128,7 @@ class Trainer:
         """Ask the loop to save and leave after the step it is in, because of the signal ``number``."""
         self.stopping = number
 
-    def run(self, log: Log, console: Console) -> Score:
+    def run(self, log: Log, checkpoints: Checkpoints, console: Console) -> Score:
         """Update until ``config.steps``, logging, evaluating and saving on the way; returns the last score.
 
         Raises:
@@ -162,7 +163,7 @@ class Trainer:
                     if evaluates:
                         score = self._evaluate(done, log, console)
                     if saves:
-                        self.checkpoints.save(done, self.state, self.batches.get_state())
+                        checkpoints.save(done, self.state, self.batches.get_state())
                     clock += time.perf_counter() - before
                 if stopping is not None and not last:
                     raise Stopped(
@@ -206,14 +207,6 @@ class Trainer:
         log.write([{"step": done, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte, **rows}])
         console.print(f"step {done:>6,}  validation loss {score.loss:.4f}  {score.bits_per_byte:.3f} bits per byte")
         return score
-
-
-class Stopped(Exception):
-    """A signal asked to stop, and everything is saved; the text says how to go on."""
-
-    def __init__(self, what: str, signal_number: int):
-        super().__init__(what)
-        self.signal_number = signal_number
 
 
 def micro_batches(config: Config) -> int:

@@ -3,6 +3,7 @@
 
 import gzip
 import json
+import os
 import random
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from examples.pretrain import data
 from examples.pretrain.config import RunError
 from examples.pretrain.prepare import command, sources, token_files
 from examples.pretrain.prepare.tokenizer import byte_lengths, end_of_text, find_tokenizer, train_tokenizer
+from examples.pretrain.processes import Stopped
 
 WORDS = (
     "the",
@@ -264,6 +266,29 @@ def test_a_stopped_preparation_goes_on_to_the_same_bytes(
     run(*options, tmp_path / "parts")
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     assert ("Going on after" in capsys.readouterr().out) == (batches > 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_preparation_after_its_batch(tmp_path, small_batches, monkeypatch, capsys, number):
+    lines = save_lines(tmp_path / "t.jsonl", TEXTS)
+    options = ("jsonl", lines, "--vocabulary", 300, "--output")
+    run(*options, tmp_path / "whole")
+    calls, whole = iter(range(3)), token_files.Writer.append
+
+    def append(writer, documents, position):
+        if next(calls, None) == 2:
+            os.kill(os.getpid(), number)
+        whole(writer, documents, position)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_files.Writer, "append", append)
+        with pytest.raises(Stopped, match="the same command goes on from there") as stopped:
+            run(*options, tmp_path / "parts")
+    assert stopped.value.signal_number == number
+    capsys.readouterr()
+    run(*options, tmp_path / "parts")
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert "Going on after" in capsys.readouterr().out
 
 
 def test_a_streamed_data_set_goes_on_where_it_stopped(tmp_path, byte_level, small_batches, monkeypatch):

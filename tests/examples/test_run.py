@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command from beginning to end, stopped, continued, refused."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from examples.pretrain import configs, main, train
+from examples.pretrain import configs, main, processes, train
+from examples.pretrain import run as run_module
 from examples.pretrain.logs import read_lines
+from examples.pretrain.prepare import python_source
 
 STEPS = ["--steps", "12", "--warmup-steps", "2", "--checkpoint-every", "4", "--evaluate-every", "6", "--log-every", "3"]
 SMALLEST = ["--model.layers", "1", "--model.width", "16", "--model.mlp-width", "32", "--batch-size", "4"]
@@ -56,7 +59,7 @@ def test_a_run_leaves_its_folder_and_nothing_else(finished):
     run, _, said = finished
     assert files(run.parent.parent) == ["runs", "said.txt"]
     assert files(run) == [
-        *("checkpoints", "log.jsonl", "loss.png", "parameters.txt", "result.json", "run.json", "sample.txt")
+        *("checkpoints", "lock", "log.jsonl", "loss.png", "parameters.txt", "result.json", "run.json", "sample.txt")
     ]
     assert files(run / "checkpoints") == ["12", "8"]
     lines = losses(run)
@@ -124,6 +127,38 @@ def test_a_finished_run_resumed_is_left_as_it_is(copy, capsys):
     assert main.main([*arguments, "--resume", "--sample-tokens", "3"]) == 0
     assert losses(run) == before
     assert f"Final validation loss {before[-1]['validation_loss']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [[], ["--resume"], ["--overwrite"]])
+def test_what_was_stopped_before_it_began_is_in_nobodys_way(finished, tmp_path, monkeypatch, flags):
+    run, arguments, _ = finished
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / run.name
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    config = configs.parse([*arguments, *flags])
+    assert run_module.stored(config) is None
+
+
+def test_overwrite_deletes_nothing_before_everything_is_checked(copy, capsys):
+    run, arguments = copy
+    before = files(run)
+    for bad in (["--matrix.ns-coefficients", "none"], ["--model.vocabulary", "3"], ["--batch-size", "9999999"]):
+        refused([*arguments, "--overwrite", *bad], capsys)
+        assert files(run) == before
+
+
+def test_one_process_at_a_time(copy, capsys):
+    run, arguments = copy
+    with processes.lock(run):
+        assert "another process is writing" in refused([*arguments, "--resume"], capsys)
+    assert main.main([*arguments, "--resume"]) == 0
+
+
+def test_what_the_system_refuses_is_one_line(finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert "file" in refused([*finished[1], "--runs-folder", "file"], capsys)
 
 
 def test_overwrite_begins_anew(copy):
@@ -309,7 +344,15 @@ def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, capsys):
     assert "no checkpoint of step 5" in refused(["generate", str(run), "--step", "5"], capsys)
     assert "there are 8, 12" in refused(["generate", str(run), "--step", "5"], capsys)
     assert "--samples must be at least 1" in refused(["generate", str(run), "--samples", "0"], capsys)
-    assert "cannot read the token files" in refused(["evaluate", str(run), "--tokens", str(tmp_path / "no")], capsys)
+    assert "there are no token files in" in refused(["evaluate", str(run), "--tokens", str(tmp_path / "no")], capsys)
+    assert "--validation-tokens must be" in refused(["evaluate", str(run), "--validation-tokens", "0"], capsys)
+    assert "--temperature a finite number" in refused(["generate", str(run), "--temperature", "nan"], capsys)
+
+
+def test_text_of_another_tokenizer_is_refused(copy, data_config, capsys):
+    run, _ = copy
+    other = python_source.prepare(dataclasses.replace(data_config, vocabulary=400), print)
+    assert "made with another tokenizer" in refused(["evaluate", str(run), "--tokens", str(other)], capsys)
 
 
 def test_a_diverged_run_says_so_in_its_result(finished, tmp_path, monkeypatch, capsys):

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from tokenizers import Tokenizer
 
 from ..config import RunError
+from ..processes import Stopped, on_signals
 from . import python_source, token_files
 from .sources import (
     JSON_SUFFIXES,
@@ -280,19 +282,30 @@ def main(arguments: Sequence[str]) -> None:
         description="Write a corpus as token files. `prepare CORPUS --help` lists the options.",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+    stopping: list[int] = []
     try:
-        prepare(corpus, Console(markup=False, highlight=False, soft_wrap=True))
-    except KeyboardInterrupt as stop:
-        raise RunError("stopped; the same command goes on from there") from stop
+        with on_signals(stopping.append):
+            prepare(corpus, Console(markup=False, highlight=False, soft_wrap=True), stopping)
+    except KeyboardInterrupt:
+        raise Stopped(HOW_TO_GO_ON, signal.SIGINT) from None
     except OSError as error:  # a full disk, a folder that may not be written
         raise RunError(f"cannot prepare the corpus ({one_line(error)})") from error
 
 
-def prepare(corpus: Corpus, console: Console) -> Path:
+HOW_TO_GO_ON = "stopped; the same command goes on from there"
+
+
+def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> Path:
     """The folder of token files of a corpus, made or finished.
+
+    Args:
+        corpus: which, and how.
+        console: for progress.
+        stopping: gets a signal's number when one asks to stop; heeded after every batch of documents.
 
     Raises:
         RunError: where the folder exists, the options make no sense, or the text cannot be had.
+        Stopped: after such a signal.
     """
     check(corpus)
     name = next(name for name, kind in CORPORA.items() if kind is type(corpus))
@@ -311,7 +324,13 @@ def prepare(corpus: Corpus, console: Console) -> Path:
             console.print(f"Going on after {documents(writer):,} documents: {partial}")
         streams = corpus.streams()
         with Meter(console, writer, expected(streams, limits)) as meter:
-            token_files.fill(writer, streams, meter.update)
+
+            def report(writer: token_files.Writer) -> None:
+                meter.update(writer)
+                if stopping:
+                    raise Stopped(HOW_TO_GO_ON, stopping[0])
+
+            token_files.fill(writer, streams, report)
         writer.finish(folder, corpus.about())
     finally:
         writer.close()

@@ -270,7 +270,9 @@ def import_arrow() -> Any:
 
 def text_of(row: Any, field: str, where: str) -> str:
     """The text of a record; none counts as empty, and halves of surrogate pairs, which UTF-8 lacks, become "?"."""
-    if not isinstance(row, dict) or not isinstance(row.get(field, 0), str | None):
+    if isinstance(row, dict) and field in row and not isinstance(row[field], str | None):
+        raise RunError(f"{where} has no text in the field {field!r}, but a {type(row[field]).__name__}")
+    if not isinstance(row, dict) or field not in row:
         fields = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
         raise RunError(f"{where} has no text in the field {field!r} (there are: {fields}); --field names another")
     return (row[field] or "").encode("utf-8", "replace").decode()

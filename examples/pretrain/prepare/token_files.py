@@ -22,6 +22,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from ..config import RunError
+from ..processes import LOCK, lock
 from .sources import Stream, Texts
 from .tokenizer import end_of_text, load_tokenizer, vocabulary_of
 
@@ -29,7 +30,6 @@ SPLITS = ("train", "validation")
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 4_000_000
 STATE = "state.json"
-LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -280,25 +280,6 @@ def reopen(path: Path, size: int) -> IO[bytes]:
         file.close()
         raise RunError(f"{path} is shorter than its {STATE} says: --overwrite begins anew")
     file.truncate(size)
-    return file
-
-
-def lock(folder: Path) -> IO[bytes] | None:
-    """Hold the folder for this process until the file is closed; on Windows, which lacks such locks, nothing.
-
-    Raises:
-        RunError: where another process holds it.
-    """
-    if os.name != "posix":
-        return None
-    import fcntl
-
-    file = (folder / LOCK).open("wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise RunError(f"another process is writing {folder}") from error
     return file
 
 

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals that ask to stop, and folders that only one process may write to."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from .config import RunError
+
+
+class Stopped(Exception):
+    """A signal asked to stop, and everything is saved; the text says how to go on."""
+
+    def __init__(self, what: str, signal_number: int):
+        super().__init__(what)
+        self.signal_number = signal_number
+
+
+@contextmanager
+def on_signals(stop: Callable[[int], None]) -> Iterator[None]:
+    """While inside, SIGTERM and a first Ctrl-C call ``stop`` with their number; a second Ctrl-C leaves at once."""
+    seen = []
+
+    def handle(number: int, frame: Any) -> None:
+        if seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        seen.append(number)
+        stop(number)
+
+    try:
+        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread, which alone gets signals
+        before = {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def lock(folder: Path) -> IO[bytes] | None:
+    """Hold the folder for this process until the file is closed; on Windows, which lacks such locks, nothing.
+
+    Raises:
+        RunError: where another process holds it.
+    """
+    if os.name != "posix":
+        return None
+    import fcntl
+
+    file = (folder / LOCK).open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise RunError(f"another process is writing {folder}") from error
+    return file
+
+
+LOCK = "lock"
