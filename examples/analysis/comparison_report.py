@@ -27,6 +27,12 @@ NAMES = {
 }
 OURS = frozenset({"normpre_g", "normpre_l"})
 FIGURES = ("losses", "learning_rates", "rows")
+CAPTIONS = {
+    "losses": "Validation loss at the best learning rates, mean over seeds; band: from the lowest to the highest; thin: "
+    "training loss. The first tenth of the steps is left out.",
+    "learning_rates": "Best validation loss at seed 0.",
+    "rows": "Mean length of a hidden matrix's row (the weights of one output), at the best learning rates, seed 0.",
+}
 SHOWN_FROM_SHARE = 0.1
 
 
@@ -171,7 +177,7 @@ def markdown(content: dict[str, Any], table: str, drawn: Sequence[str]) -> str:
     ]
     if len({arm["learning_rate"] for arm in content["arms"]}) > 1:
         parts += ["## By learning rate, seed 0\n", sweep_table(content)]
-    parts += [f"![{name.replace('_', ' ')}]({name}.png)\n" for name in drawn]
+    parts += [f"![{name.replace('_', ' ')}]({name}.png)\n\n{CAPTIONS[name]}\n" for name in drawn]
     if content["efficiency"]:
         measured = content["efficiency"]
         parts += [
