@@ -28,8 +28,8 @@ NAMES = {
 OURS = frozenset({"normpre_g", "normpre_l"})
 FIGURES = ("losses", "learning_rates", "rows")
 CAPTIONS = {
-    "losses": "Validation loss at the best learning rates, mean over seeds; band: from the lowest to the highest; thin: "
-    "training loss. The first tenth of the steps is left out.",
+    "losses": "Validation loss at the best learning rates, mean over seeds; band: from the lowest to the highest; "
+    "thin: training loss. The first tenth of the steps is left out.",
     "learning_rates": "Best validation loss at seed 0.",
     "rows": "Mean length of a hidden matrix's row (the weights of one output), at the best learning rates, seed 0.",
 }
