@@ -4,6 +4,7 @@
 import json
 import shutil
 import time
+from contextlib import nullcontext
 from typing import IO, Any
 
 import jax
@@ -62,7 +63,20 @@ def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Sc
         )
     trainer = Trainer(config, dataset)  # refuses what cannot run, before anything is touched
     logs.check_trackers(config)
-    held = hold(config)
+    with hold(config) or nullcontext():
+        score = train_in_folder(config, stored, dataset, trainer, console)
+    console.print(
+        f"\nFinal validation loss {score.loss:.4f} ({score.bits_per_byte:.3f} bits per byte) after {config.steps:,} "
+        f"steps of {config.optimizer}; {time.perf_counter() - began:.0f} s in all.\n"
+        f"Log, plot, sample and checkpoint: {config.run_folder}/"
+    )
+    return score
+
+
+def train_in_folder(
+    config: Config, stored: dict[str, Any] | None, dataset: data.Dataset, trainer: Trainer, console: Console
+) -> Score:
+    """Train, and leave everything in the run's folder, which is there and held."""
     introduce(config, stored, dataset, trainer, console)
     checkpoints = Checkpoints(config.run_folder / "checkpoints", config.keep_checkpoints)
     trainer.resume(checkpoints)
@@ -80,13 +94,6 @@ def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Sc
         checkpoints.close()
     store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
     finish(config, dataset, trainer, console)
-    console.print(
-        f"\nFinal validation loss {score.loss:.4f} ({score.bits_per_byte:.3f} bits per byte) after {config.steps:,} "
-        f"steps of {config.optimizer}; {time.perf_counter() - began:.0f} s in all.\n"
-        f"Log, plot, sample and checkpoint: {config.run_folder}/"
-    )
-    if held:
-        held.close()
     return score
 
 
