@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretrain a decoder-only language model: ``python -m examples.pretrain``.
+"""Pretrain decoder-only language models, and compare optimizers on them: ``python -m examples.pretrain``.
 
-One file per concern, in the order of a run: ``config`` and ``configs/`` (what is asked for), ``prepare/`` (text to
-token files), ``data`` (token files to batches), ``models/`` (tokens to logits), ``optimizers`` (the only file here
-that knows ``normpre_optax``), ``train`` (the step and the loop), ``evaluate`` and ``generate`` (what the model has
-learned), ``checkpoint`` and ``logs`` (what stays on disk), ``main`` (the command line).
+One file per concern, in the order of a run: ``main`` (the command line), ``config`` and ``configs/`` (what is asked
+for), ``prepare/`` (text to token files), ``data`` (token files to batches), ``models/`` (tokens to logits; to and from
+Hugging Face), ``optimizers`` (the only file here that knows ``normpre_optax``), ``train`` (the step and the loop),
+``health`` (spikes and divergence), ``evaluate`` and ``generate`` (what the model has learned), ``checkpoint`` and
+``logs`` (what stays on disk), ``run`` (all of it, in one folder), ``commands`` (what one can do with a finished run).
+
+Around runs: ``compare`` (many of them, matched), ``efficiency`` and ``throughput`` (time, memory, arithmetic),
+``processes`` (signals and locks).
 """
