@@ -94,9 +94,20 @@ def main(arguments: Sequence[str]) -> None:
         Options, args=list(arguments), return_unknown_args=True, prog="python -m examples.pretrain compare"
     )
     comparison = plan(options, overrides)
-    console = Console(markup=False, highlight=False, soft_wrap=True)
+    with on_signals(stop):
+        run(comparison, shlex.join(arguments), Console(markup=False, highlight=False, soft_wrap=True))
+
+
+def stop(number: int) -> None:
+    """What a signal does at any time: the arms save, and everything that has ended is kept."""
+    raise Stopped("stopped; the same command goes on from there", number)
+
+
+def run(comparison: Comparison, arguments: str, console: Console) -> None:
+    """All arms, table 2, and the report."""
+    options = comparison.options
     data.open_corpus(comparison.config.data, console.print)  # once, before arms could make it side by side
-    begin(comparison.folder, {"config": options.config, "overrides": overrides})
+    begin(comparison.folder, {"config": options.config, "overrides": comparison.overrides})
     sweep = [Arm(name, rate, 0) for name in comparison.optimizers for rate in comparison.learning_rates[name]]
     sweep.sort(key=lambda arm: arm.learning_rate)
     console.print(
@@ -109,7 +120,7 @@ def main(arguments: Sequence[str]) -> None:
     others = [Arm(name, best[name], seed) for seed in seeds for name in comparison.optimizers if name in best]
     run_all(comparison, others, console)
     efficiency = measure_efficiency(comparison, console) if options.efficiency else None
-    report(comparison, best, efficiency, shlex.join(arguments), console)
+    report(comparison, best, efficiency, arguments, console)
     if not best:
         raise RunError("no arm came to its end: every learning rate was too high, or see the reasons above")
 
@@ -233,14 +244,9 @@ def run_all(comparison: Comparison, arms: list[Arm], console: Console) -> None:
 
 @contextmanager
 def ending_together(running: dict[Arm, tuple[subprocess.Popen, int, TaskID]]) -> Iterator[None]:
-    """Leaving early, by SIGTERM or Ctrl-C too, stops the arms that are running, which save."""
-
-    def stop(number: int) -> None:
-        raise Stopped("stopped; the same command goes on from there", number)
-
+    """Leaving early stops the arms that are running, which save."""
     try:
-        with on_signals(stop):
-            yield
+        yield
     finally:
         for process, _, _ in running.values():
             process.terminate()
@@ -255,15 +261,20 @@ def start(comparison: Comparison, arm: Arm, place: int) -> subprocess.Popen:
         shutil.rmtree(folder)  # killed before there was anything to go on with
     command = [sys.executable, "-m", "examples.pretrain", "train", *arguments_of(comparison, arm)]
     command += ["--resume"] if folder.exists() else []
-    output = (comparison.folder / f"{arm.name}.txt").open("a")
     mine = cores_of(place, comparison.options.jobs)
-    return subprocess.Popen(
-        command,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        preexec_fn=(lambda: os.sched_setaffinity(0, mine)) if mine else None,
-    )
+    with (comparison.folder / f"{arm.name}.txt").open("a") as output:
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            preexec_fn=(lambda: os.sched_setaffinity(0, mine)) if mine else None,
+        )
+
+
+def environment() -> dict[str, str]:
+    """That of this process, in which another finds this program from any folder."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
 def arguments_of(comparison: Comparison, arm: Arm) -> list[str]:
@@ -346,7 +357,8 @@ def last_step(log: Path) -> int:
 def measure_efficiency(comparison: Comparison, console: Console) -> dict[str, Any] | None:
     """The paper's table 2, measured by a process of its own; kept, so that it is measured once."""
     file = comparison.folder / "efficiency.json"
-    if not file.exists():
+    measured = json.loads(file.read_text()) if file.exists() else {"rows": {}}
+    if measured["rows"].keys() != set(comparison.optimizers):
         console.print(f"Measuring {comparison.options.efficiency_steps} steps of each optimizer")
         steps = str(comparison.options.efficiency_steps)
         command = [sys.executable, "-m", "examples.pretrain", "efficiency", "--config", comparison.options.config]
@@ -356,7 +368,7 @@ def measure_efficiency(comparison: Comparison, console: Console) -> dict[str, An
             check=False,
             capture_output=True,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+            env=environment(),
         )
         if done.returncode:
             lines = (done.stderr or done.stdout).strip().splitlines()
