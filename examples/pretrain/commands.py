@@ -16,11 +16,10 @@ from rich.console import Console
 from . import data
 from .checkpoint import Checkpoints
 from .config import Config, RunError, from_dict
-from .evaluate import make_evaluate
 from .generate import generate as continuation
 from .models import hugging_face
 from .optimizers import make_optimizer
-from .train import TrainState, initialise, schedule
+from .train import TrainState, evaluation, initialise, schedule, vocabulary_of
 
 Run = Annotated[Path, tyro.conf.Positional]
 
@@ -126,13 +125,14 @@ def evaluate(arguments: Sequence[str]) -> None:
     if options.validation_tokens is not None and options.validation_tokens < 1:
         raise RunError(f"--validation-tokens must be at least 1, got {options.validation_tokens}")
     trained = load(options.run, options.step, options.tokens)
-    config, dataset = trained.config, trained.dataset
-    count = options.validation_tokens or config.data.validation_tokens
-    sequences = data.validation_sequences(dataset, context=config.model.context, count=count)
-    score = make_evaluate(trained.graphdef, sequences, data.bytes_per_token(dataset))(trained.params)
+    config = trained.config
+    if options.validation_tokens is not None:
+        text = dataclasses.replace(config.data, validation_tokens=options.validation_tokens)
+        config = dataclasses.replace(config, data=text)
+    score = evaluation(config, trained.dataset, trained.graphdef)(trained.params)
     Console(highlight=False).print(
         f"step {trained.step:,}: loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte "
-        f"({len(sequences):,} sequences of {dataset.folder})",
+        f"(validation text of {trained.dataset.folder})",
         soft_wrap=True,
     )
 
@@ -163,8 +163,7 @@ def export(arguments: Sequence[str]) -> None:
     """``python -m examples.pretrain export runs/name --output folder``."""
     options = tyro.cli(Export, args=list(arguments), prog="python -m examples.pretrain export")
     trained = load(options.run, options.step, options.tokens)
-    vocabulary = trained.config.model.vocabulary or trained.dataset.vocabulary
-    model = dataclasses.replace(trained.config.model, vocabulary=vocabulary)
-    hugging_face.save_hf(options.output, model, vocabulary, jax.device_get(trained.params))
+    vocabulary = vocabulary_of(trained.config, trained.dataset)
+    hugging_face.save_hf(options.output, trained.config.model, vocabulary, jax.device_get(trained.params))
     trained.dataset.tokenizer.save(str(options.output / "tokenizer.json"))
     print(f"step {trained.step:,} of {options.run}: {options.output}/model.safetensors, config.json, tokenizer.json")

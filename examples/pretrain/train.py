@@ -99,16 +99,12 @@ class Trainer:
         self.config = config
         context = config.model.context
         self.batches = data.training_batches(dataset, context=context, batch_size=config.batch_size, seed=config.seed)
-        sequences = data.validation_sequences(dataset, context=context, count=config.data.validation_tokens)
         self.graphdef, params = initialise(config, dataset)
         self.schedule = schedule(config)
         optimizer = make_optimizer(config, self.schedule)
         self.state = TrainState(params, jax.jit(optimizer.init)(params))
         self.step = make_train_step(self.graphdef, optimizer, micro_batches(config))
-        largest = config.micro_batch or config.batch_size
-        self.evaluate = make_evaluate(
-            self.graphdef, sequences, data.bytes_per_token(dataset), min(EVALUATION_BATCH, largest)
-        )
+        self.evaluate = evaluation(config, dataset, self.graphdef)
         self.flops = flops_per_token(config.model, params)
         peak = peak_flops(jax.devices()[0].device_kind)
         self.peak_flops = peak * jax.device_count() if peak else None
@@ -151,9 +147,8 @@ class Trainer:
                 self.state, metrics = self.step(self.state, next(self.batches))
                 pending.append(metrics)
                 last = done == config.steps
-                stopping = (
-                    self.stopping
-                )  # read once: the signal may come at any moment, and saving must go with leaving
+                # Read once: the signal may come at any moment, and saving must go with leaving.
+                stopping = self.stopping
                 evaluates = last or done % config.evaluate_every == 0
                 saves = last or stopping is not None or done % config.checkpoint_every == 0
                 if evaluates or saves or done % config.log_every == 0:
@@ -214,13 +209,25 @@ def micro_batches(config: Config) -> int:
     return config.batch_size // (config.micro_batch or config.batch_size)
 
 
+def evaluation(config: Config, dataset: data.Dataset, graphdef: nnx.GraphDef) -> Callable[[optax.Params], Score]:
+    """The score on the validation set, computed in batches no larger than those of training."""
+    count, largest = config.data.validation_tokens, config.micro_batch or config.batch_size
+    sequences = data.validation_sequences(dataset, context=config.model.context, count=count)
+    return make_evaluate(graphdef, sequences, data.bytes_per_token(dataset), min(EVALUATION_BATCH, largest))
+
+
+def vocabulary_of(config: Config, dataset: data.Dataset) -> int:
+    """Rows of the model's token table."""
+    return config.model.vocabulary or dataset.vocabulary
+
+
 def initialise(config: Config, dataset: data.Dataset) -> tuple[nnx.GraphDef, dict]:
     """The model's structure and its parameters, a plain nested dictionary; the same for every optimizer.
 
     Raises:
         RunError: where the model knows fewer tokens than the data has.
     """
-    vocabulary = config.model.vocabulary or dataset.vocabulary
+    vocabulary = vocabulary_of(config, dataset)
     if vocabulary <= dataset.largest_token:
         raise RunError(
             f"--model.vocabulary {vocabulary} is too small: {dataset.folder} has tokens up to {dataset.largest_token}"
