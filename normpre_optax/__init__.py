@@ -15,6 +15,7 @@ from normpre_optax.recipes.muon import muon
 from normpre_optax.transforms.normalize import normalize_rows
 from normpre_optax.transforms.precondition import precondition_globally, precondition_locally
 from normpre_optax.transforms.scale import scale_to_rms
+from normpre_optax.transforms.sharding import divided
 from normpre_optax.transforms.tangent import project_to_tangent
 from normpre_optax.transforms.wrappers import alternate_orientation, as_matrices
 
@@ -27,6 +28,7 @@ __all__ = [
     "as_matrices",
     "default_matrix_dims",
     "dims_from_nnx",
+    "divided",
     "explain",
     "mano",
     "muon",

@@ -7,9 +7,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from normpre_optax.parameters.rules import resolve
 from normpre_optax.transforms.checks import float_dtype, number, same_trees
+from normpre_optax.transforms.meshes import like_parameters
 from normpre_optax.transforms.wrappers import at_least_float32
 
 STATIC_ARGS = frozenset(
@@ -23,6 +25,8 @@ STATIC_ARGS = frozenset(
         "method",
         "seed",
         "warm_start",
+        "divide",
+        "shardings",
         "convention",
         "version",
         "nesterov",
@@ -50,6 +54,7 @@ class RestOptions(NamedTuple):
     adam_b2: jax.typing.ArrayLike
     adam_eps: jax.typing.ArrayLike
     adam_weight_decay: jax.typing.ArrayLike | None
+    shardings: object = None
 
 
 def assemble(
@@ -103,10 +108,16 @@ def assemble(
             )
         )
 
+    def told(params) -> dict[str, dict[str, PartitionSpec]]:
+        if options.shardings is None:
+            return {}
+        names = [choice.path for choice in resolve(params, options.matrix_dims).values()]
+        return {"told": dict(zip(names, _specs(options.shardings, params), strict=True))}
+
     # Called outside jit, the loops inside would be compiled anew on every step; this keeps them.
     @jax.jit
     def compiled(updates, state, params):
-        return optimizer_for(params).update(updates, state, params)
+        return optimizer_for(params).update(updates, state, params, **told(params))
 
     def init(params):
         return optimizer_for(params).init(params)
@@ -119,8 +130,9 @@ def assemble(
                 "params (brax, for one) needs that third argument added."
             )
         same_trees(updates, params)
+        updates = like_parameters(updates, params)
         if extra_args:
-            return optimizer_for(params).update(updates, state, params, **extra_args)
+            return optimizer_for(params).update(updates, state, params, **told(params), **extra_args)
         return compiled(updates, state, params)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -132,3 +144,16 @@ def _decay_mask(mask, params):
         return jax.tree.map(lambda _: True, params)
     is_tree = all(isinstance(leaf, bool | np.bool_) for leaf in jax.tree.leaves(mask))  # An Equinox module is callable.
     return mask if is_tree else mask(params)
+
+
+def _specs(shardings, params) -> list[PartitionSpec]:
+    """Where each parameter lies: from a tree (or prefix) of shardings, or a callable ``(params) -> tree``."""
+
+    def is_one(x) -> bool:
+        return x is None or isinstance(x, NamedSharding | PartitionSpec)
+
+    if callable(shardings) and not all(map(is_one, jax.tree.leaves(shardings, is_leaf=is_one))):
+        shardings = shardings(params)
+    spread = jax.tree.map(lambda s, part: jax.tree.map(lambda _: [s], part), shardings, params, is_leaf=is_one)
+    found = [box[0] for box in jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, list) and len(x) == 1)]
+    return [PartitionSpec() if s is None else getattr(s, "spec", s) for s in found]
