@@ -133,7 +133,7 @@ def spec_of(x: jax.Array) -> PartitionSpec:
 
 
 def init(inner_init, params: Any, dims: Sequence[MatrixDims], mesh: AbstractMesh) -> Any:
-    """The state of a stage for parameters on a mesh, sharded along the rows and columns that it has in common with them.
+    """The state of a stage for parameters on a mesh, sharded along the axes that it has in common with them.
 
     Args:
         inner_init: of the stage, on a tree of stacks (batch, out, in).
@@ -170,7 +170,7 @@ def init(inner_init, params: Any, dims: Sequence[MatrixDims], mesh: AbstractMesh
 
 
 def _state_spec(shape: tuple[int, ...], stack: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-    """Of an array that a stage keeps for a stack: every axis that is as long as one of the stack's is sharded like it."""
+    """Of what a stage keeps for a stack: every axis that is as long as one of the stack's is sharded like it."""
     left = list(range(3))
     entries = []
     for place, size in enumerate(shape):

@@ -47,7 +47,7 @@ def mesh_of(tree) -> AbstractMesh | None:
     """
     for x in jax.tree.leaves(tree):
         mesh = jax.typeof(x).sharding.mesh
-        if mesh.empty or mesh.size == 1:
+        if mesh.empty or (mesh.size == 1 and AxisType.Explicit not in mesh.axis_types):
             continue
         return None if AxisType.Manual in mesh.axis_types else mesh
     return None
@@ -119,7 +119,9 @@ class Plan(NamedTuple):
 
 
 def plan(sizes: dict[str, int], stacks: Sequence[_Stack], work: Work) -> Plan:
-    """Share the matrices out: the most expensive first, each to the device that has least to do.
+    """Share the matrices out: the most expensive first, each to a device that has least to do.
+
+    Among several such it goes to the one with the shortest line in the exchange, whose length is that of the longest.
 
     Args:
         sizes: of the mesh's axes.
@@ -130,6 +132,7 @@ def plan(sizes: dict[str, int], stacks: Sequence[_Stack], work: Work) -> Plan:
         The plan, the same on every host.
     """
     loads = np.zeros(tuple(sizes.values()))
+    lines: dict[Hashable, np.ndarray] = {}
     order = sorted(range(len(stacks)), key=lambda i: (-work(*stacks[i].shape), stacks[i].shape, i))
     owners: dict[tuple[int, int], int] = {}
     for i in order:
@@ -138,11 +141,13 @@ def plan(sizes: dict[str, int], stacks: Sequence[_Stack], work: Work) -> Plan:
         copies = tuple(a for a in sizes if a not in batch + pieces)
         # View the loads as (devices of a team, teams along the batch axes): a team's load is that of its busiest.
         turned = loads.transpose([list(sizes).index(a) for a in copies + pieces + batch])
-        local = stacks[i].batch // math.prod(sizes[a] for a in batch)
-        for j in range(local):
-            busiest = turned.reshape(math.prod(sizes[a] for a in copies + pieces), -1).max(axis=1)
-            owner = int(busiest.argmin())
+        members = math.prod(sizes[a] for a in copies + pieces)
+        line = lines.setdefault((stacks[i].axes, stacks[i].dtype), np.zeros(members))
+        for j in range(stacks[i].batch // math.prod(sizes[a] for a in batch)):
+            busiest = turned.reshape(members, -1).max(axis=1)
+            owner = int(np.lexsort((line, busiest))[0])
             owners[i, j] = owner
+            line[owner] += math.prod(stacks[i].shape)
             turned[np.unravel_index(owner, turned.shape[: len(copies + pieces)])] += work(*stacks[i].shape)
     teams = _teams(sizes, stacks, owners)
     return Plan(teams, loads, *_kinds(sizes, stacks, teams))
