@@ -110,7 +110,8 @@ def _instruction(i: _Instruction, shapes: dict[str, str], of: Callable[[str], Co
 def _dot(i: _Instruction, shapes: dict[str, str]) -> float:
     left = re.match(r"(?:\w+\[[\d,]*\]\S* )?%?([\w.\-]+)", i.rest)
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)
-    assert left and contracted
+    assert left
+    assert contracted
     sizes = _sizes(shapes[left[1]])
     return 2.0 * math.prod(_sizes(i.shape)) * math.prod(sizes[int(axis)] for axis in contracted[1].split(",") if axis)
 

@@ -158,9 +158,10 @@ def precondition_locally(
     def clip_exactly(psi: jax.Array, columns: bool) -> jax.Array:
         return clip_modes(psi, leading_modes_exact(psi.mT if columns else psi, rank), columns=columns)
 
-    def clip_sketched(psi: jax.Array, omega: jax.Array, columns: bool) -> tuple[jax.Array, jax.Array]:
+    def clip_sketched(psi: jax.Array, omega: jax.Array, columns: bool, spread: bool) -> tuple[jax.Array, jax.Array]:
         lifted = psi.astype(working_dtype(psi.dtype))
-        modes = leading_modes_sketch(lifted.mT if columns else lifted, omega, rank, power_iterations, compute_dtype)
+        wide = lifted.mT if columns else lifted
+        modes = leading_modes_sketch(wide, omega, rank, power_iterations, compute_dtype, short_is_sharded=spread)
         return clip_modes(lifted, modes, compute_dtype, columns).astype(psi.dtype), modes.coordinates
 
     def width(psi: jax.Array) -> int:
@@ -180,7 +181,7 @@ def precondition_locally(
         beyond = lambda w, ids: draws(w, ids, 0, width(w))[..., oversample:, :]  # noqa: E731
         return WarmStartState(count, jax.tree.map(beyond, params, _identities(params)))
 
-    def update(updates, state, params=None, *, matrix_ids=None, transposed: bool = False, **extra_args):
+    def update(updates, state, params=None, *, matrix_ids=None, transposed=False, layout=None, **extra_args):
         del params, extra_args
         if isinstance(state, WarmStartState) != warm_start:
             raise ValueError(
@@ -191,18 +192,25 @@ def precondition_locally(
         if method == "exact":
             clip = in_working_dtype(_unbatched(_on_shorter_side(clip_exactly, transposed)))
             return jax.tree.map(clip, updates), PreconditionLocallyState(count)
-        clip = _unbatched(_on_shorter_side(clip_sketched, transposed))
+
+        def clip(psi: jax.Array, omega: jax.Array, spread: bool) -> tuple[jax.Array, jax.Array]:
+            f = functools.partial(clip_sketched, spread=spread)
+            return _unbatched(_on_shorter_side(f, transposed))(psi, omega)
+
+        spread = jax.tree.map(lambda _: False, updates)
+        if layout is not None:
+            spread = [_is_short_side_sharded(x, spec, transposed) for x, spec in zip(updates, layout.specs, strict=True)]
         ids = matrix_ids if matrix_ids is not None else _identities(updates)
         if not warm_start:
-            cold = lambda psi, i: clip(psi, draws(psi, i, state.count, width(psi)))[0]  # noqa: E731
-            return jax.tree.map(cold, updates, ids), PreconditionLocallyState(count)
+            cold = lambda psi, i, spread: clip(psi, draws(psi, i, state.count, width(psi)), spread)[0]  # noqa: E731
+            return jax.tree.map(cold, updates, ids, spread), PreconditionLocallyState(count)
 
-        def warm(psi: jax.Array, i: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def warm(psi: jax.Array, i: jax.Array, spread: bool, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
             fresh = draws(psi, i, state.count, width(psi) - kept.shape[-2])
-            new, seen = clip(psi, jnp.concatenate([fresh, kept.astype(fresh.dtype)], axis=-2))
+            new, seen = clip(psi, jnp.concatenate([fresh, kept.astype(fresh.dtype)], axis=-2), spread)
             return new, seen[..., : kept.shape[-2], :].astype(kept.dtype)
 
-        pairs = jax.tree.map(warm, updates, ids, state.subspace)
+        pairs = jax.tree.map(warm, updates, ids, spread, state.subspace)
         new, subspace = (jax.tree.map(lambda _, pair, k=k: pair[k], updates, pairs) for k in (0, 1))
         return new, WarmStartState(count, subspace)
 
@@ -250,14 +258,21 @@ def _identities(tree):
     return jax.tree_util.tree_map_with_path(identify, tree)
 
 
+def _works_on_columns(x: jax.Array, transposed: bool) -> bool:
+    """Whether a spectral stage works on the last axis of a matrix: the shorter one, or the rows of a square matrix."""
+    above, across = x.shape[-2:]
+    return across < above or (across == above and transposed)
+
+
 def _on_shorter_side(f: Callable[..., Any], transposed: bool) -> Callable[..., Any]:
-    """``f`` told whether to work on the last axis of a matrix: the shorter one, or the rows of a square matrix."""
+    """``f`` told which side of a matrix to work on."""
+    return lambda x, *rest: f(x, *rest, columns=_works_on_columns(x, transposed))
 
-    def oriented(x: jax.Array, *rest: jax.Array) -> Any:
-        above, across = x.shape[-2:]
-        return f(x, *rest, columns=across < above or (across == above and transposed))
 
-    return oriented
+def _is_short_side_sharded(x: jax.Array, spec: jax.sharding.PartitionSpec, transposed: bool) -> bool:
+    """Whether the shorter side of a stack's matrices is spread over devices and the longer one is not."""
+    long, short = spec[-2:] if _works_on_columns(x, transposed) else spec[:-3:-1]
+    return bool(short) and not long
 
 
 def _unbatched(f: Callable[..., Any]) -> Callable[..., Any]:
