@@ -47,8 +47,7 @@ def cost(text: str, turns: float | None = None) -> Cost:
         Its cost.
 
     Raises:
-        ValueError: if a loop that multiplies does not say how often it turns and ``turns`` is None, or if it
-            communicates.
+        ValueError: if a loop that multiplies or communicates does not say how often it turns and ``turns`` is None.
     """
     computations, entry = _parse(text)
     known: dict[str, Cost] = {}
@@ -92,7 +91,7 @@ def _instruction(i: _Instruction, shapes: dict[str, str], of: Callable[[str], Co
         body, count = re.search(r"body=%?([\w.\-]+)", i.rest), re.search(r'"known_trip_count":\{"n":"(\d+)"', i.rest)
         assert body
         inside = of(body[1])
-        if count is None and (inside.bytes or (inside.flops and turns is None)):
+        if count is None and turns is None and (inside.bytes or inside.flops):
             raise ValueError(f"loop {i.name} does not say how often it turns")
         return _times(inside, int(count[1]) if count else turns or 0)
     if i.operation == "conditional":

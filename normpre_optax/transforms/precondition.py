@@ -199,7 +199,9 @@ def precondition_locally(
 
         spread = jax.tree.map(lambda _: False, updates)
         if layout is not None:
-            spread = [_is_short_side_sharded(x, spec, transposed) for x, spec in zip(updates, layout.specs, strict=True)]
+            spread = [
+                _is_short_side_sharded(x, spec, transposed) for x, spec in zip(updates, layout.specs, strict=True)
+            ]
         ids = matrix_ids if matrix_ids is not None else _identities(updates)
         if not warm_start:
             cold = lambda psi, i, spread: clip(psi, draws(psi, i, state.count, width(psi)), spread)[0]  # noqa: E731
