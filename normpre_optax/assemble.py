@@ -7,9 +7,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from normpre_optax.parameters.rules import resolve
+from normpre_optax.parameters.sharing import specs_of
 from normpre_optax.transforms.checks import float_dtype, number, same_trees
 from normpre_optax.transforms.meshes import like_parameters
 from normpre_optax.transforms.wrappers import at_least_float32
@@ -112,7 +113,7 @@ def assemble(
         if options.shardings is None:
             return {}
         names = [choice.path for choice in resolve(params, options.matrix_dims).values()]
-        return {"told": dict(zip(names, _specs(options.shardings, params), strict=True))}
+        return {"told": dict(zip(names, specs_of(params, options.shardings), strict=True))}
 
     # Called outside jit, the loops inside would be compiled anew on every step; this keeps them.
     @jax.jit
@@ -144,16 +145,3 @@ def _decay_mask(mask, params):
         return jax.tree.map(lambda _: True, params)
     is_tree = all(isinstance(leaf, bool | np.bool_) for leaf in jax.tree.leaves(mask))  # An Equinox module is callable.
     return mask if is_tree else mask(params)
-
-
-def _specs(shardings, params) -> list[PartitionSpec]:
-    """Where each parameter lies: from a tree (or prefix) of shardings, or a callable ``(params) -> tree``."""
-
-    def is_one(x) -> bool:
-        return x is None or isinstance(x, NamedSharding | PartitionSpec)
-
-    if callable(shardings) and not all(map(is_one, jax.tree.leaves(shardings, is_leaf=is_one))):
-        shardings = shardings(params)
-    spread = jax.tree.map(lambda s, part: jax.tree.map(lambda _: [s], part), shardings, params, is_leaf=is_one)
-    found = [box[0] for box in jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, list) and len(x) == 1)]
-    return [PartitionSpec() if s is None else getattr(s, "spec", s) for s in found]

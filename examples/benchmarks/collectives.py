@@ -120,8 +120,9 @@ def markdown(result: dict) -> str:
     """One table a model."""
     rows = {(r["model"], r["optimizer"], r["devices"]): r for r in result["rows"]}
     lines = [
-        f"`{result['command']}`, {result['date']}, jax {result['versions']['jax']}, optax {result['versions']['optax']}. "
-        f"Per device and step: output bytes of collectives, operations of products, temporaries of the compiled step."
+        f"`{result['command']}`, {result['date']}, jax {result['versions']['jax']}, optax "
+        f"{result['versions']['optax']}. Per device and step: output bytes of collectives, operations of products, "
+        "temporaries of the compiled step."
     ]
     for model in dict.fromkeys(r["model"] for r in result["rows"]):
         lines += [

@@ -4,29 +4,22 @@
 A spectral stage multiplies a matrix by itself many times. Left to the partitioner, a sharded matrix is gathered for
 every product. ``divided`` sends each matrix whole to one device instead, balanced by the work it makes; the rest of
 the optimizer is cheap row by row and stays where the parameters are.
-
-Axes of a mesh play three parts for a stack ``(batch, rows, columns)``: they shard its batch axis (such devices hold
-different matrices and never exchange any), its rows and columns (such devices hold pieces of the same matrices and
-exchange them by one all-to-all in and one out), or nothing (such devices hold copies; each treats its share, and the
-results are gathered).
+The plan is made by ``parameters.sharing``.
 """
 
 import functools
 import math
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from normpre_optax.parameters.sharing import Team, Work, flat_index, newton_schulz_work, plan, stack_of
 from normpre_optax.transforms.oriented import OrientedTransformation, oriented
-
-Axes = tuple[str, ...]
-Work = Callable[[int, int], float]
 
 
 class Layout(NamedTuple):
@@ -51,150 +44,6 @@ def mesh_of(tree) -> AbstractMesh | None:
             continue
         return None if AxisType.Manual in mesh.axis_types else mesh
     return None
-
-
-def axes_of(entry) -> Axes:
-    """One entry of a PartitionSpec as a tuple of names.
-
-    Example:
-        >>> from normpre_optax.transforms.sharding import axes_of
-        >>> axes_of("data"), axes_of(None), axes_of(("data", "fsdp"))
-        (('data',), (), ('data', 'fsdp'))
-    """
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-class _Stack(NamedTuple):
-    """A stack as a device sees it: how many matrices, their shape, and the mesh axes along batch, rows, columns."""
-
-    batch: int
-    rows: int
-    columns: int
-    dtype: jnp.dtype
-    axes: tuple[Axes, Axes, Axes]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows, self.columns
-
-
-class _Team(NamedTuple):
-    """Stacks that are sharded alike, in one dtype: their matrices travel in one buffer.
-
-    Attributes:
-        stacks: their numbers.
-        copies: mesh axes along which they are replicated.
-        pieces: mesh axes that shard their rows, then their columns.
-        grid: number of pieces along rows and along columns.
-        owned: for every device along ``copies`` and ``pieces``, the matrices that it treats: (stack, place).
-        length: elements of the longest list's pieces.
-    """
-
-    stacks: list[int]
-    copies: Axes
-    pieces: Axes
-    grid: tuple[int, int]
-    owned: list[list[tuple[int, int]]]
-    length: int
-
-
-class Plan(NamedTuple):
-    """Who treats which matrices.
-
-    Attributes:
-        teams: see ``_Team``.
-        loads: work of every device, in the shape of the mesh.
-        kinds: what a device may have to do: for each team, the shapes of its matrices in order.
-        kind: for every device, flat, which of them it is.
-        slots: for every device, flat, the matrices it treats, numbered through all stacks of the whole model.
-    """
-
-    teams: list[_Team]
-    loads: np.ndarray
-    kinds: list[tuple[tuple[tuple[int, int], ...], ...]]
-    kind: np.ndarray
-    slots: np.ndarray
-
-
-def plan(sizes: dict[str, int], stacks: Sequence[_Stack], work: Work) -> Plan:
-    """Share the matrices out: the most expensive first, each to a device that has least to do.
-
-    Among several such it goes to the one with the shortest line in the exchange, whose length is that of the longest.
-
-    Args:
-        sizes: of the mesh's axes.
-        stacks: what there is.
-        work: cost of one matrix of so many rows and columns.
-
-    Returns:
-        The plan, the same on every host.
-    """
-    loads = np.zeros(tuple(sizes.values()))
-    lines: dict[Hashable, np.ndarray] = {}
-    order = sorted(range(len(stacks)), key=lambda i: (-work(*stacks[i].shape), stacks[i].shape, i))
-    owners: dict[tuple[int, int], int] = {}
-    for i in order:
-        batch, rows, columns = stacks[i].axes
-        pieces = rows + columns
-        copies = tuple(a for a in sizes if a not in batch + pieces)
-        # View the loads as (devices of a team, teams along the batch axes): a team's load is that of its busiest.
-        turned = loads.transpose([list(sizes).index(a) for a in copies + pieces + batch])
-        members = math.prod(sizes[a] for a in copies + pieces)
-        line = lines.setdefault((stacks[i].axes, stacks[i].dtype), np.zeros(members))
-        for j in range(stacks[i].batch // math.prod(sizes[a] for a in batch)):
-            busiest = turned.reshape(members, -1).max(axis=1)
-            owner = int(np.lexsort((line, busiest))[0])
-            owners[i, j] = owner
-            line[owner] += math.prod(stacks[i].shape)
-            turned[np.unravel_index(owner, turned.shape[: len(copies + pieces)])] += work(*stacks[i].shape)
-    teams = _teams(sizes, stacks, owners)
-    return Plan(teams, loads, *_kinds(sizes, stacks, teams))
-
-
-def _teams(sizes: dict[str, int], stacks: Sequence[_Stack], owners: dict[tuple[int, int], int]) -> list[_Team]:
-    members: dict[Hashable, list[int]] = {}
-    for i, stack in enumerate(stacks):
-        members.setdefault((stack.axes, stack.dtype), []).append(i)
-    teams = []
-    for found in members.values():
-        batch, rows, columns = stacks[found[0]].axes
-        grid = math.prod(sizes[a] for a in rows), math.prod(sizes[a] for a in columns)
-        copies = tuple(a for a in sizes if a not in batch + rows + columns)
-        owned: list[list[tuple[int, int]]] = [[] for _ in range(math.prod(sizes[a] for a in copies) * math.prod(grid))]
-        for i, j in sorted(owners, key=lambda at: (stacks[at[0]].shape, at)):
-            if i in found:
-                owned[owners[i, j]].append((i, j))
-        length = max(sum(math.prod(stacks[i].shape) for i, _ in own) for own in owned) // math.prod(grid)
-        teams.append(_Team(found, copies, rows + columns, grid, owned, length))
-    return teams
-
-
-def _kinds(sizes: dict[str, int], stacks: Sequence[_Stack], teams: list[_Team]):
-    """The last three fields of a ``Plan``."""
-    first = np.cumsum([0, *(stack.batch for stack in stacks)])
-    kinds: dict[Hashable, int] = {}
-    kind, slots = [], []
-    for device in np.ndindex(*sizes.values()):
-        at = dict(zip(sizes, device, strict=True))
-        mine = [team.owned[_flat(at, sizes, team.copies + team.pieces)] for team in teams]
-        work = tuple(tuple(stacks[i].shape for i, _ in own) for own in mine)
-        kind.append(kinds.setdefault(work, len(kinds)))
-        places = []
-        for i, j in (item for own in mine for item in own):
-            batch = stacks[i].axes[0]
-            local = stacks[i].batch // math.prod(sizes[a] for a in batch)
-            places.append(first[i] + _flat(at, sizes, batch) * local + j)
-        slots.append(places)
-    longest = max(map(len, slots))
-    padded = np.array([places + [0] * (longest - len(places)) for places in slots], np.int32).reshape(-1, longest)
-    return list(kinds), np.array(kind, np.int32), padded
-
-
-def _flat(at: dict[str, Any], sizes: dict[str, int], axes: Axes) -> Any:
-    """Index along several axes taken as one, the first the slowest."""
-    return functools.reduce(lambda flat, a: flat * sizes[a] + at[a], axes, 0)
 
 
 def divided(inner: optax.GradientTransformation, work: Work | None = None) -> OrientedTransformation:
@@ -256,35 +105,17 @@ def maybe_divided(inner: optax.GradientTransformation, divide: bool) -> optax.Gr
     return divided(inner) if divide else inner
 
 
-def newton_schulz_work(rows: int, columns: int) -> float:
-    """Operations of five steps of Newton-Schulz on a matrix, on its Gram matrix where that takes fewer.
-
-    Example:
-        >>> from normpre_optax.transforms.sharding import newton_schulz_work
-        >>> newton_schulz_work(1, 1), newton_schulz_work(4, 1)
-        (30.0, 60.0)
-    """
-    short, long = sorted((rows, columns))
-    return float(short**2 * min(20 * long + 10 * short, 8 * long + 28 * short))
-
-
-def stacks_of(arrays: Sequence[Any], layout: Layout) -> list[_Stack]:
-    """What ``plan`` needs to know of stacks ``(batch, rows, columns)`` that lie so."""
-    axes = [tuple(axes_of(entry) for entry in tuple(spec) + (None,) * (3 - len(spec))) for spec in layout.specs]
-    return [_Stack(*x.shape, jnp.dtype(x.dtype), a) for x, a in zip(arrays, axes, strict=True)]  # pyright: ignore[reportArgumentType]
-
-
 def _exchange(treat: Callable, arrays: list[jax.Array], ids: list[jax.Array], layout: Layout, work: Work):
     """``treat`` every matrix on the device that owns it; the results lie as ``arrays`` do."""
     sizes = dict(layout.mesh.shape)
-    stacks = stacks_of(arrays, layout)
+    stacks = [stack_of(x.shape, x.dtype, spec) for x, spec in zip(arrays, layout.specs, strict=True)]
     shares = plan(sizes, stacks, work)
 
     def on_device(mine: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
         at = {a: jax.lax.axis_index(a) for a in sizes}
-        device = _flat(at, sizes, tuple(sizes))
+        device = flat_index(at, sizes, tuple(sizes))
         own_ids = ids[jnp.asarray(shares.slots)[device]]
-        arrived = [_to_owners(team, mine, stacks, at, sizes) for team in shares.teams]
+        arrived = [_to_owners(team, mine, at, sizes) for team in shares.teams]
         branches = [functools.partial(_treat_all, treat, kind, shares.teams) for kind in shares.kinds]
         treated = jax.lax.switch(jnp.asarray(shares.kind)[device], branches, arrived, own_ids)
         new: list[Any] = [None] * len(mine)
@@ -304,26 +135,23 @@ def _exchange(treat: Callable, arrays: list[jax.Array], ids: list[jax.Array], la
     return mapped(arrays, jnp.concatenate(ids))
 
 
-def _to_owners(
-    team: _Team, mine: list[jax.Array], stacks: Sequence[_Stack], at: dict[str, Any], sizes: dict[str, int]
-) -> jax.Array:
+def _to_owners(team: Team, mine: list[jax.Array], at: dict[str, Any], sizes: dict[str, int]) -> jax.Array:
     """Pieces of the matrices that this device owns, ``(pieces, length)``, from everyone who holds one."""
-    dtype = stacks[team.stacks[0]].dtype
 
     def line(own: list[tuple[int, int]]) -> jax.Array:
         parts = [mine[i][j].ravel() for i, j in own]
         missing = team.length - sum(x.size for x in parts)
-        return jnp.concatenate([*parts, jnp.zeros(missing, dtype)])
+        return jnp.concatenate([*parts, jnp.zeros(missing, team.dtype)])
 
     pieces = math.prod(team.grid)
     outgoing = jnp.stack([line(own) for own in team.owned]).reshape(-1, pieces, team.length)
-    outgoing = outgoing[_flat(at, sizes, team.copies)] if team.copies else outgoing[0]
+    outgoing = outgoing[flat_index(at, sizes, team.copies)] if team.copies else outgoing[0]
     if pieces == 1:
         return outgoing
     return jax.lax.all_to_all(outgoing, team.pieces, split_axis=0, concat_axis=0, tiled=True)
 
 
-def _treat_all(treat: Callable, kind, teams: list[_Team], arrived: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
+def _treat_all(treat: Callable, kind, teams: list[Team], arrived: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
     """What a device of one kind does: its matrices put together, treated shape by shape, and cut up again."""
     results, slot = [], 0
     for team, shapes, pieces in zip(teams, kind, arrived, strict=True):
@@ -343,7 +171,7 @@ def _treat_all(treat: Callable, kind, teams: list[_Team], arrived: list[jax.Arra
     return results
 
 
-def _to_holders(team: _Team, buffer: jax.Array, mine: list[jax.Array], sizes: dict[str, int]) -> dict[int, jax.Array]:
+def _to_holders(team: Team, buffer: jax.Array, mine: list[jax.Array], sizes: dict[str, int]) -> dict[int, jax.Array]:
     """The results back where the pieces came from: for every stack of the team, this device's part of it."""
     if math.prod(team.grid) > 1:
         buffer = jax.lax.all_to_all(buffer, team.pieces, split_axis=0, concat_axis=0, tiled=True)
