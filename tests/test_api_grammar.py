@@ -26,25 +26,35 @@ COMMON = {
     "adam_eps": 1e-8,
     "adam_weight_decay": None,
 }
+ON_MESHES = {"divide": True, "shardings": None}
 RELATIVES = {k: v for k, v in COMMON.items() if k not in ("tangent", "tangent_radius", "orientation", "rms")}
 OF_THE_REST = ("weight_decay", "weight_decay_mask")
 
 # Name: (positional arguments, keyword-only arguments with their defaults).
 OPTIMIZERS = {
-    "normpre_g": (["learning_rate"], {"ns_steps": 5, "ns_coefficients": "muon", **COMMON}),
+    "normpre_g": (["learning_rate"], {"ns_steps": 5, "ns_coefficients": "muon", **COMMON, **ON_MESHES}),
     "normpre_l": (
         ["learning_rate"],
         {"rank": 32, "oversample": 8, "power_iterations": 1, "method": "sketch", "seed": 0, "warm_start": False}
-        | COMMON,
+        | COMMON
+        | ON_MESHES
+        | {"divide": False},
     ),
-    "normpre": (["learning_rate", "precondition"], COMMON),
+    "normpre": (["learning_rate", "precondition"], COMMON | {"shardings": None}),
     "scale_by_normpre": (
         ["precondition"],
         {k: v for k, v in COMMON.items() if not k.startswith("adam_") and k not in OF_THE_REST},
     ),
     "muon": (
         ["learning_rate"],
-        {"convention": "moonlight", "nesterov": True, "ns_steps": 5, "ns_coefficients": "muon", **RELATIVES},
+        {
+            "convention": "moonlight",
+            "nesterov": True,
+            "ns_steps": 5,
+            "ns_coefficients": "muon",
+            **RELATIVES,
+            **ON_MESHES,
+        },
     ),
     "mano": (["learning_rate"], {"version": 1, "nesterov": False, **RELATIVES}),
 }

@@ -199,7 +199,7 @@ def test_explain_says_who_computes_what():
     params = {str(i): {"kernel": jax.ShapeDtypeStruct((16, 32), jnp.float32)} for i in range(8)}
     text = npo.explain(params, mesh=mesh, shardings=PartitionSpec("fsdp"))
     assert "mesh data=2, fsdp=4: 8 devices" in text
-    assert "1 to 1 of 8 matrices a device, at most 1.00 of an even share of work" in text
+    assert "1 to 1 of 8 matrices each, at most 1.00 of an even share of work" in text
     # In and out over fsdp: four quarters of one matrix each; then the quarters of all eight over data.
     assert f"{(2 * 16 * 32 + 2 * 4 * 16 * 32 // 4) * 4 / 1e6:,.1f} MB" in text
 

@@ -93,10 +93,10 @@ def count(model: str, tx: optax.GradientTransformation, devices: int, axis_type:
     out = jax.tree.map(lambda x: x.sharding, (params, state))
     lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=out).lower(params, state, params)
     # The machine's code is not needed: only what the partitioner made of the program.
-    compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
-    cost = hlo.cost(compiled.as_text(), GRAM_TURNS)
-    memory = compiled.memory_analysis().temp_size_in_bytes
-    return {"bytes": cost.bytes, "collectives": cost.collectives, "flops": cost.flops, "temporary_bytes": memory}
+    compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})  # pyright: ignore[reportArgumentType]
+    cost, memory = hlo.cost(compiled.as_text() or "", GRAM_TURNS), compiled.memory_analysis()
+    temporary = memory.temp_size_in_bytes if memory else 0
+    return {"bytes": cost.bytes, "collectives": cost.collectives, "flops": cost.flops, "temporary_bytes": temporary}
 
 
 def measure(model: str, name: str, devices: int) -> dict:

@@ -262,8 +262,8 @@ def matrix_spec(
 
     Example:
         >>> from jax.sharding import PartitionSpec
-        >>> matrix_spec(PartitionSpec(None, "tensor"), (768, 12, 64), MatrixDims(inputs=0, outputs=(1, 2)))
-        PartitionSpec(None, 'tensor', None)
+        >>> tuple(matrix_spec(PartitionSpec(None, "tensor"), (768, 12, 64), MatrixDims(inputs=0, outputs=(1, 2))))
+        (None, 'tensor', None)
     """
     entries = tuple(spec) + (None,) * (len(shape) - len(spec))
     batch, outputs, inputs = _split(len(shape), dims)

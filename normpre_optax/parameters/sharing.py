@@ -145,7 +145,7 @@ def _teams(sizes: dict[str, int], stacks: Sequence[Stack], owners: dict[tuple[in
 def _kinds(sizes: dict[str, int], stacks: Sequence[Stack], teams: list[Team]):
     """The last three fields of a ``Plan``."""
     first = np.cumsum([0, *(stack.batch for stack in stacks)])
-    kinds: dict[Hashable, int] = {}
+    kinds: dict[tuple[tuple[tuple[int, int], ...], ...], int] = {}
     kind, slots = [], []
     for device in np.ndindex(*sizes.values()):
         at = dict(zip(sizes, device, strict=True))
@@ -232,8 +232,9 @@ def specs_of(params: Any, shardings: Any = None) -> list[PartitionSpec]:
 
     Example:
         >>> from jax.sharding import PartitionSpec
-        >>> specs_of({"w": jnp.ones((4, 8)), "b": jnp.ones(8)}, {"w": PartitionSpec("fsdp"), "b": None})
-        [PartitionSpec(), PartitionSpec('fsdp',)]
+        >>> params = {"w": jnp.ones((4, 8)), "b": jnp.ones(8)}
+        >>> [tuple(spec) for spec in specs_of(params, {"w": PartitionSpec("fsdp"), "b": None})]
+        [(), ('fsdp',)]
     """
 
     def is_one(x: Any) -> bool:
@@ -278,6 +279,6 @@ def shares(sizes: dict[str, int], stacks: Sequence[Stack]) -> list[str]:
     axes = ", ".join(f"{name}={size}" for name, size in sizes.items())
     return [
         f"mesh {axes}: {devices} devices. Optimizers that divide (normpre_g, muon) send every matrix to one device:",
-        f"  {min(counts)} to {max(counts)} of {matrices} matrices a device, at most {most:.2f} of an even share of work,",
+        f"  {min(counts)} to {max(counts)} of {matrices} matrices each, at most {most:.2f} of an even share of work,",
         f"  {traffic(sizes, found) / 1e6:,.1f} MB to each device and step",
     ]

@@ -46,7 +46,8 @@ def run(
     groups: dict[Hashable, list[int]] = {}
     for i, (parameter, spec, name) in enumerate(zip(parameters, specs, names, strict=True)):
         # Parameters that only a number tells apart lie alike. Where layers are shared out, nothing is put beside them.
-        alone = i if is_told and matrix_spec(spec, parameter.update.shape, parameter.dims)[0] else None
+        batch = tuple(matrix_spec(spec, parameter.update.shape, parameter.dims))[0]
+        alone = i if is_told and batch is not None else None
         groups.setdefault((parameter.kind(), spec, alone, None if is_told else without_numbers(name)), []).append(i)
     work = functools.partial(_on_stacks, stage, axes, specs, list(groups.values()), is_told)
     bare = [p._replace(dims=None) for p in parameters]

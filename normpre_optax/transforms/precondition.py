@@ -190,8 +190,8 @@ def precondition_locally(
             )
         count = optax.safe_increment(state.count)
         if method == "exact":
-            clip = in_working_dtype(_unbatched(_on_shorter_side(clip_exactly, transposed)))
-            return jax.tree.map(clip, updates), PreconditionLocallyState(count)
+            exactly = in_working_dtype(_unbatched(_on_shorter_side(clip_exactly, transposed)))
+            return jax.tree.map(exactly, updates), PreconditionLocallyState(count)
 
         def clip(psi: jax.Array, omega: jax.Array, spread: bool) -> tuple[jax.Array, jax.Array]:
             f = functools.partial(clip_sketched, spread=spread)

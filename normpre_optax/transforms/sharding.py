@@ -72,13 +72,13 @@ def divided(inner: optax.GradientTransformation, work: Work | None = None) -> Or
     inner = oriented(inner)
     weigh = work or newton_schulz_work
 
-    def update(updates, state, params=None, *, layout: Layout | None = None, matrix_ids=None, **extra_args):
+    def update(updates, state, params=None, *, layout: Layout | None = None, matrix_ids: Any = None, **extra_args):
         stateful = any(jnp.ndim(x) > 0 for x in jax.tree.leaves(state))
         if layout is None or stateful:
             known = {} if layout is None else {"layout": layout}
             return inner.update(updates, state, params, matrix_ids=matrix_ids, **known, **extra_args)
 
-        def treat(stack: jax.Array, ids: jax.Array | None) -> jax.Array:
+        def treat(stack: jax.Array, ids: jax.Array) -> Any:
             one = lambda x, i: inner.update(x, state, None, matrix_ids=i, **extra_args)[0]  # noqa: E731
             return jax.lax.platform_dependent(
                 stack, ids, cpu=lambda x, i: jax.lax.map(lambda pair: one(*pair), (x, i)), default=one
