@@ -46,7 +46,7 @@ def run(
     groups: dict[Hashable, list[int]] = {}
     for i, (parameter, spec, name) in enumerate(zip(parameters, specs, names, strict=True)):
         # Parameters that only a number tells apart lie alike. Where layers are shared out, nothing is put beside them.
-        batch = tuple(matrix_spec(spec, parameter.update.shape, parameter.dims))[0]
+        batch, *_ = matrix_spec(spec, parameter.update.shape, parameter.dims)
         alone = i if is_told and batch is not None else None
         groups.setdefault((parameter.kind(), spec, alone, None if is_told else without_numbers(name)), []).append(i)
     work = functools.partial(_on_stacks, stage, axes, specs, list(groups.values()), is_told)
@@ -72,7 +72,7 @@ def _on_stacks(
     for members in groups:
         first = parameters[members[0]]
         laid = [_laid(parameters[i], transposed) for i in members]
-        stacks.append(jax.tree.map(lambda *xs: jnp.concatenate(xs) if len(xs) > 1 else xs[0], *laid))
+        stacks.append(jax.tree.map(lambda x, *more: jnp.concatenate([x, *more]) if more else x, *laid))
         lie.append(matrix_spec(specs[members[0]], first.update.shape, first.dims, transposed))
     here = jax.typeof(stacks[0].update).sharding.mesh
 
