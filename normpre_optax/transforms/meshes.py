@@ -155,7 +155,7 @@ def init(inner_init, params: Any, dims: Sequence[MatrixDims], mesh: AbstractMesh
     stacks = [
         (matrix_shape(x.shape, d), matrix_spec(spec_of(x), x.shape, d)) for x, d in zip(leaves, dims, strict=True)
     ]
-    shapes = jax.eval_shape(make, leaves)
+    shapes = jax.eval_shape(make, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
 
     def per_parameter(node) -> bool:
         return jax.tree.structure(node) == treedef and all(x.ndim > 0 for x in jax.tree.leaves(node))
