@@ -18,7 +18,7 @@ THIRD_PARTY = {"jax", "optax", "numpy"}
 TABLE = {
     "linalg/": ({"jax"}, {"linalg"}),
     "parameters/": (THIRD_PARTY, {"parameters"}),
-    "transforms/": (THIRD_PARTY, {"linalg", "transforms.checks", "transforms.oriented"}),
+    "transforms/": (THIRD_PARTY, {"linalg", "transforms.checks", "transforms.draws", "transforms.oriented"}),
     "transforms/wrappers.py": (
         THIRD_PARTY,
         {"parameters", "transforms.batches", "transforms.checks", "transforms.oriented"},
@@ -27,10 +27,11 @@ TABLE = {
     "assemble.py": (THIRD_PARTY, {"parameters", "transforms.checks", "transforms.wrappers"}),
     "algorithm.py": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),
     "recipes/": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),
+    "family.py": ({"optax"}, {"algorithm", "recipes"}),
     "diagnostics.py": ({"jax"}, {"linalg", "parameters"}),
     "__init__.py": (
         set(),
-        {"algorithm", "assemble", "diagnostics", "linalg", "parameters", "recipes", "transforms"},
+        {"algorithm", "assemble", "diagnostics", "family", "linalg", "parameters", "recipes", "transforms"},
     ),
 }
 LAZY = {"parameters/nnx.py": {"flax"}}  # inside functions only
