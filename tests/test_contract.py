@@ -221,7 +221,7 @@ def test_sharded_parameters_get_sharded_state_and_it_stays(name):
         assert_close(updates, plain(name)[step][0], atol=1e-5)
     assert shardings[0] == shardings[1]
     kernels = [x for x in jax.tree.leaves(state) if x.shape == (4, 6)]
-    assert kernels
+    assert kernels or name == "swan"  # which keeps nothing for matrices
     wanted = params["mlp"]["up"]["kernel"].sharding
     assert all(x.sharding.is_equivalent_to(wanted, x.ndim) for x in kernels)
 

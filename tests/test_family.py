@@ -2,7 +2,9 @@
 """The relatives against literal transcriptions of their rules, at their edges, and as their gallery page shows them."""
 
 import functools
+import re
 import zlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -170,7 +172,7 @@ def test_bfloat16_parameters_have_float32_state(name):
 
 
 # Leaves of state beside the momentum, for an (in, out) = (4, 6) kernel: stacks of (out, 1), the kernel's shape, thin.
-BEYOND = {"normuon": [(1, 6, 1)], "adamuon": [(4, 6)], "dion": [(1, 2, 4), (1, 2, 6)]}
+BEYOND = {"normuon": [(1, 6, 1)], "adamuon": [(4, 6)], "dion": [(1, 2, 4)]}
 
 
 @every_relative
@@ -221,3 +223,74 @@ def test_bad_arguments_are_named():
             make()
     with pytest.raises(TypeError, match="mu_dtype"):
         npo.dion(1e-3, mu_dtype="int8")
+
+
+# Where two rules are one.
+
+
+def test_equal_rows_make_muoneq_muon():
+    """A constant gradient with rows of one length: U keeps its direction, and E(U) is U but for its size."""
+    gradient = np.random.default_rng(0).standard_normal((6, 4))
+    gradient /= np.linalg.norm(gradient, axis=0)  # (in, out): output neurons are columns
+    params = {"kernel": jnp.zeros((6, 4))}
+    grads = {"kernel": jnp.asarray(gradient, jnp.float32)}
+    found = [cases.first_update(f(1.0, weight_decay=0.0), grads, params)["kernel"] for f in (npo.muoneq, npo.muon)]
+    np.testing.assert_allclose(*found, atol=1e-5)
+
+
+@pytest.mark.parity
+def test_muoneq_of_equal_rows_is_torchs_muon(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())  # its Newton-Schulz in float32
+    gradient = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+    gradient /= np.linalg.norm(gradient, axis=1, keepdims=True)
+    weight = torch.nn.Parameter(torch.zeros(4, 6))
+    optimizer = torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    tx = npo.muoneq(1.0, weight_decay=0.0)
+    params, grads = {"kernel": jnp.zeros((6, 4))}, {"kernel": jnp.asarray(gradient.T)}
+    state, update = tx.init(params), cases.updater(tx)
+    for _ in range(3):
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params["kernel"].T, weight.detach().numpy(), atol=1e-4)
+
+
+def test_dion_of_full_rank_tends_to_exact_muon_under_a_constant_gradient():
+    """M keeps the gradient's direction, and the power iteration goes on until P and Q are its singular vectors."""
+    random = np.random.default_rng(1)
+    u, _ = np.linalg.qr(random.standard_normal((4, 4)))
+    v, _ = np.linalg.qr(random.standard_normal((6, 4)))
+    grads = {"kernel": jnp.asarray((u * [8.0, 4.0, 2.0, 1.0]) @ v.T, jnp.float32)}  # (in, out) = (4, 6)
+    params = {"kernel": jnp.zeros((4, 6))}
+    tx = npo.dion(1.0, weight_decay=0.0)
+    state, update, errors = tx.init(params), cases.updater(tx), []
+    for _ in range(12):
+        updates, state = update(grads, state, params)
+        errors.append(np.linalg.norm(updates["kernel"] + (6 / 4) ** 0.5 * u @ v.T))
+    assert errors[0] > 0.1
+    assert errors[-1] < 1e-3  # neighbours part by 1/4 a step
+
+
+def test_the_gallery_page_runs(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "family.md").read_text()
+    scope: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "docs/family.md", "exec"), scope)
+    said = capsys.readouterr().out
+    table = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert set(table) == set(npo.families())
+    assert all(f"{name} - " in said for name in table)
+    assert said.splitlines()[-2:] == ["2.0e-04", "2.0e-04"]
+    # With row moments: one number an output neuron. With Nesterov: NormPre-G at first, U = (1 + mu) G, and not after.
+    params, grads = {"kernel": numbers()["up"]["kernel"]}, {"kernel": numbers(1)["up"]["kernel"]}
+    shapes = [x.shape for x in jax.tree.leaves(scope["normpre_l_rows"](1.0).init(params))]
+    assert (1, 6, 1) in shapes
+    found = []
+    for tx in (scope["normpre_g_nesterov"](1.0), npo.normpre_g(1.0)):
+        first, state = cases.updater(tx)(grads, tx.init(params), params)
+        second, _ = cases.updater(tx)({"kernel": numbers(2)["up"]["kernel"]}, state, params)
+        found.append((first["kernel"], second["kernel"]))
+    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-5)
+    assert np.abs(found[0][1] - found[1][1]).max() > 1e-2

@@ -23,6 +23,7 @@ TABLE = {
         THIRD_PARTY,
         {"parameters", "transforms.batches", "transforms.checks", "transforms.oriented"},
     ),
+    "transforms/draws.py": ({"jax"}, set()),
     "transforms/batches.py": (THIRD_PARTY, {"parameters"}),
     "assemble.py": (THIRD_PARTY, {"parameters", "transforms.checks", "transforms.wrappers"}),
     "algorithm.py": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),

@@ -22,7 +22,8 @@ def whiten(x: jax.Array, steps: int = 6, compute_dtype: jax.typing.DTypeLike | N
         compute_dtype: dtype of the products' operands, with sums in float32; None: the dtype of ``x``.
 
     Returns:
-        Matrices ``(..., m, n)``, as large as ``x`` times a number between 1 and ``1.5^steps``; zero stays zero.
+        Matrices ``(..., m, n)``, as large as ``x`` times a number between 1 and ``1.5^steps``. Zero stays zero;
+        rounding noise in directions that ``x`` lacks grows by ``1.5^steps``.
 
     Example:
         >>> import jax.numpy as jnp

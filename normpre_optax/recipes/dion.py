@@ -35,7 +35,7 @@ def dion(
 
     The authors add 1e-8 to the columns' lengths, and their QR fills directions in which M has nothing with arbitrary
     ones; here such a direction gives nothing and keeps its column of Q, so that a zero gradient gives a zero update and
-    does no harm. P and R are both kept between steps, as thin float32 matrices; M lies as the parameter does. Their
+    does no harm. Q is kept in float32; M lies as the parameter does. Their
     default of weight decay is 0.01.
 
     Args:

@@ -2,8 +2,9 @@
 """Low-rank orthogonalisation by one power iteration a step, with error feedback: Dion.
 
 ``orthogonalize_low_rank`` finds the leading directions of the momentum, starting from those of the step before;
-``discount_low_rank`` takes a share of what was found out of the momentum; ``error_feedback`` calls the two in turn and
-holds the momentum, in the parameter's own layout. What is not found stays in the momentum and grows until it is.
+``discount_low_rank`` takes a share of what was found out of the momentum. The two belong together, and
+``error_feedback`` calls them in turn and holds the momentum, in the parameter's own layout. What is not found stays in
+the momentum and grows until it is.
 """
 
 from typing import NamedTuple
@@ -21,15 +22,15 @@ from normpre_optax.transforms.oriented import OrientedTransformation
 
 
 class LowRankState(NamedTuple):
-    """Thin factors of the last approximation ``P R^T``, as rows and in at least float32.
+    """Thin factors, as rows and in at least float32.
 
     Attributes:
-        left: a tree like the updates', ``(..., r, rows)`` for every leaf: ``P^T``, orthonormal or zero rows.
-        right: the same with ``(..., r, columns)``: ``R^T``. Its unit rows are ``Q^T``, where the next step starts.
+        factors: a tree like the updates', ``(..., r, columns)`` for every leaf: where the next step starts, ``Q^T`` but
+            for the rows' lengths. Between the two stages ``(..., r, columns + rows)``: ``R^T`` beside ``P^T``, so that
+            P needs no memory from step to step.
     """
 
-    left: optax.Updates
-    right: optax.Updates
+    factors: optax.Updates
 
 
 def orthogonalize_low_rank(
@@ -47,7 +48,8 @@ def orthogonalize_low_rank(
         compute_dtype: dtype of the operands of products with the matrix, with sums in float32; None means float32.
 
     Returns:
-        A transformation on matrices in the last two axes, with ``rank (rows + columns)`` numbers of state a matrix.
+        A transformation on matrices in the last two axes, for use in ``error_feedback``: ``discount_low_rank`` brings
+        its state, of ``rank`` rows a matrix, back into shape.
 
     Raises:
         TypeError: if ``rank`` or ``seed`` is traced.
@@ -70,34 +72,31 @@ def orthogonalize_low_rank(
     float_dtype("compute_dtype", compute_dtype)
 
     def init(params):
-        def left(w: jax.Array) -> jax.Array:
-            return jnp.zeros((*w.shape[:-2], min(rank, *w.shape[-2:]), w.shape[-2]), working_dtype(w.dtype))
-
-        def right(w: jax.Array, ids: jax.Array) -> jax.Array:
+        def start(w: jax.Array, ids: jax.Array) -> jax.Array:
             draw = lambda i: sketch_draws(seed, 0, i[0], i[1], (min(rank, *w.shape[-2:]), w.shape[-1]))  # noqa: E731
             for _ in w.shape[:-2]:
                 draw = jax.vmap(draw)
             return draw(ids).astype(working_dtype(w.dtype))
 
-        return LowRankState(jax.tree.map(left, params), jax.tree.map(right, params, identities(params)))
+        return LowRankState(jax.tree.map(start, params, identities(params)))
 
     def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
         del params, extra_args
 
-        def iterate(m: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            m = m.astype(right.dtype)
-            q = unit_rows(right)
-            p = orthonormal_rows(product(q, m if transposed else m.mT, compute_dtype))
-            r = product(p, m.mT if transposed else m, compute_dtype)
+        def iterate(m: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+            lifted = m.astype(start.dtype)
+            q = unit_rows(start)
+            p = orthonormal_rows(product(q, lifted if transposed else lifted.mT, compute_dtype))
+            r = product(p, lifted.mT if transposed else lifted, compute_dtype)
             length = row_norms(r)
             gone = length <= 8 * jnp.finfo(r.dtype).eps * jnp.max(length, axis=-2, keepdims=True)
             p, r = jnp.where(gone, 0, p), jnp.where(gone, q, r)
-            q = unit_rows(r)
-            return product(q.mT, p, compute_dtype) if transposed else product(p.mT, q, compute_dtype), p, r
+            new = _outer(p, unit_rows(r), transposed, compute_dtype)
+            return new.astype(m.dtype), jnp.concatenate([r, p], axis=-1)
 
-        found = jax.tree.map(iterate, updates, state.right)
-        new, left, right = (jax.tree.map(lambda _, parts, k=k: parts[k], updates, found) for k in range(3))
-        return jax.tree.map(lambda x, u: x.astype(u.dtype), new, updates), LowRankState(left, right)
+        found = jax.tree.map(iterate, updates, state.factors)
+        new, factors = (jax.tree.map(lambda _, parts, k=k: parts[k], updates, found) for k in range(2))
+        return new, LowRankState(factors)
 
     return OrientedTransformation(init, update)
 
@@ -112,7 +111,7 @@ def discount_low_rank(
         compute_dtype: dtype of the product's operands, with sums in float32; None means float32.
 
     Returns:
-        A transformation that reads a ``LowRankState`` and leaves it as it is; it has no ``init`` of its own.
+        A transformation that reads the state of ``orthogonalize_low_rank`` and has no ``init`` of its own.
 
     Example:
         >>> import jax.numpy as jnp
@@ -127,16 +126,25 @@ def discount_low_rank(
     def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
         del params, extra_args
 
-        def discount(m: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-            known = product(right.mT, left, compute_dtype) if transposed else product(left.mT, right, compute_dtype)
-            return (m - share * known).astype(m.dtype)
+        def columns(m: jax.Array) -> int:
+            return m.shape[-2 if transposed else -1]
 
-        return jax.tree.map(discount, updates, state.left, state.right), state
+        def discount(m: jax.Array, factors: jax.Array) -> jax.Array:
+            r, p = factors[..., : columns(m)], factors[..., columns(m) :]
+            return (m - share * _outer(p, r, transposed, compute_dtype)).astype(m.dtype)
+
+        left = jax.tree.map(discount, updates, state.factors)
+        return left, LowRankState(jax.tree.map(lambda m, f: f[..., : columns(m)], updates, state.factors))
 
     def init(params):
         raise ValueError("discount_low_rank reads the state of orthogonalize_low_rank: use that one's init")
 
     return OrientedTransformation(init, update)
+
+
+def _outer(p: jax.Array, r: jax.Array, transposed: bool, compute_dtype: jax.typing.DTypeLike | None) -> jax.Array:
+    """``P R^T``, or its transpose, of factors that are kept as rows."""
+    return product(r.mT, p, compute_dtype) if transposed else product(p.mT, r, compute_dtype)
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -155,7 +163,8 @@ def error_feedback(
 
     Args:
         approximate: what is made of the momentum.
-        discount: what is left of it for the next step; sees the new state of ``approximate``.
+        discount: what is left of it for the next step; sees the new state of ``approximate`` and returns the state to
+            keep.
         accumulator_dtype: dtype in which the momentum is stored; None means the parameters'.
 
     Returns:
@@ -164,7 +173,7 @@ def error_feedback(
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from normpre_optax.transforms.low_rank import error_feedback
-        >>> tx = error_feedback(optax.identity(), optax.scale(0.5))
+        >>> tx = error_feedback(optax.identity(), optax.scale(0.5))  # both without state
         >>> g = jnp.array([1.0])
         >>> _, state = tx.update(g, tx.init(g))
         >>> print(tx.update(g, state)[0])
@@ -180,7 +189,7 @@ def error_feedback(
     def update(updates, state, params=None, **extra_args):
         momentum = jax.tree.map(lambda g, m: g + m.astype(g.dtype), updates, state.trace)
         new, inner_state = approximate.update(momentum, state.inner_state, params, **extra_args)
-        left, _ = discount.update(momentum, inner_state, params, **extra_args)
+        left, inner_state = discount.update(momentum, inner_state, params, **extra_args)
         trace = jax.tree.map(lambda m, old: m.astype(old.dtype), left, state.trace)
         return new, ErrorFeedbackState(trace, inner_state)
 

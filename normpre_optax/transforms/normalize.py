@@ -55,7 +55,7 @@ def standardize_rows() -> OrientedTransformation:
         >>> from normpre_optax import standardize_rows
         >>> tx = standardize_rows()
         >>> x = jnp.array([[1.0, 5.0], [2.0, 2.0]])
-        >>> print(tx.update(x, tx.init(x))[0])
+        >>> print(tx.update(x, tx.init(x))[0].round(4))
         [[-1.  1.]
          [ 0.  0.]]
 

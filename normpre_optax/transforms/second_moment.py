@@ -67,7 +67,7 @@ def scale_by_row_moment(decay: jax.typing.ArrayLike = 0.95, eps: float = 1e-10) 
 
         def average(o: jax.Array, moment: jax.Array) -> jax.Array:
             square = jnp.mean(o.astype(moment.dtype) ** 2, axis=-2 if transposed else -1, keepdims=True)
-            return (decay * moment + (1 - decay) * of_rows(square)).astype(moment.dtype)
+            return jnp.asarray(decay * moment + (1 - decay) * of_rows(square), moment.dtype)
 
         def scale(o: jax.Array, moment: jax.Array) -> jax.Array:
             lifted = o.astype(moment.dtype)
