@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import normpre_optax as npo
+from normpre_optax.transforms import batches
 from normpre_optax.transforms.draws import sketch_draws
 from tests import cases
 from tests import reference_family as oracles
@@ -196,6 +197,24 @@ def test_a_kernel_stored_as_out_in_is_the_same_matrix(variant):
             new, state = tx.update({"w": turn(numbers(seed)["up"]["kernel"])}, state, params)
         updates.append(turn(new["w"]))
     np.testing.assert_allclose(*updates, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_dion_in_stacks_as_accelerators_run_it(monkeypatch):
+    """Its state is wider between its two stages: slices and chunks of stacks must bear that, too."""
+    paths = []
+    for chunk in (None, 2**31, 200):
+        if chunk:
+            monkeypatch.setattr(batches, "CHUNK_BYTES", chunk)
+            monkeypatch.setattr(batches.jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+        tx, params = members("dion"), numbers()
+        state, update, seen = tx.init(params), cases.quick_jit(tx.update), []
+        for seed in (1, 2, 3):
+            updates, state = update(numbers(seed), state, params)
+            seen.append(updates)
+        paths.append((seen, state))
+    for other in paths[1:]:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), paths[0], other)
 
 
 @pytest.mark.parametrize("factory", [npo.rmnp, npo.muon_plus, npo.swan, npo.dion])
