@@ -257,25 +257,6 @@ def test_equal_rows_make_muoneq_muon():
     np.testing.assert_allclose(*found, atol=1e-5)
 
 
-@pytest.mark.parity
-def test_muoneq_of_equal_rows_is_torchs_muon(monkeypatch):
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())  # its Newton-Schulz in float32
-    gradient = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
-    gradient /= np.linalg.norm(gradient, axis=1, keepdims=True)
-    weight = torch.nn.Parameter(torch.zeros(4, 6))
-    optimizer = torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    tx = npo.muoneq(1.0, weight_decay=0.0)
-    params, grads = {"kernel": jnp.zeros((6, 4))}, {"kernel": jnp.asarray(gradient.T)}
-    state, update = tx.init(params), cases.updater(tx)
-    for _ in range(3):
-        weight.grad = torch.tensor(gradient)
-        optimizer.step()
-        updates, state = update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(params["kernel"].T, weight.detach().numpy(), atol=1e-4)
-
-
 def test_dion_of_full_rank_tends_to_exact_muon_under_a_constant_gradient():
     """M keeps the gradient's direction, and the power iteration goes on until P and Q are its singular vectors."""
     random = np.random.default_rng(1)
