@@ -39,7 +39,7 @@ def dion(
     default of weight decay is 0.01.
 
     Args:
-        learning_rate: number or schedule; the authors' is 0.01 to 0.02 (then give ``adam_learning_rate`` too).
+        learning_rate: number or schedule; 0.01 to 0.02 is a start (then give ``adam_learning_rate`` too).
         rank: directions found a step; no more than the shorter side.
         seed: of the draws with which Q starts.
         momentum: ``mu``: ``1 - mu`` of what was found leaves M.

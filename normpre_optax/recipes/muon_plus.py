@@ -44,7 +44,7 @@ def muon_plus(
     (out, in) = m x n. The factor is below one for wide matrices, unlike Muon's.
 
     Args:
-        learning_rate: number or schedule: the authors' is 0.02 (then give ``adam_learning_rate`` too).
+        learning_rate: number or schedule; about 0.02 is a start (then give ``adam_learning_rate`` too).
         mode: what is normalised, in order: ``"row"``, ``"col"``, ``"row_col"`` (the authors' default) or ``"col_row"``;
             ``norm_mode`` in their code.
         nesterov: whether the update looks one gradient ahead, ``U = G + mu M``, or is ``M`` itself.
