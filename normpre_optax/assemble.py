@@ -30,6 +30,8 @@ STATIC_ARGS = frozenset(
         "shardings",
         "convention",
         "version",
+        "mode",
+        "whitening_steps",
         "nesterov",
         "tangent",
         "orientation",
@@ -44,17 +46,17 @@ STATIC_ARGS = frozenset(
 
 
 class RestOptions(NamedTuple):
-    """What the finished optimizers share beside their direction; see `normpre` for each."""
+    """What the finished optimizers share beside their direction, with their defaults; see `normpre` for each."""
 
-    weight_decay: jax.typing.ArrayLike
-    weight_decay_mask: object
-    mu_dtype: jax.typing.DTypeLike | None
-    matrix_dims: object
-    adam_learning_rate: optax.ScalarOrSchedule | None
-    adam_b1: jax.typing.ArrayLike
-    adam_b2: jax.typing.ArrayLike
-    adam_eps: jax.typing.ArrayLike
-    adam_weight_decay: jax.typing.ArrayLike | None
+    weight_decay: jax.typing.ArrayLike = 0.1
+    weight_decay_mask: object = None
+    mu_dtype: jax.typing.DTypeLike | None = None
+    matrix_dims: object = None
+    adam_learning_rate: optax.ScalarOrSchedule | None = None
+    adam_b1: jax.typing.ArrayLike = 0.9
+    adam_b2: jax.typing.ArrayLike = 0.95
+    adam_eps: jax.typing.ArrayLike = 1e-8
+    adam_weight_decay: jax.typing.ArrayLike | None = None
     shardings: object = None
 
 

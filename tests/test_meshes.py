@@ -23,6 +23,8 @@ FACTORIES = {
     "normpre_l-exact": functools.partial(npo.normpre_l, rank=4, method="exact"),
     "muon": npo.muon,
     "mano": npo.mano,
+    **{name: getattr(npo, name) for name in ("rmnp", "muoneq", "muon_plus", "normuon", "adamuon", "moga", "swan")},
+    "dion": functools.partial(npo.dion, rank=4),
 }
 # What an optimizer may meet: two layers, a stack of layers, heads, a size that nothing divides, vectors.
 SHAPES = {
