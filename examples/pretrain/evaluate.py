@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from .mesh import BATCH, Layout, whole
+from .mesh import BATCH, ONE_DEVICE, Layout, whole
 
 EVALUATION_BATCH = 32
 
@@ -42,7 +42,7 @@ def make_evaluate(
     sequences_NxS: np.ndarray,
     bytes_per_token_V: np.ndarray,
     batch_size: int = EVALUATION_BATCH,
-    layout: Layout = Layout(),  # noqa: B008
+    layout: Layout = ONE_DEVICE,
 ) -> Callable[[optax.Params], Score]:
     """A function from parameters, laid out as ``layout`` says, to their ``Score`` on ``sequences``."""
     sequence_losses = layout.bound(

@@ -155,6 +155,9 @@ class Layout:
         return jax.tree.map(lambda leaf: leaf.addressable_data(0), self.bound(replicated)(tree))
 
 
+ONE_DEVICE = Layout()
+
+
 def make_layout(config: Config) -> Layout:
     """The layout that ``config`` asks for.
 
@@ -162,7 +165,7 @@ def make_layout(config: Config) -> Layout:
         RunError: where the devices there are do not make up the mesh.
     """
     if not config.mesh:
-        return Layout()
+        return ONE_DEVICE
     axes = sizes(config.mesh)
     wanted, there = int(np.prod(list(axes.values()))), jax.device_count()
     if wanted != there:
@@ -229,6 +232,6 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.dot(x, weight, out_sharding=PartitionSpec(*axes))
 
 
-def micro_batches(tokens_BxS: jax.Array, parts: int) -> jax.Array:
+def in_parts(tokens_BxS: jax.Array, parts: int) -> jax.Array:
     """The batch in ``parts``, one after the other, each spread over all devices."""
     return spread(whole(tokens_BxS).reshape(parts, -1, tokens_BxS.shape[-1]), None, BATCH)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -84,19 +84,30 @@ def check_processes(config: Config) -> None:
     Raises:
         RunError: naming the flag that is missing.
     """
-    given = [config.coordinator or None, config.processes, config.process]
-    if any(value is not None for value in given):
-        if any(value is None for value in given):
-            raise RunError("--coordinator host:port, --processes N and --process I belong together")
-        if not config.mesh:
-            raise RunError("--coordinator is for processes that train together: --mesh says how")
-        if not config.coordinator.rpartition(":")[2].isdecimal():
-            raise RunError(f"--coordinator must be host:port, got {config.coordinator!r}")
-        if config.process >= config.processes:  # pyright: ignore[reportOptionalOperand]
-            raise RunError(f"--process {config.process} must be smaller than --processes {config.processes}")
+    count, number = config.processes, config.process
+    if not config.coordinator and count is None and number is None:
+        return
+    if not config.coordinator or count is None or number is None:
+        raise RunError("--coordinator host:port, --processes N and --process I belong together")
+    if not config.mesh:
+        raise RunError("--coordinator is for processes that train together: --mesh says how")
+    if not config.coordinator.rpartition(":")[2].isdecimal():
+        raise RunError(f"--coordinator must be host:port, got {config.coordinator!r}")
+    if number >= count:
+        raise RunError(f"--process {number} must be smaller than --processes {count}")
 
 
-def several(environment: "os._Environ[str] | dict[str, str]") -> bool:
+def refuse_several(config: Config, command: str) -> None:
+    """Refuse several processes in a command that is made for one.
+
+    Raises:
+        RunError: naming the command.
+    """
+    if config.coordinator or config.processes is not None or config.process is not None:
+        raise RunError(f"{command} runs in one process: leave --coordinator, --processes and --process out")
+
+
+def several(environment: Mapping[str, str]) -> bool:
     """Whether a cluster's launcher says that this process is one of several."""
     return (
         ("SLURM_STEP_NODELIST" in environment and int(environment.get("SLURM_NTASKS", 1)) > 1)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run and its folder: what is in the way, what is stored, what is trained, what is left behind."""
 
+import functools
 import json
 import shutil
 import time
@@ -67,7 +68,7 @@ def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Sc
         )
     # What cannot run is refused before anything is touched.
     trainer = processes.together(lambda: Trainer(config, dataset))
-    logs.check_trackers(config)
+    processes.together(lambda: logs.check_trackers(config))
     with processes.together(lambda: hold(config) if processes.first() else None) or nullcontext():
         score = train_in_folder(config, stored, dataset, trainer, console)
     console.print(
@@ -82,11 +83,10 @@ def train_in_folder(
     config: Config, stored: dict[str, Any] | None, dataset: data.Dataset, trainer: Trainer, console: Console
 ) -> Score:
     """Train, and leave everything in the run's folder, which is there and held."""
-    if processes.first():
-        introduce(config, stored, dataset, trainer, console)
-    processes.together(lambda: shared(config))
+    begin = functools.partial(introduce, config, stored, dataset, trainer, console)
+    processes.first_of_all(begin if processes.first() else functools.partial(shared, config))
     checkpoints = Checkpoints(config.run_folder / "checkpoints", config.keep_checkpoints)
-    trainer.resume(checkpoints)
+    processes.together(lambda: trainer.resume(checkpoints))
     if stored:
         console.print(f"Going on after step {trainer.start:,}" if trainer.start else "No checkpoint: from the start")
     log = processes.first_of_all(lambda: open_log(config, trainer.start))

@@ -18,8 +18,7 @@ from .config import Config, RunError
 from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token_losses
 from .health import Watch
 from .logs import Bar, Log
-from .mesh import Layout, make_layout
-from .mesh import micro_batches as cut
+from .mesh import ONE_DEVICE, Layout, in_parts, make_layout
 from .optimizers import make_optimizer, row_norms
 from .processes import Stopped, Vote
 from .throughput import flops_per_token, peak_flops
@@ -83,7 +82,7 @@ def make_train_step(
             return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, part_BxS, count)), None
 
         nothing = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        return jax.lax.scan(add, nothing, cut(tokens_BxS, micro_batches))[0]
+        return jax.lax.scan(add, nothing, in_parts(tokens_BxS, micro_batches))[0]
 
     def train_step(state: TrainState, tokens_BxS: jax.Array) -> tuple[TrainState, Metrics]:
         loss, grads = loss_and_grads(state.params, tokens_BxS)
@@ -100,14 +99,10 @@ class Trainer:
     def __init__(self, config: Config, dataset: data.Dataset):
         self.config = config
         self.layout = make_layout(config)
-        part, parts = self.layout.batch_part(config.batch_size)
+        context, size = config.model.context, config.batch_size
+        host, hosts = self.layout.batch_part(size)
         self.batches = data.training_batches(
-            dataset,
-            context=config.model.context,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            host=part,
-            hosts=parts,
+            dataset, context=context, batch_size=size, seed=config.seed, host=host, hosts=hosts
         )
         self.graphdef, params = initialise(config, dataset)
         params = self.layout.parameters(params)
@@ -134,7 +129,10 @@ class Trainer:
             self.start = latest
 
     def stop(self, number: int) -> None:
-        """Ask the loop to save and leave after the step it is in, because of the signal ``number``."""
+        """Ask the loop to save and leave after the step it is in, because of the signal ``number``.
+
+        Of several processes one is enough; all of them leave after the same step, the next or the one after it.
+        """
         self.stopping = number
 
     def run(self, log: Log, checkpoints: Checkpoints, console: Console) -> Score:
@@ -161,7 +159,7 @@ class Trainer:
                 self.state, metrics = self.step(self.state, self.layout.batch(next(self.batches), config.batch_size))
                 pending.append(metrics)
                 last = done == config.steps
-                # Read once: the signal may come at any moment, and saving must go with leaving.
+                # Read once: the signal may come at any moment, and saving must go with leaving, in all processes.
                 stopping = vote(self.stopping)
                 evaluates = last or done % config.evaluate_every == 0
                 saves = last or stopping is not None or done % config.checkpoint_every == 0
@@ -227,7 +225,7 @@ def evaluation(
     config: Config,
     dataset: data.Dataset,
     graphdef: nnx.GraphDef,
-    layout: Layout = Layout(),  # noqa: B008
+    layout: Layout = ONE_DEVICE,
 ) -> Callable[[optax.Params], Score]:
     """The score on the validation set, computed in batches no larger than those of training."""
     count, largest = config.data.validation_tokens, config.micro_batch or config.batch_size

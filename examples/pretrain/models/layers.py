@@ -124,7 +124,7 @@ def cudnn_obstacle(width: int, dtype: jnp.dtype) -> str:
 
     JAX takes wider heads on some GPUs; 128 is what all of them do.
     """
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     # compute_capability is no number on AMD's GPUs, whose platform is "gpu", too.
     if "cuda" not in device.client.platform_version or float(device.compute_capability) < 8:
         return f"it needs an NVIDIA GPU of compute capability 8.0 or higher, this is {device.device_kind}"
