@@ -28,10 +28,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from examples.analysis import comparison_report
 
-from . import configs, data, mesh
+from . import cluster, configs, data, mesh
 from .config import Config, RunError, check
 from .logs import read_lines, write_json
-from .processes import Stopped, on_signals, refuse_several
+from .processes import Stopped, on_signals
 
 ROOT = Path(__file__).parents[2]
 STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT}
@@ -136,7 +136,7 @@ def plan(options: Options, overrides: list[str]) -> Comparison:
     config = configs.parse(["--config", options.config, *overrides])
     check(config)
     mesh.check(config)
-    refuse_several(config, "compare")
+    cluster.refuse_several(config, "compare")
     if config.resume or config.overwrite:
         raise RunError(
             "a comparison goes on where it was by itself: leave --resume and --overwrite out, or give a --name"

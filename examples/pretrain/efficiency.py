@@ -25,11 +25,10 @@ import optax
 import tyro
 from rich.console import Console
 
-from . import configs, data, mesh
+from . import cluster, configs, data, mesh
 from .config import Config, RunError, check
 from .logs import environment, write_json
 from .optimizers import OPTIMIZERS, make_optimizer
-from .processes import refuse_several
 from .train import TrainState, compute_dtype, initialise, make_train_step, micro_batches, schedule
 
 
@@ -150,7 +149,7 @@ def main(arguments: Sequence[str]) -> None:
     config = configs.parse(["--config", options.config, *overrides])
     check(config)
     mesh.check(config)
-    refuse_several(config, "efficiency")
+    cluster.refuse_several(config, "efficiency")
     names = [name for name in options.optimizers.split(",") if name]
     for name in names:
         if name not in OPTIMIZERS:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from . import commands, compare, configs, efficiency, mesh, processes, run
+from . import cluster, commands, compare, configs, efficiency, mesh, run
 from .config import RunError, check
 from .prepare import command as prepare
 from .processes import Stopped
@@ -67,7 +67,7 @@ def train(arguments: Sequence[str]) -> None:
     config = configs.parse(arguments)
     check(config)
     mesh.check(config)
-    processes.check_processes(config)
-    with processes.joined(config):
-        console = Console(markup=False, highlight=False, soft_wrap=True, quiet=not processes.first())
-        run.train(config, processes.from_the_first(lambda: run.stored(config)), console)
+    cluster.check(config)
+    with cluster.joined(config):
+        console = Console(markup=False, highlight=False, soft_wrap=True, quiet=not cluster.first())
+        run.train(config, cluster.from_the_first(lambda: run.stored(config)), console)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from examples.analysis.plot_loss import plot_loss
 
-from . import data, logs, processes
+from . import cluster, data, logs
 from .checkpoint import Checkpoints
 from .config import Config, Diverged, RunError, differences, to_dict
 from .evaluate import Score
@@ -57,9 +57,9 @@ def stored(config: Config) -> dict[str, Any] | None:
 def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Score:
     """A whole run: text, tokens, updates, plot, sample."""
     began = time.perf_counter()
-    dataset = processes.first_of_all(lambda: data.open_corpus(config.data, console.print))
+    dataset = cluster.first_of_all(lambda: data.open_corpus(config.data, console.print))
     fingerprint = dataset.manifest["fingerprint"]
-    if len(set(processes.told(fingerprint))) > 1:
+    if len(set(cluster.told(fingerprint))) > 1:
         raise RunError(f"the processes have different texts in {dataset.folder}")
     if stored and stored["fingerprint"] != fingerprint:
         raise RunError(
@@ -67,9 +67,9 @@ def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Sc
             f"now {dataset.folder})"
         )
     # What cannot run is refused before anything is touched.
-    trainer = processes.together(lambda: Trainer(config, dataset))
-    processes.together(lambda: logs.check_trackers(config))
-    with processes.together(lambda: hold(config) if processes.first() else None) or nullcontext():
+    trainer = cluster.together(lambda: Trainer(config, dataset))
+    cluster.together(lambda: logs.check_trackers(config))
+    with cluster.together(lambda: hold(config) if cluster.first() else None) or nullcontext():
         score = train_in_folder(config, stored, dataset, trainer, console)
     console.print(
         f"\nFinal validation loss {score.loss:.4f} ({score.bits_per_byte:.3f} bits per byte) after {config.steps:,} "
@@ -84,24 +84,24 @@ def train_in_folder(
 ) -> Score:
     """Train, and leave everything in the run's folder, which is there and held."""
     begin = functools.partial(introduce, config, stored, dataset, trainer, console)
-    processes.first_of_all(begin if processes.first() else functools.partial(shared, config))
+    cluster.first_of_all(begin if cluster.first() else functools.partial(shared, config))
     checkpoints = Checkpoints(config.run_folder / "checkpoints", config.keep_checkpoints)
-    processes.together(lambda: trainer.resume(checkpoints))
+    cluster.together(lambda: trainer.resume(checkpoints))
     if stored:
         console.print(f"Going on after step {trainer.start:,}" if trainer.start else "No checkpoint: from the start")
-    log = processes.first_of_all(lambda: open_log(config, trainer.start))
+    log = cluster.first_of_all(lambda: open_log(config, trainer.start))
     try:
-        with on_signals(trainer.stop), processes.leaving_at_once():
+        with on_signals(trainer.stop), cluster.leaving_at_once():
             score = trainer.run(log, checkpoints, console)
     except Diverged as error:
-        if processes.first():
+        if cluster.first():
             store_result(config, {"diverged": str(error)})
         raise
     finally:
         log.close()
         checkpoints.close()
     params = trainer.layout.local(trainer.state.params)
-    if processes.first():
+    if cluster.first():
         store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
         finish(config, dataset, trainer.graphdef, params, console)
     return score
@@ -109,7 +109,7 @@ def train_in_folder(
 
 def open_log(config: Config, start: int) -> logs.Log:
     """The log and what else takes its records; only the first process writes."""
-    file, writes = config.run_folder / "log.jsonl", processes.first()
+    file, writes = config.run_folder / "log.jsonl", cluster.first()
     return logs.Log(file, start, logs.trackers(config, start) if writes else (), writes=writes)
 
 

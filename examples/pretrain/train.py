@@ -14,13 +14,14 @@ from rich.console import Console
 
 from . import data, models
 from .checkpoint import Checkpoints
+from .cluster import Vote
 from .config import Config, RunError
 from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token_losses
 from .health import Watch
 from .logs import Bar, Log
 from .mesh import ONE_DEVICE, Layout, in_parts, make_layout
 from .optimizers import make_optimizer, row_norms
-from .processes import Stopped, Vote
+from .processes import Stopped
 from .throughput import flops_per_token, peak_flops
 
 FINAL_FRACTION = 0.1

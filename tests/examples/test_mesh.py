@@ -19,7 +19,7 @@ import optax
 import pytest
 from flax import nnx
 
-from examples.pretrain import main, mesh, models, processes, train
+from examples.pretrain import cluster, main, mesh, models, train
 from examples.pretrain.config import Config, ModelConfig, RunError
 from examples.pretrain.logs import read_lines
 
@@ -210,19 +210,19 @@ def test_other_commands_run_in_one_process(capsys):
     ],
 )
 def test_launchers_are_recognised(environment, expected):
-    assert processes.several(environment) is expected
+    assert cluster.several(environment) is expected
 
 
 def test_one_process_has_nobody_to_ask():
-    assert processes.told("a") == ["a"]
-    assert processes.first()
-    assert processes.from_the_first(lambda: {"a": 1}) == {"a": 1}
-    assert processes.first_of_all(lambda: 3) == 3
-    vote = processes.Vote()
+    assert cluster.told("a") == ["a"]
+    assert cluster.first()
+    assert cluster.from_the_first(lambda: {"a": 1}) == {"a": 1}
+    assert cluster.first_of_all(lambda: 3) == 3
+    vote = cluster.Vote()
     assert [vote(None), vote(15), vote(None)] == [None, 15, None]
     with pytest.raises(RunError, match="why"):
-        processes.together(lambda: (_ for _ in ()).throw(RunError("why")))
-    with pytest.raises(KeyError), processes.leaving_at_once():
+        cluster.together(lambda: (_ for _ in ()).throw(RunError("why")))
+    with pytest.raises(KeyError), cluster.leaving_at_once():
         raise KeyError
 
 
