@@ -44,7 +44,7 @@ class Linear(nnx.Linear):
         """The sum x @ kernel + bias in ``dtype``."""
         x, kernel, bias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
         y = product(x.reshape(-1, x.shape[-1]), kernel)
-        return (y if bias is None else y + bias).reshape(*x.shape[:-1], -1)
+        return (y if bias is None else y + bias.reshape(1, -1)).reshape(*x.shape[:-1], -1)
 
 
 class Embedding(nnx.Embed):
