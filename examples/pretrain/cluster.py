@@ -110,8 +110,8 @@ def leaving_at_once() -> Iterator[None]:
         if alone():
             raise
         if isinstance(error, jax.errors.JaxRuntimeError):
-            lost = "another process is gone; the same commands with --resume go on from the last checkpoint"
-            print(f"error: {lost} ({str(error).splitlines()[0]:.160})", file=sys.stderr)
+            way_out = "if another process is gone, the same commands with --resume go on from the last checkpoint"
+            print(f"error: {str(error).splitlines()[0]:.160}: {way_out}", file=sys.stderr)
         else:
             traceback.print_exc()
         sys.stdout.flush()

@@ -311,7 +311,7 @@ def test_eight_devices_and_fewer(runs):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("processes", "axes"), [(2, "data=2,fsdp=2"), (4, "fsdp=4"), (2, "data=2,tensor=2")])
+@pytest.mark.parametrize(("processes", "axes"), [(2, "data=2,fsdp=2"), (4, "data=2,tensor=2")])
 def test_processes_that_train_together(runs, processes, axes):
     one = runs.finish("one")
     many = runs.finish("many", "--mesh", axes, devices=4 // processes, processes=processes)
@@ -332,6 +332,8 @@ def test_a_run_that_lost_a_process_goes_on_exactly(runs, lost):
     started[lost].send_signal(signal.SIGKILL)
     left = started[1 - lost]
     assert left.wait(150) != 0
+    if lost == 1:  # without process 0, which everything is agreed through, JAX may end the others before they can speak
+        assert "the same commands with --resume go on" in runs.said("part")
     assert read_lines(whole.with_name("part") / "log.jsonl")[-1]["step"] < 120
     part = runs.finish("part", *flags, "--resume", processes=2)
     assert "Going on after step" in runs.said("part")
