@@ -22,6 +22,7 @@ from normpre_optax.transforms.checks import float_dtype, transformation
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally, precondition_locally
 from normpre_optax.transforms.scale import scale_to_rms
+from normpre_optax.transforms.sharding import maybe_divided
 from normpre_optax.transforms.tangent import normalize_tangent_rows
 from normpre_optax.transforms.wrappers import (
     alternate_orientation,
@@ -123,6 +124,7 @@ def normpre(
     adam_b2: jax.typing.ArrayLike = 0.95,
     adam_eps: jax.typing.ArrayLike = 1e-8,
     adam_weight_decay: jax.typing.ArrayLike | None = None,
+    shardings=None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre with any spectral stage: hidden matrices by NormPre, everything else by AdamW.
 
@@ -152,6 +154,8 @@ def normpre(
         adam_b2: AdamW's second decay rate.
         adam_eps: AdamW's epsilon.
         adam_weight_decay: AdamW's, if it is to differ.
+        shardings: where the parameters live, which only a mesh with Auto axes does not tell by itself: a tree like the
+            parameters (or prefix) of ``NamedSharding`` or ``PartitionSpec``, or a callable ``(params) -> tree``.
 
     Returns:
         The optimizer.
@@ -198,6 +202,7 @@ def normpre(
             adam_b2=adam_b2,
             adam_eps=adam_eps,
             adam_weight_decay=adam_weight_decay,
+            shardings=shardings,
         ),
     )
 
@@ -207,6 +212,7 @@ def normpre_g(
     *,
     ns_steps: int | None = 5,
     ns_coefficients: str | Sequence = "muon",
+    divide: bool = True,
     momentum: jax.typing.ArrayLike = 0.95,
     weight_decay: jax.typing.ArrayLike = 0.1,
     weight_decay_mask=None,
@@ -222,6 +228,7 @@ def normpre_g(
     adam_b2: jax.typing.ArrayLike = 0.95,
     adam_eps: jax.typing.ArrayLike = 1e-8,
     adam_weight_decay: jax.typing.ArrayLike | None = None,
+    shardings=None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre-G: global spectral preconditioning. The better update, at the price of Muon's.
 
@@ -231,6 +238,8 @@ def normpre_g(
         learning_rate: number or schedule; keep AdamW's.
         ns_steps: Newton-Schulz iterations; None computes ``msign`` exactly.
         ns_coefficients: ``"muon"``, ``"you"``, ``"polar_express"``, a triple, or a triple a step.
+        divide: on a mesh, send every matrix whole to one device and back, balanced by their work, instead of gathering
+            it for every product; see ``divided``.
         momentum: see ``normpre``, as all that follow.
         weight_decay: see ``normpre``.
         weight_decay_mask: see ``normpre``.
@@ -246,6 +255,7 @@ def normpre_g(
         adam_b2: see ``normpre``.
         adam_eps: see ``normpre``.
         adam_weight_decay: see ``normpre``.
+        shardings: see ``normpre``.
 
     Returns:
         The optimizer.
@@ -269,7 +279,7 @@ def normpre_g(
     """
     return normpre(
         learning_rate,
-        precondition_globally(ns_steps, ns_coefficients, compute_dtype),
+        maybe_divided(precondition_globally(ns_steps, ns_coefficients, compute_dtype), divide),
         momentum=momentum,
         weight_decay=weight_decay,
         weight_decay_mask=weight_decay_mask,
@@ -284,6 +294,7 @@ def normpre_g(
         adam_b2=adam_b2,
         adam_eps=adam_eps,
         adam_weight_decay=adam_weight_decay,
+        shardings=shardings,
     )
 
 
@@ -296,6 +307,7 @@ def normpre_l(
     method: str = "sketch",
     seed: int = 0,
     warm_start: bool = False,
+    divide: bool = False,
     momentum: jax.typing.ArrayLike = 0.95,
     weight_decay: jax.typing.ArrayLike = 0.1,
     weight_decay_mask=None,
@@ -311,6 +323,7 @@ def normpre_l(
     adam_b2: jax.typing.ArrayLike = 0.95,
     adam_eps: jax.typing.ArrayLike = 1e-8,
     adam_weight_decay: jax.typing.ArrayLike | None = None,
+    shardings=None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre-L: localized spectral preconditioning. Nearly as good an update, at a fraction of the price.
 
@@ -326,6 +339,8 @@ def normpre_l(
         warm_start: start each sketch from the modes of the step before, and ``oversample`` >= 1 fresh directions. With
             ``power_iterations=0`` it is as close to exact clipping as the default, in three products with the matrix
             instead of five; a departure from the paper, and ``rank`` rows more of state a matrix.
+        divide: on a mesh, send every matrix whole to one device and back. The sketch's products with a sharded matrix
+            need only thin pieces of it, so that is rarely worth it; not with ``warm_start``.
         momentum: see ``normpre``, as all that follow.
         weight_decay: see ``normpre``.
         weight_decay_mask: see ``normpre``.
@@ -342,6 +357,7 @@ def normpre_l(
         adam_b2: see ``normpre``.
         adam_eps: see ``normpre``.
         adam_weight_decay: see ``normpre``.
+        shardings: see ``normpre``.
 
     Returns:
         The optimizer.
@@ -365,7 +381,9 @@ def normpre_l(
     """
     return normpre(
         learning_rate,
-        precondition_locally(rank, oversample, power_iterations, method, seed, compute_dtype, warm_start),
+        maybe_divided(
+            precondition_locally(rank, oversample, power_iterations, method, seed, compute_dtype, warm_start), divide
+        ),
         momentum=momentum,
         weight_decay=weight_decay,
         weight_decay_mask=weight_decay_mask,
@@ -380,6 +398,7 @@ def normpre_l(
         adam_b2=adam_b2,
         adam_eps=adam_eps,
         adam_weight_decay=adam_weight_decay,
+        shardings=shardings,
     )
 
 

@@ -7,9 +7,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from normpre_optax.parameters.rules import resolve
+from normpre_optax.parameters.sharing import specs_of
 from normpre_optax.transforms.checks import float_dtype, number, same_trees
+from normpre_optax.transforms.meshes import like_parameters
 from normpre_optax.transforms.wrappers import at_least_float32
 
 STATIC_ARGS = frozenset(
@@ -23,8 +26,12 @@ STATIC_ARGS = frozenset(
         "method",
         "seed",
         "warm_start",
+        "divide",
+        "shardings",
         "convention",
         "version",
+        "mode",
+        "whitening_steps",
         "nesterov",
         "tangent",
         "orientation",
@@ -39,17 +46,18 @@ STATIC_ARGS = frozenset(
 
 
 class RestOptions(NamedTuple):
-    """What the finished optimizers share beside their direction; see `normpre` for each."""
+    """What the finished optimizers share beside their direction, with their defaults; see `normpre` for each."""
 
-    weight_decay: jax.typing.ArrayLike
-    weight_decay_mask: object
-    mu_dtype: jax.typing.DTypeLike | None
-    matrix_dims: object
-    adam_learning_rate: optax.ScalarOrSchedule | None
-    adam_b1: jax.typing.ArrayLike
-    adam_b2: jax.typing.ArrayLike
-    adam_eps: jax.typing.ArrayLike
-    adam_weight_decay: jax.typing.ArrayLike | None
+    weight_decay: jax.typing.ArrayLike = 0.1
+    weight_decay_mask: object = None
+    mu_dtype: jax.typing.DTypeLike | None = None
+    matrix_dims: object = None
+    adam_learning_rate: optax.ScalarOrSchedule | None = None
+    adam_b1: jax.typing.ArrayLike = 0.9
+    adam_b2: jax.typing.ArrayLike = 0.95
+    adam_eps: jax.typing.ArrayLike = 1e-8
+    adam_weight_decay: jax.typing.ArrayLike | None = None
+    shardings: object = None
 
 
 def assemble(
@@ -103,10 +111,16 @@ def assemble(
             )
         )
 
+    def told(params) -> dict[str, dict[str, PartitionSpec]]:
+        if options.shardings is None:
+            return {}
+        names = [choice.path for choice in resolve(params, options.matrix_dims).values()]
+        return {"told": dict(zip(names, specs_of(params, options.shardings), strict=True))}
+
     # Called outside jit, the loops inside would be compiled anew on every step; this keeps them.
     @jax.jit
     def compiled(updates, state, params):
-        return optimizer_for(params).update(updates, state, params)
+        return optimizer_for(params).update(updates, state, params, **told(params))
 
     def init(params):
         return optimizer_for(params).init(params)
@@ -119,8 +133,9 @@ def assemble(
                 "params (brax, for one) needs that third argument added."
             )
         same_trees(updates, params)
+        updates = like_parameters(updates, params)
         if extra_args:
-            return optimizer_for(params).update(updates, state, params, **extra_args)
+            return optimizer_for(params).update(updates, state, params, **told(params), **extra_args)
         return compiled(updates, state, params)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -3,9 +3,9 @@
 
 import os
 
-# Four virtual CPU devices, for the tests of sharded state; everything else runs on the first one. Set before JAX wakes.
+# Eight virtual CPU devices, for the tests on meshes; everything else runs on the first one. Set before JAX wakes.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
 import pytest

@@ -26,31 +26,47 @@ COMMON = {
     "adam_eps": 1e-8,
     "adam_weight_decay": None,
 }
+ON_MESHES = {"divide": True, "shardings": None}
 RELATIVES = {k: v for k, v in COMMON.items() if k not in ("tangent", "tangent_radius", "orientation", "rms")}
+NEWTON_SCHULZ = {"nesterov": True, "ns_steps": 5, "ns_coefficients": "muon", **RELATIVES, **ON_MESHES}
 OF_THE_REST = ("weight_decay", "weight_decay_mask")
 
 # Name: (positional arguments, keyword-only arguments with their defaults).
 OPTIMIZERS = {
-    "normpre_g": (["learning_rate"], {"ns_steps": 5, "ns_coefficients": "muon", **COMMON}),
+    "normpre_g": (["learning_rate"], {"ns_steps": 5, "ns_coefficients": "muon", **COMMON, **ON_MESHES}),
     "normpre_l": (
         ["learning_rate"],
         {"rank": 32, "oversample": 8, "power_iterations": 1, "method": "sketch", "seed": 0, "warm_start": False}
-        | COMMON,
+        | COMMON
+        | ON_MESHES
+        | {"divide": False},
     ),
-    "normpre": (["learning_rate", "precondition"], COMMON),
+    "normpre": (["learning_rate", "precondition"], COMMON | {"shardings": None}),
     "scale_by_normpre": (
         ["precondition"],
         {k: v for k, v in COMMON.items() if not k.startswith("adam_") and k not in OF_THE_REST},
     ),
-    "muon": (
-        ["learning_rate"],
-        {"convention": "moonlight", "nesterov": True, "ns_steps": 5, "ns_coefficients": "muon", **RELATIVES},
-    ),
+    "muon": (["learning_rate"], {"convention": "moonlight", **NEWTON_SCHULZ}),
     "mano": (["learning_rate"], {"version": 1, "nesterov": False, **RELATIVES}),
+    "rmnp": (["learning_rate"], {"nesterov": True, **RELATIVES}),
+    "muoneq": (["learning_rate"], {"mode": "R", **NEWTON_SCHULZ}),
+    "muon_plus": (["learning_rate"], {"mode": "row_col", **NEWTON_SCHULZ}),
+    "normuon": (["learning_rate"], {"b2": 0.95, **NEWTON_SCHULZ}),
+    "adamuon": (["learning_rate"], NEWTON_SCHULZ),
+    "moga": (["learning_rate"], {"mode": "rows", "nesterov": True, **RELATIVES}),
+    "swan": (
+        ["learning_rate"],
+        {"whitening_steps": 6, "rms": None, **ON_MESHES} | {k: v for k, v in RELATIVES.items() if k != "momentum"},
+    ),
+    "dion": (["learning_rate"], {"rank": 768, "seed": 0, **RELATIVES}),
 }
 PARTS = {
     "project_to_tangent": {"mode": "relaxed", "radius": 1.0},
-    "normalize_rows": {},
+    "normalize_rows": {"eps": 0.0},
+    "standardize_rows": {},
+    "equalize_rows_and_columns": {},
+    "whiten": {"steps": 6, "compute_dtype": None},
+    "scale_by_row_moment": {"decay": 0.95, "eps": 1e-10},
     "precondition_globally": {"ns_steps": 5, "ns_coefficients": "muon", "compute_dtype": None},
     "precondition_locally": {
         "rank": 32,
@@ -74,6 +90,7 @@ CONTRACT = {
     "dims_from_nnx",
     "STATIC_ARGS",
     "explain",
+    "families",
 }
 CALLABLES = sorted(name for name in npo.__all__ if callable(getattr(npo, name)))
 
@@ -94,6 +111,14 @@ def test_optimizers_have_the_promised_signature(name):
     factory, (positional, keywords) = getattr(npo, name), OPTIMIZERS[name]
     assert list(defaults(factory, inspect.Parameter.POSITIONAL_OR_KEYWORD)) == positional
     assert defaults(factory, inspect.Parameter.KEYWORD_ONLY) == keywords
+
+
+def test_families_are_all_the_optimizers_but_the_one_that_wants_a_part():
+    found = npo.families()
+    assert set(found) == OPTIMIZERS.keys() - {"normpre", "scale_by_normpre"}
+    assert all(factory is getattr(npo, name) for name, factory in found.items())
+    found.clear()
+    assert npo.families()
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -151,6 +176,6 @@ def test_factories_return_transformations_with_extra_args(name):
 def test_static_args_name_real_arguments_and_all_that_are_not_numbers():
     arguments = {a for f in OPTIMIZERS for a in inspect.signature(getattr(npo, f)).parameters}
     assert arguments >= npo.STATIC_ARGS
-    numeric = {"learning_rate", "momentum", "weight_decay", "tangent_radius", "rms"}
+    numeric = {"learning_rate", "momentum", "b2", "weight_decay", "tangent_radius", "rms"}
     numeric |= {a for a in arguments if a.startswith("adam_")}
     assert arguments - npo.STATIC_ARGS == numeric

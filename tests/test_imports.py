@@ -18,19 +18,33 @@ THIRD_PARTY = {"jax", "optax", "numpy"}
 TABLE = {
     "linalg/": ({"jax"}, {"linalg"}),
     "parameters/": (THIRD_PARTY, {"parameters"}),
-    "transforms/": (THIRD_PARTY, {"linalg", "transforms.checks", "transforms.oriented"}),
+    "transforms/": (THIRD_PARTY, {"linalg", "transforms.checks", "transforms.draws", "transforms.oriented"}),
     "transforms/wrappers.py": (
         THIRD_PARTY,
-        {"parameters", "transforms.batches", "transforms.checks", "transforms.oriented"},
+        {
+            "parameters",
+            "transforms.batches",
+            "transforms.checks",
+            "transforms.meshes",
+            "transforms.oriented",
+            "transforms.sharding",
+        },
     ),
+    "transforms/draws.py": ({"jax"}, set()),
     "transforms/batches.py": (THIRD_PARTY, {"parameters"}),
-    "assemble.py": (THIRD_PARTY, {"parameters", "transforms.checks", "transforms.wrappers"}),
+    "transforms/sharding.py": (THIRD_PARTY, {"parameters.sharing", "transforms.oriented"}),
+    "transforms/meshes.py": (THIRD_PARTY, {"parameters.dims", "transforms.batches", "transforms.sharding"}),
+    "assemble.py": (
+        THIRD_PARTY,
+        {"parameters", "transforms.checks", "transforms.meshes", "transforms.wrappers"},
+    ),
     "algorithm.py": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),
     "recipes/": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),
+    "family.py": ({"optax"}, {"algorithm", "recipes"}),
     "diagnostics.py": ({"jax"}, {"linalg", "parameters"}),
     "__init__.py": (
         set(),
-        {"algorithm", "assemble", "diagnostics", "linalg", "parameters", "recipes", "transforms"},
+        {"algorithm", "assemble", "diagnostics", "family", "linalg", "parameters", "recipes", "transforms"},
     ),
 }
 LAZY = {"parameters/nnx.py": {"flax"}}  # inside functions only

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon and MANO against the reference, against torch.optim.Muon, and against optax.contrib.muon where they coincide."""
+"""Muon and MANO against the reference; they and MuonEq against torch's and optax's Muon where they coincide."""
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +173,27 @@ def test_muon_is_torchs_muon_up_to_its_bfloat16(convention, adjust_lr_fn):
         error = np.linalg.norm(got[name] - x) / np.linalg.norm(x - start[name])
         assert error <= bound, name
         assert error > 1e-5, name  # it is bfloat16 that we measure
+
+
+@pytest.mark.parity
+def test_muoneq_of_equal_rows_is_torchs_muon(monkeypatch):
+    """Where rows have one length already, as those of U keep under a constant gradient, the two rules are one."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())  # its Newton-Schulz in float32
+    gradient = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+    gradient /= np.linalg.norm(gradient, axis=1, keepdims=True)
+    weight = torch.nn.Parameter(torch.zeros(4, 6))
+    optimizer = torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    tx = npo.muoneq(1.0, weight_decay=0.0)
+    params, grads = {"kernel": jnp.zeros((6, 4))}, {"kernel": jnp.asarray(gradient.T)}
+    state, update = tx.init(params), cases.updater(tx)
+    for _ in range(3):
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    # Two float32 programs of three steps of size 0.2: ten eps32 each, times a slope of 20 to 100.
+    np.testing.assert_allclose(params["kernel"].T, weight.detach().numpy(), atol=1e-4)
 
 
 # optax.contrib.muon.

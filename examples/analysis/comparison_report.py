@@ -17,11 +17,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-# Name and colour of every optimizer; the colours are distinguishable with every common colour blindness (Okabe, Ito).
+# Name and colour of every optimizer. Those of the paper are distinguishable with every common colour blindness (Okabe,
+# Ito); the rest of that palette and Paul Tol's are shared out among the others.
 NAMES = {
     "adamw": ("AdamW", "#000000"),
     "muon": ("Muon", "#0072B2"),
     "mano": ("MANO", "#E69F00"),
+    "rmnp": ("RMNP", "#56B4E9"),
+    "muoneq": ("MuonEq", "#332288"),
+    "muon_plus": ("Muon+", "#44AA99"),
+    "normuon": ("NorMuon", "#CC79A7"),
+    "adamuon": ("AdaMuon", "#882255"),
+    "moga": ("MOGA", "#999933"),
+    "swan": ("SWAN", "#777777"),
+    "dion": ("Dion", "#F0E442"),
     "normpre_g": ("NormPre-G", "#D55E00"),
     "normpre_l": ("NormPre-L", "#009E73"),
 }

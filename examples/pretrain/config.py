@@ -82,13 +82,16 @@ class MatrixConfig:
     """The optimizer of the hidden matrices; a field that the chosen optimizer lacks is not used."""
 
     momentum: float = 0.95
-    """Momentum coefficient mu (all but adamw)."""
+    """Momentum coefficient mu (all but adamw and swan)."""
+    mode: str = ""
+    """Variant: R, C or RC (muoneq); row, col, row_col or col_row (muon_plus); rows or columns (moga). Empty: the first,
+    and row_col for muon_plus."""
     ns_steps: int = 5
-    """Newton-Schulz iterations (muon, normpre_g)."""
+    """Newton-Schulz iterations (muon, muoneq, muon_plus, normuon, adamuon, normpre_g)."""
     ns_coefficients: str = "muon"
-    """Table of Newton-Schulz coefficients (muon, normpre_g)."""
+    """Table of Newton-Schulz coefficients (the same)."""
     rank: int = 32
-    """Modes that are clipped (normpre_l)."""
+    """Modes that are clipped (normpre_l), or directions that are found (dion)."""
     oversample: int = 8
     """Further directions of the sketch (normpre_l)."""
     power_iterations: int = 1
@@ -104,13 +107,15 @@ class MatrixConfig:
     orientation: Literal["alternating", "rows", "columns", "both"] = "alternating"
     """What is normalised, step by step (normpre_g, normpre_l)."""
     rms: float = 0.2
-    """Root mean square of every matrix's direction (normpre_g, normpre_l)."""
+    """Root mean square of every matrix's direction (normpre_g, normpre_l, swan)."""
     muon_convention: Literal["moonlight", "keller"] = "moonlight"
     """Scale of Muon's update: 0.2 sqrt(max(in, out)), or sqrt(max(1, out / in))."""
     muon_ratio: float = 1.0
-    """Muon's learning rate for matrices over --learning-rate, which stays that of its AdamW part."""
+    """Learning rate for matrices over --learning-rate, which stays that of AdamW's part (muon, rmnp, muon_plus,
+    normuon, moga, dion; updates of the others have the size of AdamW's)."""
     bfloat16: bool = False
-    """bfloat16 products with float32 sums in the spectral stage (muon, normpre_g, normpre_l)."""
+    """bfloat16 products with float32 sums in the spectral stage, or bfloat16 rows where there is none (all but
+    adamw)."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,21 @@ class Config:
     seed: int = 0
     """Seed of initialisation, data order and sampling."""
 
-    optimizer: Literal["adamw", "muon", "mano", "normpre_g", "normpre_l"] = "normpre_g"
+    optimizer: Literal[
+        "adamw",
+        "muon",
+        "mano",
+        "rmnp",
+        "muoneq",
+        "muon_plus",
+        "normuon",
+        "adamuon",
+        "moga",
+        "swan",
+        "dion",
+        "normpre_g",
+        "normpre_l",
+    ] = "normpre_g"
     """Optimizer of the hidden matrices; embeddings, norms and biases go to AdamW under all of them."""
     steps: int = 800
     """Number of updates."""

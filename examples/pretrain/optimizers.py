@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax import MatrixDims, default_matrix_dims, explain, mano, muon, normpre_g, normpre_l
+from normpre_optax import MatrixDims, default_matrix_dims, explain, families
 
 from .config import Config, RunError
 from .mesh import whole
@@ -27,7 +27,9 @@ def adamw(
     return optax.with_extra_args_support(optax.adamw(learning_rate, b1=adam_b1, b2=adam_b2, weight_decay=weight_decay))
 
 
-OPTIMIZERS = {"adamw": adamw, "muon": muon, "mano": mano, "normpre_g": normpre_g, "normpre_l": normpre_l}
+OPTIMIZERS = {"adamw": adamw, **families()}
+# Rules whose updates are not scaled to the size of AdamW's, and want a learning rate of their own.
+OWN_RATE = frozenset({"muon", "rmnp", "muon_plus", "normuon", "moga", "dion"})
 
 
 def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTransformationExtraArgs:
@@ -47,8 +49,10 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         "convention": matrix.muon_convention,
         "compute_dtype": jnp.bfloat16 if matrix.bfloat16 else None,
     }
+    if not matrix.mode:
+        del settings["mode"]  # each optimizer's own default
     peak = learning_rate
-    if config.optimizer == "muon" and matrix.muon_ratio != 1:
+    if config.optimizer in OWN_RATE and matrix.muon_ratio != 1:
         peak = lambda t: matrix.muon_ratio * learning_rate(t)  # noqa: E731
         settings["adam_learning_rate"] = learning_rate
     accepted = inspect.signature(factory).parameters

@@ -59,6 +59,7 @@ def leading_modes_sketch(
     rank: int,
     power_iterations: int = 1,
     compute_dtype: jax.typing.DTypeLike | None = None,
+    short_is_sharded: bool = False,
 ) -> Modes:
     """The ``rank`` leading modes as seen from a random subspace: Algorithm 2 of the paper.
 
@@ -72,6 +73,8 @@ def leading_modes_sketch(
         rank: number of modes; at most ``l`` are returned.
         power_iterations: ``p``.
         compute_dtype: dtype of the operands of the products with ``psi``; None: that of ``psi``.
+        short_is_sharded: the rows of ``psi`` are spread over devices and its columns are not: bases between power
+            steps are made orthonormal on the long side, which every device holds whole.
 
     Returns:
         ``Modes`` with ``k = min(rank, l)``.
@@ -87,10 +90,14 @@ def leading_modes_sketch(
     References:
         Halko, Martinsson and Tropp, arXiv 0909.4061.
     """
-    q = orthonormal_rows(product(omega, psi.mT, compute_dtype))  # Q^T of the paper, as all factors here
+    y = product(omega, psi.mT, compute_dtype)  # Y^T of the paper, as all factors here are transposed
     for _ in range(power_iterations):
-        back = product(q, psi, compute_dtype)
-        q = orthonormal_rows(product(back, psi.mT, compute_dtype))
+        if short_is_sharded:
+            back = orthonormal_rows(product(y, psi, compute_dtype))
+        else:
+            back = product(orthonormal_rows(y), psi, compute_dtype)
+        y = product(back, psi.mT, compute_dtype)
+    q = orthonormal_rows(y)
     seen = product(q, psi, compute_dtype)
     values, z = eigh(product(seen, seen.mT))
     z = z[..., : min(rank, omega.shape[-2])].mT

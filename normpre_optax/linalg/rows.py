@@ -39,15 +39,16 @@ def row_norms(x: jax.Array, axis: int = -1) -> jax.Array:
     return peak * jnp.sqrt(jnp.sum((x / peak) ** 2, axis=axis, keepdims=True))
 
 
-def unit_rows(x: jax.Array, axis: int = -1) -> jax.Array:
+def unit_rows(x: jax.Array, axis: int = -1, eps: float = 0.0) -> jax.Array:
     """Every row divided by its length: ``Psi = D(X)^-1 X`` of the paper; zero rows stay zero.
 
     Args:
         x: matrices ``(..., m, n)``.
         axis: along which a row runs.
+        eps: added to the squared length.
 
     Returns:
-        Matrices ``(..., m, n)`` whose rows have length 1 or 0.
+        Matrices ``(..., m, n)`` whose rows have length 1 or 0 (with ``eps``, less than 1).
 
     Example:
         >>> import jax.numpy as jnp
@@ -56,9 +57,64 @@ def unit_rows(x: jax.Array, axis: int = -1) -> jax.Array:
         [[0.6 0.8]
          [0.  0. ]]
     """
-    x = x / _peak(x, axis)
-    norm = jnp.sqrt(jnp.sum(x**2, axis=axis, keepdims=True))
+    peak = _peak(x, axis)
+    x = x / peak
+    square = jnp.sum(x**2, axis=axis, keepdims=True)
+    if eps:
+        square = square + eps / peak**2  # infinite for a row far below eps, which then is zero
+    norm = jnp.sqrt(square)
     return x / jnp.where(norm == 0, 1, norm)
+
+
+def standardize_rows(x: jax.Array, axis: int = -1) -> jax.Array:
+    """Every row less its mean, divided by its standard deviation (over n, not n - 1).
+
+    A row of which only rounding noise is left, such as one of equal entries, counts as zero and stays zero.
+
+    Args:
+        x: matrices ``(..., m, n)``.
+        axis: along which a row runs.
+
+    Returns:
+        Matrices ``(..., m, n)`` whose rows have mean 0 and length ``sqrt(n)`` or 0.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.rows import standardize_rows
+        >>> print(standardize_rows(jnp.array([[3e20, 5e20], [0.1, 0.1]])).round(4))
+        [[-1.  1.]
+         [ 0.  0.]]
+    """
+    x = x / _peak(x, axis)
+    square = jnp.mean(x**2, axis=axis, keepdims=True)
+    x = x - jnp.mean(x, axis=axis, keepdims=True)
+    variance = jnp.mean(x**2, axis=axis, keepdims=True)
+    gone = variance <= (8 * jnp.finfo(x.dtype).eps) ** 2 * square
+    return jnp.where(gone, 0, x / jnp.sqrt(jnp.where(gone, 1, variance)))
+
+
+def equalize(x: jax.Array) -> jax.Array:
+    """Every entry divided by the length of its row and by that of its column: ``x_ij max_k r_k / (r_i c_j)``.
+
+    Both lengths are those of ``x``. The largest row's length in front makes the result independent of the scale of
+    ``x``. Rows and columns enter alike, up to that factor.
+
+    Args:
+        x: matrices ``(..., m, n)``.
+
+    Returns:
+        Matrices ``(..., m, n)``. Zero rows and columns stay zero.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.rows import equalize
+        >>> print(equalize(jnp.array([[2e-20, 0.0], [0.0, 1e-20]])))
+        [[1. 0.]
+         [0. 2.]]
+    """
+    rows, columns = row_norms(x), row_norms(x, axis=-2)
+    share = rows / jnp.max(jnp.where(rows == 0, jnp.finfo(x.dtype).tiny, rows), axis=-2, keepdims=True)
+    return x / jnp.where(columns == 0, 1, columns) / jnp.where(share == 0, 1, share)
 
 
 def tangent_rows(

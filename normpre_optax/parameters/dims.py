@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 
@@ -242,6 +243,37 @@ def from_matrices(stack: jax.Array, dims: MatrixDims, shape: tuple[int, ...], tr
     if order == tuple(range(len(shape))):
         return x
     return jnp.transpose(x, tuple(order.index(axis) for axis in range(len(shape))))
+
+
+def matrix_spec(
+    spec: PartitionSpec, shape: tuple[int, ...], dims: MatrixDims, transposed: bool = False
+) -> PartitionSpec:
+    """Where the stack of a sharded parameter lies, if nothing is to be moved.
+
+    Args:
+        spec: the parameter's.
+        shape: its shape.
+        dims: axes that fit it.
+        transposed: as `to_matrices` is given it.
+
+    Returns:
+        Entries for (batch, out, in), or (batch, in, out). Of axes that are flattened into one only the first can stay
+        sharded; outputs that are cut into blocks cannot.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec
+        >>> tuple(matrix_spec(PartitionSpec(None, "tensor"), (768, 12, 64), MatrixDims(inputs=0, outputs=(1, 2))))
+        (None, 'tensor', None)
+    """
+    entries = tuple(spec) + (None,) * (len(shape) - len(spec))
+    batch, outputs, inputs = _split(len(shape), dims)
+
+    def first(axes: tuple[int, ...]):
+        return next((entries[axis] for axis in axes if shape[axis] > 1), None)
+
+    rows = first(outputs) if dims.output_blocks == 1 else None
+    sides = (first(inputs), rows) if transposed else (rows, first(inputs))
+    return PartitionSpec(first(batch), *sides)
 
 
 def _reshape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

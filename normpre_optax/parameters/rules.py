@@ -17,7 +17,7 @@ import optax
 from jax import tree_util
 from optax.contrib import MuonDimensionNumbers
 
-from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, check_dims, matrix_shape
+from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, check_dims, matrix_shape, matrix_spec
 from normpre_optax.parameters.leaves import (
     QUERIES,
     Leaf,
@@ -32,6 +32,7 @@ from normpre_optax.parameters.leaves import (
     views,
     words,
 )
+from normpre_optax.parameters.sharing import shares, specs_of, stack_of
 
 _OUTPUTS = {"out", "output", "o", "o_proj", "out_proj", "output_proj", "proj", "c_proj", "to_out", "wo", "w_o"}
 _ATTENTION = {"attn", "attention", "mha", "mhsa", "msa", "mqa", "gqa", "multihead", "sa"}
@@ -457,16 +458,18 @@ def _places(params: Any) -> Iterator[tuple[str, ...]]:
             yield key_names(key_path)
 
 
-def explain(params: Any, matrix_dims: Any = None) -> str:
+def explain(params: Any, matrix_dims: Any = None, *, mesh: Any = None, shardings: Any = None) -> str:
     """Shows what becomes of every parameter.
 
     Args:
         params: the parameters, as the optimizer will see them.
         matrix_dims: as the optimizer takes it.
+        mesh: a `jax.sharding.Mesh` to say who computes what on it, and what that moves.
+        shardings: where the parameters lie on it, as the optimizer takes it; None asks the arrays.
 
     Returns:
-        A plain-text table: path, shape, optimizer, matrices as count x (out x in), reason; then the totals. A parameter
-        for which the optimizer would raise is shown as such.
+        A plain-text table: path, shape, optimizer, matrices as count x (out x in), reason; then the totals, and with
+        `mesh` how the matrices are shared out. A parameter for which the optimizer would raise is shown as such.
 
     Raises:
         ValueError: `matrix_dims` is a tree that does not match, or two parameters have the same path.
@@ -482,8 +485,17 @@ def explain(params: Any, matrix_dims: Any = None) -> str:
         adamw:  8 numbers in 1 parameter
     """
     choose = _chooser(params, matrix_dims)
-    rows = [_row(path, leaf, choose) for path, leaf in views(params).items()]
-    return "\n".join([*_aligned([_HEADER, *(row.cells for row in rows)]), "", *_totals(rows)])
+    leaves = views(params)
+    rows = [_row(path, leaf, choose) for path, leaf in leaves.items()]
+    lines = [*_aligned([_HEADER, *(row.cells for row in rows)]), "", *_totals(rows)]
+    if mesh is not None:
+        stacks = [
+            stack_of(matrix_shape(leaf.shape, row.dims), "float32", matrix_spec(spec, leaf.shape, row.dims))
+            for leaf, row, spec in zip(leaves.values(), rows, specs_of(params, shardings), strict=True)
+            if row.dims is not None
+        ]
+        lines += ["", *shares(dict(mesh.shape), stacks)]
+    return "\n".join(lines)
 
 
 _HEADER = ("parameter", "shape", "optimizer", "matrices", "reason")
@@ -493,6 +505,7 @@ class _Row(NamedTuple):
     cells: tuple[str, ...]
     size: int
     matrices: int
+    dims: MatrixDims | None = None
 
 
 def _row(path: str, leaf: Leaf, choose: _Chooser) -> _Row:
@@ -503,7 +516,8 @@ def _row(path: str, leaf: Leaf, choose: _Chooser) -> _Row:
     if choice.dims is None:
         return _Row((path, str(leaf.shape), "adamw", "", choice.reason), leaf.size, 0)
     batch, rows, columns = matrix_shape(leaf.shape, choice.dims)
-    return _Row((path, str(leaf.shape), "matrix", f"{batch} x ({rows} x {columns})", choice.reason), leaf.size, batch)
+    cells = (path, str(leaf.shape), "matrix", f"{batch} x ({rows} x {columns})", choice.reason)
+    return _Row(cells, leaf.size, batch, choice.dims)
 
 
 def _aligned(table: list[tuple[str, ...]]) -> list[str]:

@@ -10,6 +10,7 @@ from normpre_optax.assemble import RestOptions, assemble
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally
 from normpre_optax.transforms.scale import scale_by_shape
+from normpre_optax.transforms.sharding import maybe_divided
 from normpre_optax.transforms.wrappers import as_matrices
 
 SCALES = {
@@ -27,6 +28,7 @@ def muon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: str | Sequence = "muon",
+    divide: bool = True,
     momentum: jax.typing.ArrayLike = 0.95,
     weight_decay: jax.typing.ArrayLike = 0.1,
     weight_decay_mask=None,
@@ -38,6 +40,7 @@ def muon(
     adam_b2: jax.typing.ArrayLike = 0.95,
     adam_eps: jax.typing.ArrayLike = 1e-8,
     adam_weight_decay: jax.typing.ArrayLike | None = None,
+    shardings=None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for hidden matrices, AdamW for everything else.
 
@@ -54,6 +57,7 @@ def muon(
         nesterov: whether the update looks one gradient ahead.
         ns_steps: Newton-Schulz iterations; None orthogonalises exactly.
         ns_coefficients: ``"muon"``, ``"you"``, ``"polar_express"``, a triple, or a triple a step.
+        divide: see ``normpre_g``.
         momentum: ``mu``.
         weight_decay: see ``normpre``, as all that follow.
         weight_decay_mask: see ``normpre``.
@@ -65,6 +69,7 @@ def muon(
         adam_b2: see ``normpre``.
         adam_eps: see ``normpre``.
         adam_weight_decay: see ``normpre``.
+        shardings: see ``normpre``.
 
     Returns:
         The optimizer.
@@ -91,7 +96,7 @@ def muon(
             as_matrices(
                 dims,
                 chain(
-                    precondition_globally(ns_steps, ns_coefficients, compute_dtype),
+                    maybe_divided(precondition_globally(ns_steps, ns_coefficients, compute_dtype), divide),
                     scale_by_shape(SCALES[convention]),
                 ),
             ),
@@ -110,5 +115,6 @@ def muon(
             adam_b2=adam_b2,
             adam_eps=adam_eps,
             adam_weight_decay=adam_weight_decay,
+            shardings=shardings,
         ),
     )

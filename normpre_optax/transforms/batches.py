@@ -25,6 +25,8 @@ Stage = Callable[..., tuple[jax.Array, list[Any], list[Any]]]
 class Matrices(NamedTuple):
     """Matrices of one shape with what belongs to each, all with the same leading axes (or none).
 
+    On a mesh every field is a list instead, with an entry for every shape.
+
     Attributes:
         update: ``(..., out, in)``, or ``(..., in, out)`` where it is stored that way.
         weight: as ``update``, or None.
@@ -32,10 +34,10 @@ class Matrices(NamedTuple):
         state: arrays ``(..., ...)`` that a stage keeps for each matrix.
     """
 
-    update: jax.Array
-    weight: jax.Array | None
-    ids: jax.Array
-    state: list[jax.Array]
+    update: Any
+    weight: Any
+    ids: Any
+    state: list[Any]
 
 
 class Parameter(NamedTuple):

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The spectral stage: all singular values to one (NormPre-G), or the leading ones clipped to one (NormPre-L).
 
-Both commute with transposition, so they always work on the shorter side and need no orientation.
+``whiten`` is SWAN's way to the former. All of them commute with transposition, so they always work on the shorter side
+and need no orientation.
 """
 
 import functools
-import math
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,9 @@ from normpre_optax.linalg.eigenspace import leading_modes_exact, leading_modes_s
 from normpre_optax.linalg.newton_schulz import coefficient_table, newton_schulz
 from normpre_optax.linalg.precision import in_working_dtype, working_dtype
 from normpre_optax.linalg.spectrum import clip_modes, exact_msign
+from normpre_optax.linalg.whitening import whiten as whitened
 from normpre_optax.transforms.checks import float_dtype, static_int
+from normpre_optax.transforms.draws import identities, sketch_draws
 from normpre_optax.transforms.oriented import OrientedTransformation
 
 METHODS = ("sketch", "exact")
@@ -70,6 +71,44 @@ def precondition_globally(
     def update(updates, state, params=None, **extra_args):
         del params, extra_args
         return jax.tree.map(in_working_dtype(_unbatched(orthogonalize)), updates), state
+
+    return OrientedTransformation(lambda params: optax.EmptyState(), update)
+
+
+def whiten(steps: int = 6, compute_dtype: jax.typing.DTypeLike | None = None) -> OrientedTransformation:
+    """Multiply every matrix by the inverse root of its Gram matrix: ``T = (X X^T / ||X X^T||_F)^(-1/2) X``, nearly.
+
+    Args:
+        steps: coupled Newton-Schulz iterations for the inverse root.
+        compute_dtype: dtype of the products' operands, with sums in float32; None means float32 on every device.
+
+    Returns:
+        A stateless transformation on matrices in the last two axes. It does not bring singular values to one but to
+        ``||X X^T||_F^(1/2)``: ``scale_to_rms`` fixes the size.
+
+    Raises:
+        TypeError: if ``steps`` is traced.
+        ValueError: if ``steps`` is not positive.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import whiten
+        >>> tx = whiten(steps=12)
+        >>> x = jnp.diag(jnp.array([4.0, 3.0]))
+        >>> print((tx.update(x, tx.init(x))[0] / (4.0**4 + 3.0**4) ** 0.25).round(4))
+        [[1. 0.]
+         [0. 1.]]
+
+    References:
+        Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148.
+    """
+    steps = static_int("whitening_steps", steps, least=1)
+    float_dtype("compute_dtype", compute_dtype)
+    f = functools.partial(whitened, steps=steps, compute_dtype=compute_dtype)
+
+    def update(updates, state, params=None, **extra_args):
+        del params, extra_args
+        return jax.tree.map(in_working_dtype(_unbatched(f)), updates), state
 
     return OrientedTransformation(lambda params: optax.EmptyState(), update)
 
@@ -158,9 +197,10 @@ def precondition_locally(
     def clip_exactly(psi: jax.Array, columns: bool) -> jax.Array:
         return clip_modes(psi, leading_modes_exact(psi.mT if columns else psi, rank), columns=columns)
 
-    def clip_sketched(psi: jax.Array, omega: jax.Array, columns: bool) -> tuple[jax.Array, jax.Array]:
+    def clip_sketched(psi: jax.Array, omega: jax.Array, columns: bool, spread: bool) -> tuple[jax.Array, jax.Array]:
         lifted = psi.astype(working_dtype(psi.dtype))
-        modes = leading_modes_sketch(lifted.mT if columns else lifted, omega, rank, power_iterations, compute_dtype)
+        wide = lifted.mT if columns else lifted
+        modes = leading_modes_sketch(wide, omega, rank, power_iterations, compute_dtype, short_is_sharded=spread)
         return clip_modes(lifted, modes, compute_dtype, columns).astype(psi.dtype), modes.coordinates
 
     def width(psi: jax.Array) -> int:
@@ -178,9 +218,9 @@ def precondition_locally(
             return PreconditionLocallyState(count)
         # What the first step would draw beyond its fresh directions: it is the step without warm start.
         beyond = lambda w, ids: draws(w, ids, 0, width(w))[..., oversample:, :]  # noqa: E731
-        return WarmStartState(count, jax.tree.map(beyond, params, _identities(params)))
+        return WarmStartState(count, jax.tree.map(beyond, params, identities(params)))
 
-    def update(updates, state, params=None, *, matrix_ids=None, transposed: bool = False, **extra_args):
+    def update(updates, state, params=None, *, matrix_ids=None, transposed=False, layout=None, **extra_args):
         del params, extra_args
         if isinstance(state, WarmStartState) != warm_start:
             raise ValueError(
@@ -189,75 +229,50 @@ def precondition_locally(
             )
         count = optax.safe_increment(state.count)
         if method == "exact":
-            clip = in_working_dtype(_unbatched(_on_shorter_side(clip_exactly, transposed)))
-            return jax.tree.map(clip, updates), PreconditionLocallyState(count)
-        clip = _unbatched(_on_shorter_side(clip_sketched, transposed))
-        ids = matrix_ids if matrix_ids is not None else _identities(updates)
-        if not warm_start:
-            cold = lambda psi, i: clip(psi, draws(psi, i, state.count, width(psi)))[0]  # noqa: E731
-            return jax.tree.map(cold, updates, ids), PreconditionLocallyState(count)
+            exactly = in_working_dtype(_unbatched(_on_shorter_side(clip_exactly, transposed)))
+            return jax.tree.map(exactly, updates), PreconditionLocallyState(count)
 
-        def warm(psi: jax.Array, i: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def clip(psi: jax.Array, omega: jax.Array, spread: bool) -> tuple[jax.Array, jax.Array]:
+            f = functools.partial(clip_sketched, spread=spread)
+            return _unbatched(_on_shorter_side(f, transposed))(psi, omega)
+
+        spread = jax.tree.map(lambda _: False, updates)
+        if layout is not None:
+            spread = [
+                _is_short_side_sharded(x, spec, transposed) for x, spec in zip(updates, layout.specs, strict=True)
+            ]
+        ids = matrix_ids if matrix_ids is not None else identities(updates)
+        if not warm_start:
+            cold = lambda psi, i, spread: clip(psi, draws(psi, i, state.count, width(psi)), spread)[0]  # noqa: E731
+            return jax.tree.map(cold, updates, ids, spread), PreconditionLocallyState(count)
+
+        def warm(psi: jax.Array, i: jax.Array, spread: bool, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
             fresh = draws(psi, i, state.count, width(psi) - kept.shape[-2])
-            new, seen = clip(psi, jnp.concatenate([fresh, kept.astype(fresh.dtype)], axis=-2))
+            new, seen = clip(psi, jnp.concatenate([fresh, kept.astype(fresh.dtype)], axis=-2), spread)
             return new, seen[..., : kept.shape[-2], :].astype(kept.dtype)
 
-        pairs = jax.tree.map(warm, updates, ids, state.subspace)
+        pairs = jax.tree.map(warm, updates, ids, spread, state.subspace)
         new, subspace = (jax.tree.map(lambda _, pair, k=k: pair[k], updates, pairs) for k in (0, 1))
         return new, WarmStartState(count, subspace)
 
     return OrientedTransformation(init, update)
 
 
-def sketch_draws(
-    seed: int,
-    step: jax.typing.ArrayLike,
-    identity: jax.typing.ArrayLike,
-    slice_index: jax.typing.ArrayLike,
-    shape: tuple[int, int],
-) -> jax.Array:
-    """Standard normal draws of one matrix at one step, the same on every host and for every sharding.
-
-    Args:
-        seed: the optimizer's seed.
-        step: steps taken before this one.
-        identity: of the parameter: crc32 of its path.
-        slice_index: place of the matrix in its stack.
-        shape: ``(l, longer side)``.
-
-    Returns:
-        float32 array of ``shape``: the transpose of ``Omega`` of Algorithm 2.
-
-    Example:
-        >>> from normpre_optax.transforms.precondition import sketch_draws
-        >>> sketch_draws(0, 0, 17, 0, (2, 6)).shape
-        (2, 6)
-    """
-    key = jax.random.key(seed, impl="threefry2x32")  # The one generator whose draws do not depend on the sharding.
-    for part in (step, identity, slice_index):
-        key = jax.random.fold_in(key, part)
-    return jax.random.normal(key, shape, jnp.float32)
-
-
-def _identities(tree):
-    """uint32 ``(..., 2)`` for every leaf, crc32 of its path and place in the stack, for use outside ``as_matrices``."""
-
-    def identify(path, x: jax.Array) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        places = jnp.arange(math.prod(x.shape[:-2]), dtype=jnp.uint32).reshape(x.shape[:-2])
-        return jnp.stack([jnp.full_like(places, zlib.crc32(name.encode())), places], axis=-1)
-
-    return jax.tree_util.tree_map_with_path(identify, tree)
+def _works_on_columns(x: jax.Array, transposed: bool) -> bool:
+    """Whether a spectral stage works on the last axis of a matrix: the shorter one, or the rows of a square matrix."""
+    above, across = x.shape[-2:]
+    return across < above or (across == above and transposed)
 
 
 def _on_shorter_side(f: Callable[..., Any], transposed: bool) -> Callable[..., Any]:
-    """``f`` told whether to work on the last axis of a matrix: the shorter one, or the rows of a square matrix."""
+    """``f`` told which side of a matrix to work on."""
+    return lambda x, *rest: f(x, *rest, columns=_works_on_columns(x, transposed))
 
-    def oriented(x: jax.Array, *rest: jax.Array) -> Any:
-        above, across = x.shape[-2:]
-        return f(x, *rest, columns=across < above or (across == above and transposed))
 
-    return oriented
+def _is_short_side_sharded(x: jax.Array, spec: jax.sharding.PartitionSpec, transposed: bool) -> bool:
+    """Whether the shorter side of a stack's matrices is spread over devices and the longer one is not."""
+    long, short = spec[-2:] if _works_on_columns(x, transposed) else spec[:-3:-1]
+    return bool(short) and not long
 
 
 def _unbatched(f: Callable[..., Any]) -> Callable[..., Any]:

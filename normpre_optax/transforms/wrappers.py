@@ -6,18 +6,22 @@ orientation, ``at_least_float32`` and ``in_dtype`` the dtype. What stands inside
 """
 
 import zlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, to_matrices
 from normpre_optax.parameters.rules import resolve
-from normpre_optax.transforms.batches import Matrices, Parameter, run
+from normpre_optax.transforms import batches, meshes
+from normpre_optax.transforms.batches import Matrices, Parameter
 from normpre_optax.transforms.checks import float_dtype
 from normpre_optax.transforms.oriented import OrientedTransformation, chain, oriented, turned
+from normpre_optax.transforms.sharding import mesh_of
 
 
 def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -66,9 +70,12 @@ def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTran
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
         axes = [dims for _, _, dims in readings(params)]
+        mesh = mesh_of(params)
+        if mesh is not None:
+            return meshes.init(inner.init, params, axes, mesh)
         return inner.init(treedef.unflatten(map(to_matrices, leaves, axes)))
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, *, told: Mapping[str, PartitionSpec] | None = None, **extra_args):
         treedef = jax.tree.structure(updates)
         found = readings(updates if params is None else params)
         if not found:
@@ -82,12 +89,16 @@ def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTran
             for i, (u, w, (path, shape, axes)) in enumerate(zip(jax.tree.leaves(updates), weights, found, strict=True))
         ]
 
-        def stage(matrices: Matrices, shared: list[Any], transposed: bool) -> tuple[Any, list[Any], list[Any]]:
+        def stage(matrices: Matrices, shared: list[Any], **lie) -> tuple[Any, list[Any], list[Any]]:
             view, extra = layout.join(matrices.state, shared), {**extra_args, "matrix_ids": matrices.ids}
-            new, view = inner.update(matrices.update, view, matrices.weight, transposed=transposed, **extra)
+            new, view = inner.update(matrices.update, view, matrices.weight, **lie, **extra)
             return (new, *layout.split(view))
 
-        new, kept, shared = run(stage, parameters, shared)
+        mesh = mesh_of((updates, params))
+        if mesh is None:
+            new, kept, shared = batches.run(stage, parameters, shared)
+        else:
+            new, kept, shared = meshes.run(stage, parameters, shared, mesh, [path for path, _, _ in found], told)
         return treedef.unflatten(new), layout.join([treedef.unflatten(x) for x in zip(*kept, strict=True)], shared)
 
     return optax.GradientTransformationExtraArgs(init, update)

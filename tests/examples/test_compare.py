@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from pathlib import Path
 
 import pytest
 
 from examples.analysis import comparison_report
 from examples.pretrain import compare, main
+from examples.pretrain.config import Config
 from examples.pretrain.optimizers import OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +123,7 @@ def test_a_report_can_be_drawn_again(content, tmp_path, capsys):
 
 def test_every_optimizer_has_a_name_and_a_colour_of_its_own():
     assert set(comparison_report.NAMES) == set(OPTIMIZERS)
+    assert set(typing.get_args(typing.get_type_hints(Config)["optimizer"])) == set(OPTIMIZERS)
     assert len(set(comparison_report.NAMES.values())) == len(OPTIMIZERS)
 
 
@@ -146,6 +149,14 @@ def test_a_bad_comparison_is_one_line_before_anything_is_written(arguments, line
     assert line in said.err
     assert said.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_optimizer_can_be_compared(tmp_path):
+    wanted = ",".join(OPTIMIZERS)
+    planned = compare.plan(compare.Options(config="nano", optimizers=wanted, runs_folder=tmp_path), [])
+    assert planned.optimizers == list(OPTIMIZERS)
+    arms = [compare.Arm(name, 1e-3, 0).name for name in planned.optimizers]
+    assert len(set(arms)) == len(OPTIMIZERS)
 
 
 def test_learning_rates_for_all_and_for_one():

@@ -16,7 +16,7 @@ from flax import nnx
 
 import examples
 from examples.pretrain import models, optimizers, train
-from examples.pretrain.config import Config, MatrixConfig, ModelConfig
+from examples.pretrain.config import Config, MatrixConfig, ModelConfig, RunError
 from examples.pretrain.data import PADDING
 from examples.pretrain.evaluate import EVALUATION_BATCH, make_evaluate
 from examples.pretrain.generate import generate
@@ -81,7 +81,14 @@ def first_updates(name: str) -> list[dict[str, np.ndarray]]:
     return [named(update(weight_decay, gradients(), params)) for weight_decay in (0.0, 0.5)]
 
 
-@pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
+PAPERS = ("adamw", "mano", "muon", "normpre_g", "normpre_l")
+# The others are called by name in `test_settings_reach_the_optimizer_that_has_them`, too, without compiling.
+RELATIVES = sorted(optimizers.OPTIMIZERS.keys() - set(PAPERS))
+NEAR_ADAMW = {"muon", "muoneq"}  # by Moonlight's factor, which is 0.2 for a matrix that is orthogonal
+EXACTLY_ADAMW = {"mano", "normpre_g", "normpre_l", "adamuon", "swan"}
+
+
+@pytest.mark.parametrize("name", [*PAPERS, *(pytest.param(name, marks=pytest.mark.slow) for name in RELATIVES)])
 def test_every_optimizer_by_name(name):
     params = named(model_and_params()[1])
     updates, decayed = first_updates(name)
@@ -91,11 +98,14 @@ def test_every_optimizer_by_name(name):
         rms = np.sqrt(np.mean(np.square(update, dtype=np.float64)))
         if not hidden:
             np.testing.assert_allclose(update, adamw[path], atol=1e-6, err_msg=path)
-        elif name == "muon":
-            # Moonlight's factor gives 0.2 for an orthogonal matrix; Newton-Schulz leaves singular values in 0.65..1.25.
+        elif name in NEAR_ADAMW:
+            # Newton-Schulz leaves singular values in 0.65..1.25.
             assert 0.13 < rms < 0.25, path
-        elif name != "adamw":
+        elif name in EXACTLY_ADAMW:
             np.testing.assert_allclose(rms, 0.2, rtol=1e-5, err_msg=path)
+        elif name != "adamw":
+            # Rows, columns or singular values near one, up to the rule's factor of the shape; moga's rows are n^-1/2.
+            assert 0.01 < rms < 0.6, path
         # Decay is decoupled: learning rate 1 x 0.5 x W. The direction, at most 3, is rounded to 2e-7, so is the sum.
         np.testing.assert_allclose(decayed[path] - update, -0.5 * params[path], atol=1e-6, err_msg=path)
 
@@ -111,6 +121,7 @@ def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
 
     monkeypatch.setitem(optimizers.OPTIMIZERS, name, recorded)
     values = {"momentum": 0.5, "ns_steps": 3, "rank": 7, "tangent": "none", "rms": 0.3, "warm_start": True}
+    values |= {"mode": {"muoneq": "RC", "muon_plus": "col", "moga": "columns"}.get(name, "R")}
     matrix = MatrixConfig(**values, muon_convention="keller", muon_ratio=3.0, bfloat16=True)
     config = dataclasses.replace(Config(), optimizer=name, seed=4, adam_b2=0.9, weight_decay=0.2, matrix=matrix)
     optimizers.make_optimizer(config, lambda t: 2.0)
@@ -123,9 +134,18 @@ def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
         key: value for key, value in expected.items() if key in accepted
     }
     assert given.keys() <= accepted.keys()
-    assert given["learning_rate"](0) == (6.0 if name == "muon" else 2.0)
-    if name == "muon":
+    own_rate = name in ("muon", "rmnp", "muon_plus", "normuon", "moga", "dion")
+    assert given["learning_rate"](0) == (6.0 if own_rate else 2.0)
+    if own_rate:
         assert given["adam_learning_rate"](0) == 2.0
+
+
+def test_the_variant_of_an_optimizer_is_its_own_unless_named():
+    for name in ("muoneq", "muon_plus", "moga"):
+        optimizers.make_optimizer(dataclasses.replace(Config(), optimizer=name), lambda t: 1.0)
+        wrong = dataclasses.replace(Config(), optimizer=name, matrix=MatrixConfig(mode="rows_first"))
+        with pytest.raises(RunError, match=f"{name} refuses its --matrix settings: mode='rows_first' is not one of"):
+            optimizers.make_optimizer(wrong, lambda t: 1.0)
 
 
 @pytest.mark.parametrize("policy", ["global", "matrix", "none"])

@@ -49,6 +49,9 @@ STAGES = {
     "exact": lambda: npo.precondition_locally(rank=2, method="exact"),
     "msign": lambda: npo.precondition_globally(ns_steps=None),
     "stateful": moments,
+    "row moments": lambda: optax.chain(
+        npo.standardize_rows(), npo.equalize_rows_and_columns(), npo.whiten(), npo.scale_by_row_moment()
+    ),
 }
 
 
@@ -63,7 +66,10 @@ def steps(stage, count=3):
     return seen, state
 
 
-@pytest.mark.parametrize("stage", STAGES)
+SLOW = {"row moments"}
+
+
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in STAGES])
 @pytest.mark.parametrize("chunk", [2**31, 1, 500])
 def test_stacked_equals_in_turn(monkeypatch, stage, chunk):
     in_turn = steps(stage)

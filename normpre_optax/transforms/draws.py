@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random numbers that depend on the seed, the step, the parameter and the place in its stack, and on nothing else."""
+
+import math
+import zlib
+
+import jax
+import jax.numpy as jnp
+
+
+def sketch_draws(
+    seed: int,
+    step: jax.typing.ArrayLike,
+    identity: jax.typing.ArrayLike,
+    slice_index: jax.typing.ArrayLike,
+    shape: tuple[int, int],
+) -> jax.Array:
+    """Standard normal draws of one matrix at one step, the same on every host and for every sharding.
+
+    Args:
+        seed: the optimizer's seed.
+        step: steps taken before this one.
+        identity: of the parameter: crc32 of its path.
+        slice_index: place of the matrix in its stack.
+        shape: ``(l, longer side)``.
+
+    Returns:
+        float32 array of ``shape``: the transpose of ``Omega`` of Algorithm 2.
+
+    Example:
+        >>> from normpre_optax.transforms.draws import sketch_draws
+        >>> sketch_draws(0, 0, 17, 0, (2, 6)).shape
+        (2, 6)
+    """
+    key = jax.random.key(seed, impl="threefry2x32")  # The one generator whose draws do not depend on the sharding.
+    for part in (step, identity, slice_index):
+        key = jax.random.fold_in(key, part)
+    return jax.random.normal(key, shape, jnp.float32)
+
+
+def identities(tree):
+    """Identities of the matrices of every leaf, for use where ``as_matrices`` gives none.
+
+    Args:
+        tree: arrays ``(..., rows, columns)``.
+
+    Returns:
+        uint32 ``(..., 2)`` for every leaf: crc32 of its path, and the place in its stack.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.transforms.draws import identities
+        >>> print(identities({"w": jnp.ones((2, 3, 4))})["w"][:, 1])
+        [0 1]
+    """
+
+    def identify(path, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        places = jnp.arange(math.prod(x.shape[:-2]), dtype=jnp.uint32).reshape(x.shape[:-2])
+        return jnp.stack([jnp.full_like(places, zlib.crc32(name.encode())), places], axis=-1)
+
+    return jax.tree_util.tree_map_with_path(identify, tree)

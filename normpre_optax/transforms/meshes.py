@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a transformation over all matrices of a model whose parameters live on a mesh.
+
+With Explicit axes JAX tells where every parameter lies; the work is done with Auto axes inside, and what comes out
+lies where the parameters do. With Auto axes the user may tell; else the partitioner sees to everything.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from normpre_optax.parameters.dims import MatrixDims, from_matrices, matrix_shape, matrix_spec, to_matrices
+from normpre_optax.transforms.batches import Matrices, Parameter, Stage
+from normpre_optax.transforms.sharding import Layout, without_numbers
+
+
+def run(
+    stage: Stage,
+    parameters: Sequence[Parameter],
+    shared: list[Any],
+    mesh: AbstractMesh,
+    names: Sequence[str],
+    told: Mapping[str, PartitionSpec] | None = None,
+) -> tuple[list[jax.Array], list[list[jax.Array]], list[Any]]:
+    """Run ``stage`` once, on stacks of the matrices of all parameters.
+
+    Args:
+        stage: as ``batches.run`` takes it, but on lists of stacks; it is told their ``layout``.
+        parameters: the parameters.
+        shared: state that belongs to no matrix.
+        mesh: where they live.
+        names: of the parameters.
+        told: where each lies, by name, for a mesh with Auto axes.
+
+    Returns:
+        As ``batches.run``: new updates, which lie where the parameters do, new states, new shared state.
+    """
+    axes = [p.dims for p in parameters]
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    specs = _specs(parameters, names, told, is_explicit)
+    is_told = is_explicit or told is not None
+    groups: dict[Hashable, list[int]] = {}
+    for i, (parameter, spec, name) in enumerate(zip(parameters, specs, names, strict=True)):
+        # Parameters that only a number tells apart lie alike. Where layers are shared out, nothing is put beside them.
+        batch, *_ = matrix_spec(spec, parameter.update.shape, parameter.dims)
+        alone = i if is_told and batch is not None else None
+        groups.setdefault((parameter.kind(), spec, alone, None if is_told else without_numbers(name)), []).append(i)
+    work = functools.partial(_on_stacks, stage, axes, specs, list(groups.values()), is_told)
+    bare = [p._replace(dims=None) for p in parameters]
+    if not is_explicit:
+        return work(bare, shared)
+    out = (specs, *jax.tree.map(spec_of, ([p.state for p in parameters], shared)))
+    return _in_auto_axes(work, mesh, out)(bare, shared)
+
+
+def _on_stacks(
+    stage: Stage,
+    axes: list[MatrixDims],
+    specs: list[PartitionSpec],
+    groups: list[list[int]],
+    is_told: bool,
+    parameters: list[Parameter],
+    shared: list[Any],
+):
+    parameters = [p._replace(dims=dims) for p, dims in zip(parameters, axes, strict=True)]
+    transposed = all(p.stored_transposed() for p in parameters)
+    stacks, lie = [], []
+    for members in groups:
+        first = parameters[members[0]]
+        laid = [_laid(parameters[i], transposed) for i in members]
+        stacks.append(jax.tree.map(lambda x, *more: jnp.concatenate([x, *more]) if more else x, *laid))
+        lie.append(matrix_spec(specs[members[0]], first.update.shape, first.dims, transposed))
+    here = jax.typeof(stacks[0].update).sharding.mesh
+
+    def placed(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(here, spec)) if is_told else x
+
+    new, state, shared = stage(
+        Matrices(
+            [placed(s.update, spec) for s, spec in zip(stacks, lie, strict=True)],
+            None if stacks[0].weight is None else [placed(s.weight, spec) for s, spec in zip(stacks, lie, strict=True)],
+            [s.ids for s in stacks],
+            [list(parts) for parts in zip(*(s.state for s in stacks), strict=True)],
+        ),
+        shared,
+        transposed=transposed,
+        **({"layout": Layout(here, lie)} if is_told else {}),
+    )
+    updates: list[Any] = [None] * len(parameters)
+    states: list[Any] = [None] * len(parameters)
+    for k, members in enumerate(groups):
+        batch = len(stacks[k].ids) // len(members)
+        whole = placed(new[k], lie[k])
+        for place, i in enumerate(members):
+            part = slice(place * batch, (place + 1) * batch)
+            update = from_matrices(whole[part], axes[i], parameters[i].update.shape, transposed)
+            updates[i] = placed(update, specs[i])
+            states[i] = [kept[k][part] for kept in state]
+    return updates, states, shared
+
+
+def _specs(
+    parameters: Sequence[Parameter], names: Sequence[str], told: Mapping[str, PartitionSpec] | None, is_explicit: bool
+) -> list[PartitionSpec]:
+    if is_explicit:
+        return [spec_of(p.update) for p in parameters]
+    return [PartitionSpec() if told is None else told[name] for name in names]
+
+
+def _laid(parameter: Parameter, transposed: bool) -> Matrices:
+    lay = functools.partial(to_matrices, dims=parameter.dims, transposed=transposed)
+    weight = None if parameter.weight is None else lay(parameter.weight)
+    return Matrices(lay(parameter.update), weight, parameter.ids, parameter.state)
+
+
+def _in_auto_axes(f: Callable, mesh: AbstractMesh, out: Any) -> Callable:
+    """``f`` with the partitioner free to choose inside, and its results lying by ``out``."""
+
+    def on_mesh(*args):
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.sharding.auto_axes(f, out_sharding=out)(*args)
+
+    # Compiled, so that whoever calls it operation by operation needs no mesh in context: the arguments bring theirs.
+    return jax.jit(on_mesh, keep_unused=True)
+
+
+def spec_of(x: jax.Array) -> PartitionSpec:
+    """Where JAX says that an array lies: its Explicit axes."""
+    return jax.typeof(x).sharding.spec
+
+
+def init(inner_init, params: Any, dims: Sequence[MatrixDims], mesh: AbstractMesh) -> Any:
+    """The state of a stage for parameters on a mesh, sharded along the axes that it has in common with them.
+
+    Args:
+        inner_init: of the stage, on a tree of stacks (batch, out, in).
+        params: the parameters.
+        dims: their axes.
+        mesh: where they live.
+
+    Returns:
+        The state.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+
+    def make(leaves):
+        return inner_init(treedef.unflatten(map(to_matrices, leaves, dims)))
+
+    if AxisType.Explicit not in mesh.axis_types:
+        return make(leaves)
+    stacks = [
+        (matrix_shape(x.shape, d), matrix_spec(spec_of(x), x.shape, d)) for x, d in zip(leaves, dims, strict=True)
+    ]
+    shapes = jax.eval_shape(make, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+
+    def per_parameter(node) -> bool:
+        return jax.tree.structure(node) == treedef and all(x.ndim > 0 for x in jax.tree.leaves(node))
+
+    def specs(node):
+        if not per_parameter(node):
+            return jax.tree.map(lambda _: PartitionSpec(), node)
+        kept = jax.tree.leaves(node)
+        return treedef.unflatten([_state_spec(x.shape, *stack) for x, stack in zip(kept, stacks, strict=True)])
+
+    out = jax.tree.map(specs, shapes, is_leaf=per_parameter)
+    return _in_auto_axes(make, mesh, out)(leaves)
+
+
+def _state_spec(shape: tuple[int, ...], stack: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+    """Of what a stage keeps for a stack: every axis that is as long as one of the stack's is sharded like it."""
+    left = list(range(3))
+    entries = []
+    for place, size in enumerate(shape):
+        same = [axis for axis in left if stack[axis] == size]
+        axis = place if place in same else next(iter(same), None)
+        if axis is not None:
+            left.remove(axis)
+        entries.append(None if axis is None else spec[axis])
+    return PartitionSpec(*entries)
+
+
+def like_parameters(updates, params):
+    """Gradients moved to where the parameters lie, if they are told to lie elsewhere."""
+
+    def move(u, p):
+        there = jax.typeof(p).sharding
+        if there.mesh.empty or AxisType.Explicit not in there.mesh.axis_types or jax.typeof(u).sharding == there:
+            return u
+        return jax.sharding.reshard(u, there)
+
+    return jax.tree.map(move, updates, params)

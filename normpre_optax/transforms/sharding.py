@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who computes what on a mesh: whole matrices travel once to the device that treats them, and once back.
+
+A spectral stage multiplies a matrix by itself many times. Left to the partitioner, a sharded matrix is gathered for
+every product. ``divided`` sends each matrix whole to one device instead, balanced by the work it makes; the rest of
+the optimizer is cheap row by row and stays where the parameters are.
+The plan is made by ``parameters.sharing``.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from normpre_optax.parameters.sharing import Team, Work, flat_index, newton_schulz_work, plan, stack_of
+from normpre_optax.transforms.oriented import OrientedTransformation, oriented
+
+
+class Layout(NamedTuple):
+    """Where stacks ``(batch, rows, columns)`` lie: the mesh, and the axes that shard each, as they are stored."""
+
+    mesh: AbstractMesh
+    specs: list[PartitionSpec]
+
+
+def mesh_of(tree) -> AbstractMesh | None:
+    """The mesh that the arrays of a tree live on; None for a single device, and inside ``jax.shard_map``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.transforms.sharding import mesh_of
+        >>> mesh_of({"w": jnp.ones((2, 3))}) is None
+        True
+    """
+    for x in jax.tree.leaves(tree):
+        mesh = jax.typeof(x).sharding.mesh
+        if mesh.empty or (mesh.size == 1 and AxisType.Explicit not in mesh.axis_types):
+            continue
+        return None if AxisType.Manual in mesh.axis_types else mesh
+    return None
+
+
+def divided(inner: optax.GradientTransformation, work: Work | None = None) -> OrientedTransformation:
+    """On a mesh, let every device treat its own matrices with ``inner``; anywhere else, ``inner`` itself.
+
+    ``inner`` must treat every matrix by itself, without the weights and without state for each matrix. It works inside
+    ``as_matrices``, which knows where the parameters lie.
+
+    Args:
+        inner: a transformation on matrices in the last two axes.
+        work: cost of a matrix of so many rows and columns, for the balance; None counts the products of five steps of
+            Newton-Schulz.
+
+    Returns:
+        A transformation with the state of ``inner``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import divided, precondition_globally
+        >>> tx = divided(precondition_globally(ns_steps=None))
+        >>> psi = jnp.diag(jnp.array([3.0, 0.5]))
+        >>> print(tx.update(psi, tx.init(psi))[0])
+        [[1. 0.]
+         [0. 1.]]
+    """
+    inner = oriented(inner)
+    weigh = work or newton_schulz_work
+
+    def update(updates, state, params=None, *, layout: Layout | None = None, matrix_ids: Any = None, **extra_args):
+        stateful = any(jnp.ndim(x) > 0 for x in jax.tree.leaves(state))
+        if layout is None or stateful:
+            known = {} if layout is None else {"layout": layout}
+            return inner.update(updates, state, params, matrix_ids=matrix_ids, **known, **extra_args)
+
+        def treat(stack: jax.Array, ids: jax.Array) -> Any:
+            one = lambda x, i: inner.update(x, state, None, matrix_ids=i, **extra_args)[0]  # noqa: E731
+            return jax.lax.platform_dependent(
+                stack, ids, cpu=lambda x, i: jax.lax.map(lambda pair: one(*pair), (x, i)), default=one
+            )
+
+        new = _exchange(treat, updates, matrix_ids, layout, weigh)
+        return new, inner.update([], state, None, matrix_ids=[], **extra_args)[1]
+
+    return OrientedTransformation(inner.init, update)
+
+
+def maybe_divided(inner: optax.GradientTransformation, divide: bool) -> optax.GradientTransformation:
+    """``divided(inner)`` or ``inner``, as the option ``divide`` of the finished optimizers says.
+
+    Example:
+        >>> from normpre_optax.transforms.sharding import maybe_divided
+        >>> maybe_divided(optax.identity(), "yes")
+        Traceback (most recent call last):
+        ...
+        TypeError: divide must be True or False, got 'yes'
+    """
+    if not isinstance(divide, bool):
+        raise TypeError(f"divide must be True or False, got {divide!r}")
+    return divided(inner) if divide else inner
+
+
+def _exchange(treat: Callable, arrays: list[jax.Array], ids: list[jax.Array], layout: Layout, work: Work):
+    """``treat`` every matrix on the device that owns it; the results lie as ``arrays`` do."""
+    sizes = dict(layout.mesh.shape)
+    stacks = [stack_of(x.shape, x.dtype, spec) for x, spec in zip(arrays, layout.specs, strict=True)]
+    shares = plan(sizes, stacks, work)
+
+    def on_device(mine: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
+        at = {a: jax.lax.axis_index(a) for a in sizes}
+        device = flat_index(at, sizes, tuple(sizes))
+        own_ids = ids[jnp.asarray(shares.slots)[device]]
+        arrived = [_to_owners(team, mine, at, sizes) for team in shares.teams]
+        branches = [functools.partial(_treat_all, treat, kind, shares.teams) for kind in shares.kinds]
+        treated = jax.lax.switch(jnp.asarray(shares.kind)[device], branches, arrived, own_ids)
+        new: list[Any] = [None] * len(mine)
+        for team, buffer in zip(shares.teams, treated, strict=True):
+            for i, x in _to_holders(team, buffer, mine, sizes).items():
+                new[i] = x
+        return new
+
+    specs = list(layout.specs)
+    mapped = jax.shard_map(
+        on_device,
+        mesh=layout.mesh,
+        in_specs=(specs, PartitionSpec()),
+        out_specs=specs,
+        check_vma=False,  # what is gathered along copies is the same on all of them
+    )
+    return mapped(arrays, jnp.concatenate(ids))
+
+
+def _to_owners(team: Team, mine: list[jax.Array], at: dict[str, Any], sizes: dict[str, int]) -> jax.Array:
+    """Pieces of the matrices that this device owns, ``(pieces, length)``, from everyone who holds one."""
+
+    def line(own: list[tuple[int, int]]) -> jax.Array:
+        parts = [mine[i][j].ravel() for i, j in own]
+        missing = team.length - sum(x.size for x in parts)
+        return jnp.concatenate([*parts, jnp.zeros(missing, team.dtype)])
+
+    pieces = math.prod(team.grid)
+    outgoing = jnp.stack([line(own) for own in team.owned]).reshape(-1, pieces, team.length)
+    outgoing = outgoing[flat_index(at, sizes, team.copies)] if team.copies else outgoing[0]
+    if pieces == 1:
+        return outgoing
+    return jax.lax.all_to_all(outgoing, team.pieces, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _treat_all(treat: Callable, kind, teams: list[Team], arrived: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
+    """What a device of one kind does: its matrices put together, treated shape by shape, and cut up again."""
+    results, slot = [], 0
+    for team, shapes, pieces in zip(teams, kind, arrived, strict=True):
+        done, start = [], 0
+        for shape in sorted(set(shapes)):
+            count = shapes.count(shape)
+            rows, columns = shape[0] // team.grid[0], shape[1] // team.grid[1]
+            end = start + count * rows * columns
+            cut = pieces[:, start:end].reshape(*team.grid, count, rows, columns)
+            whole = cut.transpose(2, 0, 3, 1, 4).reshape(count, *shape)
+            new = treat(whole, ids[slot : slot + count])
+            cut = new.reshape(count, team.grid[0], rows, team.grid[1], columns).transpose(1, 3, 0, 2, 4)
+            done.append(cut.reshape(math.prod(team.grid), -1))
+            start, slot = end, slot + count
+        done.append(jnp.zeros((math.prod(team.grid), team.length - start), pieces.dtype))
+        results.append(jnp.concatenate(done, axis=1))
+    return results
+
+
+def _to_holders(team: Team, buffer: jax.Array, mine: list[jax.Array], sizes: dict[str, int]) -> dict[int, jax.Array]:
+    """The results back where the pieces came from: for every stack of the team, this device's part of it."""
+    if math.prod(team.grid) > 1:
+        buffer = jax.lax.all_to_all(buffer, team.pieces, split_axis=0, concat_axis=0, tiled=True)
+    copies = math.prod(sizes[a] for a in team.copies)
+    if copies > 1:
+        buffer = jax.lax.all_gather(buffer, team.copies)
+    lines = buffer.reshape(len(team.owned), team.length)
+    found: dict[tuple[int, int], jax.Array] = {}
+    for line, own in zip(lines, team.owned, strict=True):
+        start = 0
+        for i, j in own:
+            size = math.prod(mine[i].shape[1:])
+            found[i, j] = line[start : start + size].reshape(mine[i].shape[1:])
+            start += size
+    return {i: jnp.stack([found[i, j] for j in range(len(mine[i]))]) for i in team.stacks}
+
+
+_NUMBERS = re.compile(r"\d+")
+
+
+def without_numbers(path: str) -> str:
+    """The name that parameters of a model's layers share.
+
+    Example:
+        >>> from normpre_optax.transforms.sharding import without_numbers
+        >>> without_numbers("blocks/11/mlp/up_2/kernel")
+        'blocks/#/mlp/up_#/kernel'
+    """
+    return _NUMBERS.sub("#", path)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counting what compiled programs do, and what our optimizers are held to on a mesh of eight."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from examples.benchmarks import hlo
+
+
+def counted(f, *args):
+    compiled = jax.jit(f).lower(*args).compile()
+    return hlo.cost(compiled.as_text())
+
+
+def test_products_in_loops_and_branches():
+    x = jnp.ones((8, 16))
+
+    def f(x, i):
+        y = jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y) @ jnp.eye(16) * 2, x)
+        return jax.lax.switch(i, [lambda y: y @ y.T, lambda y: (y @ y.T) @ (y @ y.T), lambda y: jnp.zeros((8, 8))], y)
+
+    # The most expensive branch: 8 x 16 by 16 x 8 (once, or twice where the compiler does not see that it is the same).
+    cost = counted(f, x, 1)
+    loop, wide, small = 3 * 2 * 8 * 16 * 16, 2 * 8 * 8 * 16, 2 * 8 * 8 * 8
+    assert cost.flops in (loop + wide + small, loop + 2 * wide + small)
+    assert cost.bytes == 0
+
+
+def test_a_loop_that_does_not_say_how_often_it_turns():
+    f = lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y) @ jnp.eye(4), x)  # noqa: E731
+    compiled = jax.jit(f).lower(jnp.ones((4, 4)), 3).compile()
+    with pytest.raises(ValueError, match="does not say how often"):
+        hlo.cost(compiled.as_text())
+    assert hlo.cost(compiled.as_text(), turns=2.5).flops == 2.5 * 2 * 4**3
+
+
+def test_bytes_of_collectives():
+    mesh = jax.make_mesh((8,), ("x",))
+    x = jax.device_put(jnp.ones((16, 24)), NamedSharding(mesh, PartitionSpec("x")))
+
+    def f(x):
+        total = jax.lax.psum(x, "x")  # 2 x 24
+        everything = jax.lax.all_gather(x, "x")  # 16 x 24
+        turned = jax.lax.all_to_all(x, "x", 1, 0, tiled=True)  # 16 x 3
+        return total.sum() + everything.sum() + turned.sum()
+
+    spec = PartitionSpec("x")
+    cost = counted(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False), x)
+    assert cost.collectives == {"all-reduce": 192, "all-gather": 1536, "all-to-all": 192}
+
+
+@pytest.mark.slow
+def test_the_byte_targets_hold_on_eight_devices(tmp_path):
+    """GPT-2 Small under FSDP: these are counts, not times, so they can be held."""
+    command = "-m examples.benchmarks.collectives --models gpt2_small --devices 1 8"
+    names = ["optax_muon", "normpre_g", "normpre_l"]
+    flags = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    subprocess.run(
+        [sys.executable, *command.split(), "--optimizers", *names, "--out", str(tmp_path)],
+        check=True,
+        env=os.environ | flags,
+        capture_output=True,
+    )
+    rows = json.loads((tmp_path / "collectives.json").read_text())["rows"]
+    at = {(row["optimizer"], row["devices"]): row for row in rows}
+    peer = at["optax_muon", 8]["bytes"]
+    assert at["normpre_g", 8]["bytes"] <= peer / 30
+    assert at["normpre_l", 8]["bytes"] <= peer / 100
+    assert at["normpre_g", 8]["flops"] <= 1.15 * at["normpre_g", 1]["flops"] / 8

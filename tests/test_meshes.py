@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every optimizer on every mesh: the single-device update within rounding, lying where the parameters lie."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import normpre_optax as npo
+from tests import cases
+
+FACTORIES = {
+    "normpre_g": npo.normpre_g,
+    "normpre_g-undivided": functools.partial(npo.normpre_g, divide=False),
+    "normpre_g-columns": functools.partial(npo.normpre_g, orientation="columns"),
+    "normpre_l": functools.partial(npo.normpre_l, rank=4, oversample=2),
+    "normpre_l-divided": functools.partial(npo.normpre_l, rank=4, oversample=2, divide=True),
+    "normpre_l-warm": functools.partial(npo.normpre_l, rank=4, oversample=2, warm_start=True),
+    "normpre_l-exact": functools.partial(npo.normpre_l, rank=4, method="exact"),
+    "muon": npo.muon,
+    "mano": npo.mano,
+    **{name: getattr(npo, name) for name in ("rmnp", "muoneq", "muon_plus", "normuon", "adamuon", "moga", "swan")},
+    "dion": functools.partial(npo.dion, rank=4),
+}
+# What an optimizer may meet: two layers, a stack of layers, heads, a size that nothing divides, vectors.
+SHAPES = {
+    "blocks": {
+        str(i): {"up": {"kernel": (16, 32), "bias": (32,)}, "down": {"kernel": (32, 16)}, "odd": {"kernel": (16, 21)}}
+        for i in range(2)
+    },
+    "layers": {"query": {"kernel": (8, 16, 4, 8)}, "norm": {"scale": (8, 16)}},
+    "wte": {"embedding": (64, 16)},
+}
+DIMS = {"blocks": npo.MatrixDims(0, 1), "query": npo.MatrixDims(1, (2, 3))}
+MESHES = {"8": ((8,), ("fsdp",)), "2x4": ((2, 4), ("data", "fsdp")), "2x2x2": ((2, 2, 2), ("data", "fsdp", "tensor"))}
+
+
+def rule(path, leaf):
+    if not path.endswith("kernel"):
+        return None
+    return DIMS["query" if "query" in path else "blocks"]
+
+
+def numbers(seed):
+    random = np.random.default_rng(seed)
+    draw = lambda shape: jnp.asarray(0.2 * random.standard_normal(shape), jnp.float32)  # noqa: E731
+    return jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def spec_of(layout, mesh, x):
+    """Where a parameter lies. A layout that does not divide an axis leaves it whole."""
+    names = mesh.axis_names
+    tensor = "tensor" if "tensor" in names else None
+    wanted = {
+        "rows": ("fsdp", None),
+        "columns": (None, names if len(names) < 3 else ("fsdp", "tensor")),
+        "both": ("fsdp", tensor or ("data" if "data" in names else None)),
+        "replicated": (None, None),
+    }
+    if x.ndim == 1 or layout == "replicated":
+        return PartitionSpec()
+    if layout == "layers":
+        entries = ("fsdp", *(None,) * (x.ndim - 2), tensor) if x.ndim > 2 else ("fsdp", None)
+    else:
+        entries = (None,) * (x.ndim > 2) + wanted[layout] + (None,) * (x.ndim - 2 - (x.ndim > 2))
+    sizes = [int(np.prod([mesh.shape[a] for a in ([e] if isinstance(e, str) else e or [])])) for e in entries]
+    return PartitionSpec(*(e if n % size == 0 else None for e, n, size in zip(entries, x.shape, sizes, strict=True)))
+
+
+@functools.cache
+def alone(name):
+    """Two updates on one device."""
+    tx, params = FACTORIES[name](0.01, matrix_dims=rule), numbers(0)
+    state, found = tx.init(params), []
+    for step in (1, 2):
+        updates, state = cases.updater(tx)(numbers(step), state, params)
+        found.append(updates)
+    return found
+
+
+def check(name, mesh_name, layout, axis_type, told=False):
+    sizes, names = MESHES[mesh_name]
+    mesh = jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes))
+
+    def place(tree):
+        lie = lambda x: NamedSharding(mesh, spec_of(layout, mesh, x))  # noqa: E731
+        return jax.tree.map(lambda x: jax.device_put(x, lie(x)), tree)
+
+    params = place(numbers(0))
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    options = {"shardings": shardings} if told else {}
+    tx = FACTORIES[name](0.01, matrix_dims=rule, **options)
+    state = tx.init(params)
+    update = cases.quick_jit(tx.update)
+    for step, expected in zip((1, 2), alone(name), strict=True):
+        updates, state = update(place(numbers(step)), state, params)
+        # Sums are taken in another order: a few roundings of updates of 0.002, more where Newton-Schulz amplifies them.
+        for found, wanted in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=2e-7, rtol=0)
+    if axis_type == AxisType.Explicit or told:
+        for found, x in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
+            assert found.sharding.is_equivalent_to(x.sharding, x.ndim)
+    momenta = [x for x in jax.tree.leaves(state) if x.shape == (16, 32)]
+    assert len(momenta) == 2
+    kernel = params["blocks"]["0"]["up"]["kernel"]
+    if axis_type == AxisType.Explicit:
+        assert all(x.sharding.is_equivalent_to(kernel.sharding, 2) for x in momenta)
+
+
+@pytest.mark.parametrize("name", ["normpre_g", "normpre_l"])
+def test_an_optimizer_on_a_mesh_of_three_axes_needs_no_argument(name):
+    check(name, "2x2x2", "both", AxisType.Explicit)
+
+
+def test_auto_axes_divide_too_when_they_are_told():
+    check("muon", "2x4", "rows", AxisType.Auto, told=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["rows", "columns", "both", "layers", "replicated"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ["normpre_g", "normpre_l"])
+def test_every_layout_on_every_mesh(name, mesh, layout):
+    check(name, mesh, layout, AxisType.Explicit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FACTORIES)
+def test_every_optimizer(name):
+    check(name, "2x4", "both", AxisType.Explicit)
+    check(name, "2x2x2", "layers", AxisType.Explicit)
+    check(name, "2x2x2", "both", AxisType.Auto)
+
+
+def test_an_explicit_mesh_of_one_device():
+    mesh = jax.make_mesh((1,), ("fsdp",), devices=jax.devices()[:1])
+    params = {"up": {"kernel": jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, PartitionSpec("fsdp")))}}
+    tx = npo.normpre_g(0.01)
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    assert updates["up"]["kernel"].sharding.is_equivalent_to(params["up"]["kernel"].sharding, 2)
+
+
+def test_gradients_that_lie_elsewhere_come_to_the_parameters():
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    place = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))  # noqa: E731
+    params, grads = {"bias": place(jnp.ones(8), "fsdp")}, {"bias": place(jnp.ones(8))}
+    tx = npo.normpre_g(0.01)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    assert updates["bias"].sharding.is_equivalent_to(params["bias"].sharding, 1)
+
+
+def test_inside_shard_map_an_optimizer_sees_a_single_device():
+    mesh = jax.make_mesh((8,), ("data",))
+    tx, params = npo.normpre_g(0.01), {"up": {"kernel": jnp.eye(4, 8)}}
+    grads = {"up": {"kernel": numbers(0)["blocks"]["0"]["up"]["kernel"][:4, :8]}}
+    state = tx.init(params)
+
+    def step(grads):
+        return tx.update(grads, state, params)[0]
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.shard_map(step, in_specs=PartitionSpec(), out_specs=PartitionSpec()))(grads)
+    np.testing.assert_allclose(found["up"]["kernel"], tx.update(grads, state, params)[0]["up"]["kernel"], atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("shardings", "message"),
+    [({"up": 3}, "expected NamedSharding, PartitionSpec or None"), ({"down": None}, "does not match the parameters")],
+)
+def test_shardings_that_are_none_are_refused(shardings, message):
+    params = {"up": {"kernel": jnp.ones((4, 8))}}
+    tx = npo.normpre_g(0.01, shardings=shardings)
+    with pytest.raises(ValueError, match=message):
+        tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("factory", [npo.normpre_g, npo.normpre_l, npo.muon])
+def test_divide_is_yes_or_no(factory):
+    with pytest.raises(TypeError, match="divide must be True or False"):
+        factory(0.01, divide="auto")
+
+
+def test_a_stage_with_state_for_each_matrix_is_not_divided():
+    stage = npo.divided(npo.precondition_locally(2, 1, warm_start=True))
+    plain = npo.precondition_locally(2, 1, warm_start=True)
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    kernel = jax.device_put(numbers(0)["blocks"]["0"]["up"]["kernel"], NamedSharding(mesh, PartitionSpec("fsdp")))
+    found = []
+    for inner in (stage, plain):
+        tx = npo.as_matrices(npo.MatrixDims(0, 1), inner)
+        found.append(jax.jit(tx.update)({"up": kernel}, tx.init({"up": kernel}))[0]["up"])
+    np.testing.assert_array_equal(*found)
+
+
+def test_explain_says_who_computes_what():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"))
+    params = {str(i): {"kernel": jax.ShapeDtypeStruct((16, 32), jnp.float32)} for i in range(8)}
+    text = npo.explain(params, mesh=mesh, shardings=PartitionSpec("fsdp"))
+    assert "mesh data=2, fsdp=4: 8 devices" in text
+    assert "1 to 1 of 8 matrices each, at most 1.00 of an even share of work" in text
+    # In and out over fsdp: four quarters of one matrix each; then the quarters of all eight over data.
+    assert f"{(2 * 16 * 32 + 2 * 4 * 16 * 32 // 4) * 4 / 1e6:,.1f} MB" in text
+
+
+def test_the_optimizer_state_of_optax_is_the_same_tree_on_a_mesh():
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    params = {"up": {"kernel": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec("fsdp")))}}
+    tx = optax.chain(optax.clip_by_global_norm(1.0), npo.normpre_l(0.01, rank=2, warm_start=True))
+    there, here = tx.init(params), tx.init({"up": {"kernel": jnp.ones((8, 8))}})
+    assert jax.tree.structure(there) == jax.tree.structure(here)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), there, here)
