@@ -46,7 +46,7 @@ ROUNDING = 2e-6
         ("fsdp=8,data=2", "--batch-size 8 must be a multiple of data x fsdp, 16"),
         ("tensor=3", "--model.heads 2 must be a multiple of tensor, 3"),
         ("tensor=2,fsdp=1000000", "must be a multiple of"),
-        ("fsdp=2", "is made of 2 devices, there are 4"),
+        ("fsdp=2", "is made of 2 devices, there are 8"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_one_line_before_anything_is_written(text, line, flags, tmp_path, capsys):
@@ -286,8 +286,8 @@ def runs(flags, tmp_path) -> Runs:
 def test_a_run_on_a_mesh(flags, tmp_path, capsys):
     arguments = [*flags, *STEPS, *SMALLEST, "--optimizer", "adamw", "--steps", "3", "--checkpoint-every", "3"]
     assert main.main([*arguments, "--name", "one"]) == 0
-    assert main.main([*arguments, "--name", "mesh", "--mesh", "fsdp=2,tensor=2"]) == 0
-    assert "4 x cpu (fsdp=2,tensor=2)" in capsys.readouterr().out
+    assert main.main([*arguments, "--name", "mesh", "--mesh", "data=2,fsdp=2,tensor=2"]) == 0
+    assert "8 x cpu (data=2,fsdp=2,tensor=2)" in capsys.readouterr().out
     close(tmp_path / "runs" / "mesh", tmp_path / "runs" / "one")
 
 
