@@ -294,6 +294,7 @@ def test_a_run_on_a_mesh(flags, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_eight_devices_and_fewer(runs):
+    runs.flags += ["--optimizer", "normpre_g"]
     on_mesh = ["--mesh", "data=2,fsdp=2,tensor=2", "--micro-batch", "4"]
     one = runs.finish("one", "--micro-batch", "4")
     eight = runs.finish("eight", *on_mesh, devices=8)
@@ -312,6 +313,7 @@ def test_eight_devices_and_fewer(runs):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("processes", "axes"), [(2, "data=2,fsdp=2"), (4, "data=2,tensor=2")])
 def test_processes_that_train_together(runs, processes, axes):
+    runs.flags += ["--optimizer", "normpre_l" if processes == 2 else "normpre_g"]
     one = runs.finish("one")
     many = runs.finish("many", "--mesh", axes, devices=4 // processes, processes=processes)
     close(many, one)
