@@ -47,10 +47,10 @@ def rule(path, leaf):
     return DIMS["query" if "query" in path else "blocks"]
 
 
-def numbers(seed):
+def numbers(seed, layouts=tuple(SHAPES)):
     random = np.random.default_rng(seed)
     draw = lambda shape: jnp.asarray(0.2 * random.standard_normal(shape), jnp.float32)  # noqa: E731
-    return jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(draw, {name: SHAPES[name] for name in layouts}, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def spec_of(layout, mesh, x):
@@ -73,17 +73,17 @@ def spec_of(layout, mesh, x):
 
 
 @functools.cache
-def alone(name):
+def alone(name, layouts):
     """Two updates on one device."""
-    tx, params = FACTORIES[name](0.01, matrix_dims=rule), numbers(0)
+    tx, params = FACTORIES[name](0.01, matrix_dims=rule), numbers(0, layouts)
     state, found = tx.init(params), []
     for step in (1, 2):
-        updates, state = cases.updater(tx)(numbers(step), state, params)
+        updates, state = cases.updater(tx)(numbers(step, layouts), state, params)
         found.append(updates)
     return found
 
 
-def check(name, mesh_name, axis_type=AxisType.Explicit, told=False):
+def check(name, mesh_name, axis_type=AxisType.Explicit, told=False, layouts=tuple(SHAPES)):
     sizes, names = MESHES[mesh_name]
     mesh = jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes))
 
@@ -93,14 +93,14 @@ def check(name, mesh_name, axis_type=AxisType.Explicit, told=False):
 
         return jax.tree_util.tree_map_with_path(lay, tree)
 
-    params = place(numbers(0))
+    params = place(numbers(0, layouts))
     shardings = jax.tree.map(lambda x: x.sharding, params)
     options = {"shardings": shardings} if told else {}
     tx = FACTORIES[name](0.01, matrix_dims=rule, **options)
     state = tx.init(params)
     update = cases.quick_jit(tx.update)
-    for step, expected in zip((1, 2), alone(name), strict=True):
-        updates, state = update(place(numbers(step)), state, params)
+    for step, expected in zip((1, 2), alone(name, layouts), strict=True):
+        updates, state = update(place(numbers(step, layouts)), state, params)
         # Sums are taken in another order: a few roundings of updates of 0.002, more where Newton-Schulz amplifies them.
         for found, wanted in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(found, wanted, atol=2e-7, rtol=0)
@@ -119,18 +119,18 @@ def check(name, mesh_name, axis_type=AxisType.Explicit, told=False):
 
 
 def test_an_optimizer_on_a_mesh_of_three_axes_needs_no_argument():
-    check("normpre_g", "2x2x2")
+    check("normpre_g", "2x2x2", layouts=("both", "wte"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["8", "2x4"])
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", ["normpre_g", "normpre_l"])
 def test_every_mesh(name, mesh):
     check(name, mesh)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(FACTORIES) - {"normpre_g"}))
+@pytest.mark.parametrize("name", sorted(set(FACTORIES) - {"normpre_g", "normpre_l"}))
 def test_every_optimizer(name):
     check(name, "2x2x2")
 
