@@ -32,8 +32,11 @@ TABLE = {
     ),
     "transforms/draws.py": ({"jax"}, set()),
     "transforms/batches.py": (THIRD_PARTY, {"parameters"}),
-    "transforms/sharding.py": (THIRD_PARTY, {"parameters.sharing", "transforms.oriented"}),
-    "transforms/meshes.py": (THIRD_PARTY, {"parameters.dims", "transforms.batches", "transforms.sharding"}),
+    "transforms/sharding.py": (THIRD_PARTY, {"parameters.sharing", "transforms.checks", "transforms.oriented"}),
+    "transforms/meshes.py": (
+        THIRD_PARTY,
+        {"parameters.dims", "parameters.sharing", "transforms.batches", "transforms.sharding"},
+    ),
     "assemble.py": (
         THIRD_PARTY,
         {"parameters", "transforms.checks", "transforms.meshes", "transforms.wrappers"},

@@ -2,6 +2,7 @@
 """Every optimizer on every mesh: the single-device update within rounding, lying where the parameters lie."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -201,6 +202,77 @@ def test_a_stage_with_state_for_each_matrix_is_not_divided():
     np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.parametrize("name", ["normpre_g", "normuon"])
+def test_injected_hyperparameters_lie_on_the_mesh_from_the_second_step_on(name):
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    place = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp")))  # noqa: E731
+    here, grads = ({"up": {"kernel": numbers(seed, ("rows",))["rows"]["up"]["kernel"]}} for seed in (0, 1))
+    there, grads_there = jax.tree.map(place, here), jax.tree.map(place, grads)
+    factory = getattr(npo, name)
+    static = npo.STATIC_ARGS & inspect.signature(factory).parameters.keys()
+    tx = optax.inject_hyperparams(factory, static_args=static)(learning_rate=0.01, ns_steps=1)
+    plain = factory(0.01, ns_steps=1)
+    state, plain_state, update = tx.init(there), plain.init(here), cases.quick_jit(tx.update)
+    for _ in range(2):
+        updates, state = update(grads_there, state, there)
+        expected, plain_state = cases.updater(plain)(grads, plain_state, here)
+        # A few roundings of updates of 0.01.
+        np.testing.assert_allclose(updates["up"]["kernel"], expected["up"]["kernel"], atol=2e-8)
+
+
+def test_an_eager_update_moves_gradients_that_lie_on_no_mesh():
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    params = {"bias": jax.device_put(jnp.ones(8), NamedSharding(mesh, PartitionSpec("fsdp")))}
+    tx = npo.normpre_g(0.01)
+    updates, _ = tx.update({"bias": jnp.ones(8)}, tx.init(params), params)
+    assert updates["bias"].sharding.is_equivalent_to(params["bias"].sharding, 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (("nope",), "'up/kernel' of shape .16, 32.: the mesh has no axis 'nope', its axes are data, fsdp"),
+        (("fsdp", None, None), "more entries than the parameter has axes"),
+        (("data", "data"), "names 'data' twice"),
+        ((None, ("data", "fsdp")), "data=2, fsdp=3 does not divide its axis 1"),
+    ],
+)
+def test_a_place_that_does_not_fit_is_refused_by_the_parameters_name(spec, message):
+    params = {"up": {"kernel": jax.ShapeDtypeStruct((16, 32), jnp.float32)}}
+    mesh = jax.sharding.AbstractMesh((2, 3), ("data", "fsdp"))
+    with pytest.raises(ValueError, match=message):
+        npo.explain(params, mesh=mesh, shardings={"up": {"kernel": PartitionSpec(*spec)}})
+
+
+def test_explain_refuses_what_is_no_mesh_and_says_what_it_cannot_know():
+    params = {"up": {"kernel": jnp.ones((16, 32))}}
+    with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh"):
+        npo.explain(params, mesh="fsdp=8")
+    with pytest.raises(ValueError, match="say nothing without mesh="):
+        npo.explain(params, shardings=PartitionSpec())
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    assert "give them shardings= too" in npo.explain(params, mesh=mesh)
+    assert "no matrices to divide" in npo.explain({"bias": jnp.ones(16)}, mesh=mesh)
+    there = jax.device_put(params["up"]["kernel"], NamedSharding(mesh, PartitionSpec("fsdp")))
+    with pytest.raises(ValueError, match="'up/kernel' lies on another mesh"):
+        npo.explain({"up": {"kernel": there}}, mesh=jax.sharding.AbstractMesh((2, 4), ("data", "fsdp")))
+
+
+def test_a_callable_that_asks_tracers_where_they_lie_is_told_the_way_out():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    params = {"up": {"kernel": jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, PartitionSpec("fsdp")))}}
+    tx = npo.normpre_g(0.01, shardings=lambda p: jax.tree.map(lambda x: x.sharding, p))
+    with pytest.raises(ValueError, match="pass the tree itself"):
+        jax.jit(tx.update)(params, tx.init(params), params)
+
+
+def test_divided_refuses_what_is_no_stage():
+    with pytest.raises(TypeError, match=r"inner must be an optax\.GradientTransformation"):
+        npo.divided(3)
+    with pytest.raises(TypeError, match="work must be a function"):
+        npo.divided(optax.identity(), work=7)
+
+
 def test_explain_says_who_computes_what():
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"))
     params = {str(i): {"kernel": jax.ShapeDtypeStruct((16, 32), jnp.float32)} for i in range(8)}
@@ -208,7 +280,7 @@ def test_explain_says_who_computes_what():
     assert "mesh data=2, fsdp=4: 8 devices" in text
     assert "1 to 1 of 8 matrices each, at most 1.00 of an even share of work" in text
     # In and out over fsdp: four quarters of one matrix each; then the quarters of all eight over data.
-    assert f"{(2 * 16 * 32 + 2 * 4 * 16 * 32 // 4) * 4 / 1e6:,.1f} MB" in text
+    assert f"{(2 * 16 * 32 + 2 * 4 * 16 * 32 // 4) * 4 / 1e6:,.3g} MB" in text
 
 
 def test_the_optimizer_state_of_optax_is_the_same_tree_on_a_mesh():

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import tree_util
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from optax.contrib import MuonDimensionNumbers
 
 from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, check_dims, matrix_shape, matrix_spec
@@ -32,7 +33,7 @@ from normpre_optax.parameters.leaves import (
     views,
     words,
 )
-from normpre_optax.parameters.sharing import shares, specs_of, stack_of
+from normpre_optax.parameters.sharing import check_spec, shares, specs_of, stack_of
 
 _OUTPUTS = {"out", "output", "o", "o_proj", "out_proj", "output_proj", "proj", "c_proj", "to_out", "wo", "w_o"}
 _ATTENTION = {"attn", "attention", "mha", "mhsa", "msa", "mqa", "gqa", "multihead", "sa"}
@@ -489,13 +490,32 @@ def explain(params: Any, matrix_dims: Any = None, *, mesh: Any = None, shardings
     rows = [_row(path, leaf, choose) for path, leaf in leaves.items()]
     lines = [*_aligned([_HEADER, *(row.cells for row in rows)]), "", *_totals(rows)]
     if mesh is not None:
-        stacks = [
-            stack_of(matrix_shape(leaf.shape, row.dims), "float32", matrix_spec(spec, leaf.shape, row.dims))
-            for leaf, row, spec in zip(leaves.values(), rows, specs_of(params, shardings), strict=True)
-            if row.dims is not None
-        ]
-        lines += ["", *shares(dict(mesh.shape), stacks)]
+        lines += ["", *_on_mesh(params, leaves, rows, mesh, shardings)]
+    elif shardings is not None:
+        raise ValueError("explain: shardings say nothing without mesh=")
     return "\n".join(lines)
+
+
+def _on_mesh(params: Any, leaves: dict[str, Leaf], rows: list[_Row], mesh: Any, shardings: Any) -> list[str]:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"explain: mesh must be a jax.sharding.Mesh or AbstractMesh, got {mesh!r}")
+    sizes, stacks = dict(mesh.shape), []
+    if shardings is None:
+        for path, x in zip(leaves, jax.tree.leaves(params), strict=True):
+            there = getattr(getattr(x, "sharding", None), "mesh", mesh)
+            if not there.empty and dict(there.shape) != sizes:
+                raise ValueError(f"explain: parameter {path!r} lies on another mesh: {dict(there.shape)}, not {sizes}")
+    for (path, leaf), row, spec in zip(leaves.items(), rows, specs_of(params, shardings), strict=True):
+        check_spec(path, leaf.shape, spec, sizes)
+        if row.dims is not None:
+            shape = matrix_shape(leaf.shape, row.dims)
+            stacks.append(stack_of(shape, "float32", matrix_spec(spec, leaf.shape, row.dims)))
+    lines = shares(sizes, stacks)
+    if stacks and shardings is None and AxisType.Explicit not in mesh.axis_types:
+        lines.append(
+            "  if they are told where the parameters lie, which Auto axes do not say: give them shardings= too"
+        )
+    return lines
 
 
 _HEADER = ("parameter", "shape", "optimizer", "matrices", "reason")

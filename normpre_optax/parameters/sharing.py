@@ -257,7 +257,14 @@ def specs_of(params: Any, shardings: Any = None) -> list[PartitionSpec]:
     if shardings is None:
         return [getattr(getattr(x, "sharding", None), "spec", PartitionSpec()) for x in jax.tree.leaves(params)]
     if callable(shardings) and not all(map(is_one, jax.tree.leaves(shardings, is_leaf=is_one))):
-        shardings = shardings(params)
+        try:
+            shardings = shardings(params)
+        except AttributeError as error:
+            why = str(error).splitlines()[0]
+            raise ValueError(
+                f"shardings: the callable sees names and shapes, not where arrays lie ({why}); pass the tree itself: "
+                "jax.tree.map(lambda x: x.sharding, params)"
+            ) from None
     odd = [x for x in jax.tree.leaves(shardings, is_leaf=is_one) if not is_one(x)]
     if odd:
         raise ValueError(f"shardings: expected NamedSharding, PartitionSpec or None at every leaf, got {odd[0]!r}")
@@ -270,8 +277,36 @@ def specs_of(params: Any, shardings: Any = None) -> list[PartitionSpec]:
     try:
         jax.tree.map(spread, shardings, params, is_leaf=is_one)
     except ValueError as error:
-        raise ValueError(f"shardings: the tree does not match the parameters: {error}") from None
+        why = str(error).splitlines()[0]
+        raise ValueError(f"shardings: the tree does not match the parameters: {why}") from None
     return found
+
+
+def check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> None:
+    """Hold where a parameter is said to lie against its shape and the mesh.
+
+    Raises:
+        ValueError: naming the parameter.
+
+    Example:
+        >>> check_spec("up/kernel", (3, 8), PartitionSpec("fsdp"), {"fsdp": 2})
+        Traceback (most recent call last):
+        ...
+        ValueError: parameter 'up/kernel' of shape (3, 8): fsdp=2 does not divide its axis 0
+    """
+    where, seen = f"parameter {path!r} of shape {shape}", []
+    if len(spec) > len(shape):
+        raise ValueError(f"{where}: {tuple(spec)} has more entries than the parameter has axes")
+    for axis, entry in enumerate(spec):
+        for name in axes_of(entry):
+            if name not in sizes:
+                raise ValueError(f"{where}: the mesh has no axis {name!r}, its axes are {', '.join(sizes)}")
+            if name in seen:
+                raise ValueError(f"{where}: {tuple(spec)} names {name!r} twice")
+            seen.append(name)
+        if shape[axis] % math.prod(sizes[name] for name in axes_of(entry)):
+            what = ", ".join(f"{name}={sizes[name]}" for name in axes_of(entry))
+            raise ValueError(f"{where}: {what} does not divide its axis {axis}")
 
 
 def shares(sizes: dict[str, int], stacks: Sequence[Stack]) -> list[str]:
@@ -285,14 +320,16 @@ def shares(sizes: dict[str, int], stacks: Sequence[Stack]) -> list[str]:
         Lines of text.
     """
     devices = math.prod(sizes.values())
+    axes = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    if not stacks:
+        return [f"mesh {axes}: {devices} devices, no matrices to divide"]
     found = plan(sizes, stacks, newton_schulz_work)
     counts = [sum(map(len, found.kinds[kind])) for kind in found.kind]
     even = sum(newton_schulz_work(*stack.shape) * stack.batch for stack in stacks) / devices
     most = found.loads.max() / even if even else 1.0
     matrices = sum(stack.batch for stack in stacks)
-    axes = ", ".join(f"{name}={size}" for name, size in sizes.items())
     return [
         f"mesh {axes}: {devices} devices. Optimizers that divide (normpre_g, muon) send every matrix to one device:",
         f"  {min(counts)} to {max(counts)} of {matrices} matrices each, at most {most:.2f} of an even share of work,",
-        f"  {traffic(sizes, found) / 1e6:,.1f} MB to each device and step",
+        f"  {traffic(sizes, found) / 1e6:,.3g} MB to each device and step",
     ]

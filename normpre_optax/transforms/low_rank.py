@@ -18,7 +18,7 @@ from normpre_optax.linalg.precision import product, working_dtype
 from normpre_optax.linalg.rows import row_norms, unit_rows
 from normpre_optax.transforms.checks import float_dtype, static_int
 from normpre_optax.transforms.draws import identities, sketch_draws
-from normpre_optax.transforms.oriented import OrientedTransformation
+from normpre_optax.transforms.oriented import OrientedTransformation, in_context
 
 
 class LowRankState(NamedTuple):
@@ -131,7 +131,7 @@ def discount_low_rank(
 
         def discount(m: jax.Array, factors: jax.Array) -> jax.Array:
             r, p = factors[..., : columns(m)], factors[..., columns(m) :]
-            return (m - share * _outer(p, r, transposed, compute_dtype)).astype(m.dtype)
+            return (m - in_context(share) * _outer(p, r, transposed, compute_dtype)).astype(m.dtype)
 
         left = jax.tree.map(discount, updates, state.factors)
         return left, LowRankState(jax.tree.map(lambda m, f: f[..., : columns(m)], updates, state.factors))

@@ -11,9 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from normpre_optax.parameters.dims import MatrixDims, from_matrices, matrix_shape, matrix_spec, to_matrices
+from normpre_optax.parameters.sharing import check_spec
 from normpre_optax.transforms.batches import Matrices, Parameter, Stage
 from normpre_optax.transforms.sharding import Layout, without_numbers
 
@@ -39,9 +41,12 @@ def run(
     Returns:
         As ``batches.run``: new updates, which lie where the parameters do, new states, new shared state.
     """
+    elsewhere = [name for name, p in zip(names, parameters, strict=True) if not _lies_on(mesh, p.update)]
+    if elsewhere:
+        raise ValueError(f"parameter {elsewhere[0]!r} lies on another mesh than others, {mesh}: put all of them on one")
     axes = [p.dims for p in parameters]
     is_explicit = AxisType.Explicit in mesh.axis_types
-    specs = _specs(parameters, names, told, is_explicit)
+    specs = _specs(parameters, names, told, mesh)
     is_told = is_explicit or told is not None
     groups: dict[Hashable, list[int]] = {}
     for i, (parameter, spec, name) in enumerate(zip(parameters, specs, names, strict=True)):
@@ -103,12 +108,24 @@ def _on_stacks(
     return updates, states, shared
 
 
+def _lies_on(mesh: AbstractMesh, x: jax.Array) -> bool:
+    own = jax.typeof(x).sharding.mesh
+    return own.empty or own.shape == mesh.shape
+
+
 def _specs(
-    parameters: Sequence[Parameter], names: Sequence[str], told: Mapping[str, PartitionSpec] | None, is_explicit: bool
+    parameters: Sequence[Parameter],
+    names: Sequence[str],
+    told: Mapping[str, PartitionSpec] | None,
+    mesh: AbstractMesh,
 ) -> list[PartitionSpec]:
-    if is_explicit:
+    if AxisType.Explicit in mesh.axis_types:
         return [spec_of(p.update) for p in parameters]
-    return [PartitionSpec() if told is None else told[name] for name in names]
+    if told is None:
+        return [PartitionSpec()] * len(names)
+    for name, parameter in zip(names, parameters, strict=True):
+        check_spec(name, parameter.update.shape, told[name], dict(mesh.shape))
+    return [told[name] for name in names]
 
 
 def _laid(parameter: Parameter, transposed: bool) -> Matrices:
@@ -190,6 +207,7 @@ def like_parameters(updates, params):
         there = jax.typeof(p).sharding
         if there.mesh.empty or AxisType.Explicit not in there.mesh.axis_types or jax.typeof(u).sharding == there:
             return u
-        return jax.sharding.reshard(u, there)
+        traced = isinstance(u, Tracer) or isinstance(p, Tracer)
+        return jax.sharding.reshard(u, there) if traced else jax.device_put(u, p.sharding)
 
     return jax.tree.map(move, updates, params)

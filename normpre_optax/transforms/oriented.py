@@ -9,6 +9,7 @@ by ``transposed`` how the matrix lies. Everything else is wrapped by ``oriented`
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AxisType, PartitionSpec
 
 
 class OrientedTransformation(optax.GradientTransformationExtraArgs):
@@ -70,6 +71,23 @@ def chain(*stages: optax.GradientTransformation) -> OrientedTransformation:
          [0.8 1. ]]
     """
     return OrientedTransformation(*optax.chain(*map(oriented, stages)))
+
+
+def in_context(x):
+    """A hyperparameter that a stage closes over, as the mesh in context wants it; anything else as it is.
+
+    ``optax.inject_hyperparams`` makes arrays of numbers, and on a mesh with Explicit axes they lie on it, while stages
+    work with Auto axes.
+    """
+    if not isinstance(x, jax.Array):
+        return x
+    theirs, here = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in theirs.axis_types or here.empty or here.axis_types == theirs.axis_types:
+        return x
+    seen = []
+    with jax.sharding.use_abstract_mesh(theirs):
+        jax.sharding.auto_axes(lambda y: seen.append(y) or y, out_sharding=PartitionSpec())(x)
+    return seen[0]
 
 
 def turned(tree):

@@ -9,7 +9,7 @@ import optax
 
 from normpre_optax.linalg.newton_schulz import unit_frobenius
 from normpre_optax.linalg.precision import in_working_dtype
-from normpre_optax.transforms.oriented import OrientedTransformation
+from normpre_optax.transforms.oriented import OrientedTransformation, in_context
 
 
 def scale_to_rms(rms: jax.typing.ArrayLike | None = 0.2) -> OrientedTransformation:
@@ -40,7 +40,7 @@ def scale_to_rms(rms: jax.typing.ArrayLike | None = 0.2) -> OrientedTransformati
         raise ValueError(f"rms must be positive, or None for no scaling; got {rms}")
 
     def scale(t: jax.Array) -> jax.Array:
-        return t if rms is None else unit_frobenius(t) * (rms * math.sqrt(t.shape[-2] * t.shape[-1]))
+        return t if rms is None else unit_frobenius(t) * (in_context(rms) * math.sqrt(t.shape[-2] * t.shape[-1]))
 
     def update(updates, state, params=None, **extra_args):
         del params, extra_args

@@ -12,7 +12,7 @@ import optax
 
 from normpre_optax.linalg.newton_schulz import unit_frobenius
 from normpre_optax.linalg.precision import working_dtype
-from normpre_optax.transforms.oriented import OrientedTransformation
+from normpre_optax.transforms.oriented import OrientedTransformation, in_context
 
 
 class RowMomentState(NamedTuple):
@@ -67,7 +67,8 @@ def scale_by_row_moment(decay: jax.typing.ArrayLike = 0.95, eps: float = 1e-10) 
 
         def average(o: jax.Array, moment: jax.Array) -> jax.Array:
             square = jnp.mean(o.astype(moment.dtype) ** 2, axis=-2 if transposed else -1, keepdims=True)
-            return jnp.asarray(decay * moment + (1 - decay) * of_rows(square), moment.dtype)
+            kept = in_context(decay)
+            return jnp.asarray(kept * moment + (1 - kept) * of_rows(square), moment.dtype)
 
         def scale(o: jax.Array, moment: jax.Array) -> jax.Array:
             lifted = o.astype(moment.dtype)

@@ -19,6 +19,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from normpre_optax.parameters.sharing import Team, Work, flat_index, newton_schulz_work, plan, stack_of
+from normpre_optax.transforms.checks import transformation
 from normpre_optax.transforms.oriented import OrientedTransformation, oriented
 
 
@@ -69,6 +70,9 @@ def divided(inner: optax.GradientTransformation, work: Work | None = None) -> Or
         [[1. 0.]
          [0. 1.]]
     """
+    transformation("inner", inner)
+    if work is not None and not callable(work):
+        raise TypeError(f"work must be a function (rows, columns) -> cost, or None; got {work!r}")
     inner = oriented(inner)
     weigh = work or newton_schulz_work
 

@@ -9,7 +9,7 @@ import optax
 
 from normpre_optax.linalg.precision import in_working_dtype
 from normpre_optax.linalg.rows import TANGENT_MODES, tangent_rows, unit_tangent_rows
-from normpre_optax.transforms.oriented import OrientedTransformation
+from normpre_optax.transforms.oriented import OrientedTransformation, in_context
 
 
 def project_to_tangent(mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0) -> OrientedTransformation:
@@ -79,7 +79,7 @@ def _on_rows(f: Callable[..., jax.Array], mode: str, radius: jax.typing.ArrayLik
 
     def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
         del extra_args
-        of_row = functools.partial(f, mode=mode, radius=radius, axis=-2 if transposed else -1)
+        of_row = functools.partial(f, mode=mode, radius=in_context(radius), axis=-2 if transposed else -1)
         if mode == "none":
             return jax.tree.map(in_working_dtype(lambda m: of_row(m, None)), updates), state
         if params is None:

@@ -20,7 +20,7 @@ from normpre_optax.parameters.rules import resolve
 from normpre_optax.transforms import batches, meshes
 from normpre_optax.transforms.batches import Matrices, Parameter
 from normpre_optax.transforms.checks import float_dtype
-from normpre_optax.transforms.oriented import OrientedTransformation, chain, oriented, turned
+from normpre_optax.transforms.oriented import OrientedTransformation, chain, in_context, oriented, turned
 from normpre_optax.transforms.sharding import mesh_of
 
 
@@ -90,7 +90,8 @@ def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTran
         ]
 
         def stage(matrices: Matrices, shared: list[Any], **lie) -> tuple[Any, list[Any], list[Any]]:
-            view, extra = layout.join(matrices.state, shared), {**extra_args, "matrix_ids": matrices.ids}
+            view, extra = layout.join(matrices.state, shared), jax.tree.map(in_context, extra_args)
+            extra["matrix_ids"] = matrices.ids
             new, view = inner.update(matrices.update, view, matrices.weight, **lie, **extra)
             return (new, *layout.split(view))
 
