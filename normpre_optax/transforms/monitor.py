@@ -62,9 +62,9 @@ def monitor(
 ) -> optax.GradientTransformationExtraArgs:
     """``tx`` with a record of chosen diagnostics in its state, made on steps 0, ``every``, 2 ``every``, ...
 
-    The updates are those of ``tx``, to the last bit, and on the steps between nothing is computed. ``alignment`` and
-    ``update_rms`` are those of what ``tx`` returns, learning rate and weight decay included; of a direction alone, which
-    points uphill, the alignment has the other sign. On a mesh the chosen matrices are gathered for the record.
+    The updates are those of ``tx``, and on the steps between nothing is computed. ``alignment`` and ``update_rms`` are
+    those of what ``tx`` returns, learning rate and weight decay included; of a direction alone, which points uphill,
+    the alignment has the other sign. On a mesh the chosen matrices are gathered for the record.
 
     Args:
         tx: any optimizer of matrices, finished or not; it is wrapped as a whole.
