@@ -286,19 +286,21 @@ def plot(rows: Sequence[dict], file: Path) -> None:
     size = (3.4 * across, 3.2 * down)
     figure, grid = plt.subplots(down, across, figsize=size, layout="constrained", sharex=True, squeeze=False)
     axes = list(grid.flat)[: len(titles)]
-    colors = {"G": "#CB2DD7", "L exact": "#E44628", "L sketch": "#1F77B4"}
+    styles = {"G": ("#CB2DD7", 1.5), "L exact": ("#E44628", 4.0), "L sketch": ("#1F77B4", 1.2)}  # the last two coincide
     for axis, title in zip(axes, titles, strict=True):
-        for name, color in colors.items():
+        for name, (color, width) in styles.items():
             mine = [row for row in rows if row["problem"] == title and row["variant"] == name]
             count = [row["steps"] for row in mine]
-            axis.plot(count, [row["measured"] for row in mine], color=color, label=f"{name}, measured")
+            axis.plot(count, [row["measured"] for row in mine], color=color, lw=width, label=f"{name}, measured")
             for row in mine:
                 face = color if row["holds"] else "white"
                 axis.plot(row["steps"], row["measured"], "o", color=color, markerfacecolor=face, markersize=4)
             bounds = [math.nan if row["bound"] is None else row["bound"] for row in mine]
             if any(row["holds"] for row in mine):
-                axis.plot(count, bounds, "--s", color=color, markersize=3, label=f"{name}, bound")
+                axis.plot(count, bounds, "--s", color=color, lw=width, markersize=3, label=f"{name}, bound")
         axis.set(xscale="log", yscale="log", xlabel="steps", ylabel="least gradient norm", title=title)
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(low, high / 100), high)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False, fontsize=7)
     figure.savefig(file, dpi=150)

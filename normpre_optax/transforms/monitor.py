@@ -7,7 +7,7 @@ The record is part of the optimizer's state, so it needs no callback: it is ther
 
 import fnmatch
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -64,7 +64,7 @@ def monitor(
 
     The updates are those of ``tx``, and on the steps between nothing is computed. ``alignment`` and ``update_rms`` are
     those of what ``tx`` returns, learning rate and weight decay included; of a direction alone, which points uphill,
-    the alignment has the other sign. On a mesh the chosen matrices are gathered for the record.
+    the alignment has the other sign. On a mesh the chosen parameters are gathered for the record, one after the other.
 
     Args:
         tx: any optimizer of matrices, finished or not; it is wrapped as a whole.
@@ -111,24 +111,26 @@ def monitor(
             raise ValueError(f"{name}={value!r} is not one of {allowed}")
     inner = optax.with_extra_args_support(tx)
 
+    def measure(dims: MatrixDims, arrays: list[jax.Array]) -> dict[str, Any]:
+        signal_, weight, gradient, update = map(_gathered, arrays)
+        return diagnostics.measure(
+            signal_,
+            weight,
+            dims,
+            names=names,
+            gradient=gradient,
+            update=update,
+            rank=rank,
+            orientation=orientation,
+            tangent=tangent,
+            tangent_radius=tangent_radius,
+        )
+
     def measured(gradients, updates, state, params) -> dict[str, dict[str, Any]]:
         chosen = _chosen(params, matrix_dims, patterns)
         signals = _momenta(state, params, chosen) if signal == "momentum" else _by_name(gradients, chosen)
-        rows = zip(*(_by_name(tree, chosen).values() for tree in (gradients, updates, params)), strict=True)
-        return {
-            path: diagnostics.measure(
-                *_gathered(signals[path], weight),
-                dims,
-                names=names,
-                gradient=_gathered(gradient)[0],
-                update=_gathered(update)[0],
-                rank=rank,
-                orientation=orientation,
-                tangent=tangent,
-                tangent_radius=tangent_radius,
-            )
-            for (path, dims), (gradient, update, weight) in zip(chosen.items(), rows, strict=True)
-        }
+        trees = (signals, *(_by_name(tree, chosen) for tree in (params, gradients, updates)))
+        return _for_each({path: [tree[path] for tree in trees] for path in chosen}, chosen, measure)
 
     # Called outside jit, the condition would be compiled anew on every step; this keeps it.
     @jax.jit
@@ -230,13 +232,27 @@ def _traces(state) -> Iterator[Any]:
             yield node.trace
 
 
-def _gathered(*arrays: jax.Array) -> list[jax.Array]:
-    """The arrays, whole on every device: decompositions refuse an axis that JAX knows to be sharded."""
+def _for_each(
+    arrays: dict[str, list[jax.Array]], dims: dict[str, MatrixDims], f: Callable[[MatrixDims, list[jax.Array]], Any]
+) -> dict[str, Any]:
+    """``f`` of every parameter's arrays, one after the other: compiled once for all that are alike."""
+    alike: dict[Hashable, list[str]] = {}
+    for path, own in arrays.items():
+        alike.setdefault((dims[path], *map(jax.typeof, own)), []).append(path)
+    found = {}
+    for paths in alike.values():
 
-    def whole(x: jax.Array) -> jax.Array:
-        mesh = jax.typeof(x).sharding.mesh
-        if mesh.empty or AxisType.Explicit not in mesh.axis_types:
-            return x
-        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+        def one(i: jax.Array, paths: list[str] = paths) -> Any:
+            return f(dims[paths[0]], jax.lax.switch(i, [lambda p=p: arrays[p] for p in paths]))
 
-    return [whole(x) for x in arrays]
+        results = jax.lax.map(one, jnp.arange(len(paths)))
+        found |= {path: jax.tree.map(lambda x, k=k: x[k], results) for k, path in enumerate(paths)}
+    return {path: found[path] for path in arrays}
+
+
+def _gathered(x: jax.Array) -> jax.Array:
+    """The array, whole on every device: decompositions refuse an axis that JAX knows to be sharded."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))

@@ -147,7 +147,8 @@ def test_on_a_mesh_it_is_the_record_of_one_device(axis_type):
     tx = monitor(optax.sgd(0.1, 0.9), record=["spectra", "update_rms"])
     place = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp", "tensor")))  # noqa: E731
     found = []
-    for params, grads in (({"k": kernel}, {"k": gradient}), ({"k": place(kernel)}, {"k": place(gradient)})):
+    alone = {"a": kernel, "k": 2 * kernel}, {"a": gradient, "k": 3 * gradient}
+    for params, grads in (alone, jax.tree.map(place, alone)):
         updates, state = cases.quick_jit(tx.update)(grads, tx.init(params), params)
         found.append(jax.tree.map(np.asarray, monitored(state).record))
     assert updates["k"].sharding.is_equivalent_to(params["k"].sharding, 2)
