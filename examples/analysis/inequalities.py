@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 Array = np.ndarray
 
@@ -20,8 +21,8 @@ Array = np.ndarray
 class Sides(NamedTuple):
     """What should be the larger side, and the smaller one: numbers, or arrays for several inequalities at once."""
 
-    larger: Array | float
-    smaller: Array | float
+    larger: npt.ArrayLike
+    smaller: npt.ArrayLike
 
 
 @dataclasses.dataclass(frozen=True)

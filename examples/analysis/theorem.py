@@ -300,7 +300,8 @@ def plot(rows: Sequence[dict], file: Path) -> None:
                 axis.plot(count, bounds, "--s", color=color, lw=width, markersize=3, label=f"{name}, bound")
         axis.set(xscale="log", yscale="log", xlabel="steps", ylabel="least gradient norm", title=title)
         low, high = axis.get_ylim()
-        axis.set_ylim(min(low, high / 100), high)
+        if high < 10 * low:
+            axis.set_ylim(low / 10, high * 10)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False, fontsize=7)
     figure.savefig(file, dpi=150)
