@@ -54,17 +54,18 @@ def assert_equal(a, b):
 
 
 @pytest.mark.parametrize(
-    "tx",
+    ("tx", "record"),
     [
-        npo.normpre_l(1e-2, rank=2),
-        pytest.param(npo.normpre_g(1e-2), marks=pytest.mark.slow),
-        pytest.param(npo.muon(1e-2), marks=pytest.mark.slow),
+        (npo.normpre_l(1e-2, rank=2), ("mode_energies", "alignment")),
+        pytest.param(npo.normpre_l(1e-2, rank=2), diagnostics.NAMES, marks=pytest.mark.slow),
+        pytest.param(npo.normpre_g(1e-2), diagnostics.NAMES, marks=pytest.mark.slow),
+        pytest.param(npo.muon(1e-2), diagnostics.NAMES, marks=pytest.mark.slow),
     ],
 )
-def test_updates_and_states_are_the_optimizers_to_the_last_bit(tx):
+def test_updates_and_states_are_the_optimizers_to_the_last_bit(tx, record):
     """In the programs as users compile them, with all of LLVM's optimisations."""
     params = numbers(0)
-    watched = monitor(tx, every=2, record=diagnostics.NAMES)
+    watched = monitor(tx, every=2, record=record)
     bare, wrapped = jax.jit(tx.update), jax.jit(watched.update)
     state, watching = tx.init(params), watched.init(params)
     for i in range(3):
