@@ -4,14 +4,15 @@
     python -m examples.benchmarks.collectives
 
 Nothing is allocated and nothing runs: parameters are shapes, devices are virtual. Parameters are sharded over the axis
-``fsdp`` of up to 64 devices, on their first axis that divides, and replicated over ``data`` beyond. Bytes are output
-bytes of the collectives, operations those of matrix products, both per device and step (the mean of a row-oriented and
-a column-oriented one); they depend on shapes and on XLA's version only.
+``fsdp`` of up to 64 devices, on their first (or longest) axis that divides, and replicated over ``data`` beyond. Bytes
+are output bytes of the collectives, operations those of matrix products, both per device and step (the mean of a
+row-oriented and a column-oriented one); they depend on shapes and on XLA's version only.
 """
 
 import dataclasses
 import os
 from pathlib import Path
+from typing import Literal
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=512"
 
@@ -55,24 +56,27 @@ class Options:
     """Numbers of devices."""
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     """Which of them."""
+    axis: Literal["first", "longest"] = "first"
+    """Which axis of a parameter is sharded, of those that divide."""
     out: Path = Path("docs/results")
     """Folder for the report."""
 
 
-def spec_of(x, fsdp: int) -> PartitionSpec:
-    """The first axis that divides, over ``fsdp``; vectors and scalars are replicated."""
-    axis = next((a for a in range(x.ndim) if x.ndim > 1 and x.shape[a] % fsdp == 0), None)
+def spec_of(x, fsdp: int, longest: bool) -> PartitionSpec:
+    """The first or the longest axis that divides, over ``fsdp``; vectors and scalars are replicated."""
+    order = sorted(range(x.ndim), key=lambda a: -x.shape[a] if longest else a)
+    axis = next((a for a in order if x.ndim > 1 and x.shape[a] % fsdp == 0), None)
     return PartitionSpec(*("fsdp" if a == axis else None for a in range(x.ndim)))
 
 
-def count(model: str, tx: optax.GradientTransformation, devices: int, axis_type: AxisType) -> dict:
+def count(model: str, tx: optax.GradientTransformation, devices: int, axis_type: AxisType, longest: bool) -> dict:
     """Compile one step and count it."""
     fsdp = min(devices, LARGEST_FSDP)
     mesh = jax.make_mesh(
         (devices // fsdp, fsdp), ("data", "fsdp"), axis_types=(axis_type,) * 2, devices=jax.devices()[:devices]
     )
 
-    def placed(tree, spec=lambda x: spec_of(x, fsdp)):
+    def placed(tree, spec=lambda x: spec_of(x, fsdp, longest)):
         def place(x):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x)))
 
@@ -99,10 +103,10 @@ def count(model: str, tx: optax.GradientTransformation, devices: int, axis_type:
     return {"bytes": cost.bytes, "collectives": cost.collectives, "flops": cost.flops, "temporary_bytes": temporary}
 
 
-def measure(model: str, name: str, devices: int) -> dict:
+def measure(model: str, name: str, devices: int, longest: bool = False) -> dict:
     """Mean over the orientations; the larger of their temporaries. optax knows Auto axes only."""
     axis_type = AxisType.Auto if name == BASELINE else AxisType.Explicit
-    counts = [count(model, build(), devices, axis_type) for build in OPTIMIZERS[name]]
+    counts = [count(model, build(), devices, axis_type, longest) for build in OPTIMIZERS[name]]
     kinds = {kind for c in counts for kind in c["collectives"]}
     mean = lambda values: sum(values) / len(counts)  # noqa: E731
     return {
@@ -172,12 +176,15 @@ def draw(result: dict, path: Path) -> None:
 def main(options: Options) -> None:
     """Count, print, write."""
     work = [(m, o, n) for n in options.devices for m in options.models for o in options.optimizers]
-    rows = [measure(*one) for one in track(work, "compiling")]
+    longest = options.axis == "longest"
+    rows = [measure(*one, longest) for one in track(work, "compiling")]
     command = "python -m examples.benchmarks.collectives"
-    if options.models != Options.models:
-        command += " --models " + " ".join(options.models)
+    for name in ("models", "devices"):
+        if getattr(options, name) != getattr(Options, name):
+            command += f" --{name} " + " ".join(map(str, getattr(options, name)))
+    command += " --axis longest" if longest else ""
     result = report.header(command, jax.devices()[0]) | {"rows": rows}
-    path = report.write(options.out, "collectives", result, markdown(result))
+    path = report.write(options.out, "collectives" + "_longest" * longest, result, markdown(result))
     draw(result, path.with_suffix(".png"))
     Console(highlight=False).print(markdown(result), soft_wrap=True)
 

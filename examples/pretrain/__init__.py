@@ -6,6 +6,7 @@ for), ``prepare/`` (text to token files), ``data`` (token files to batches), ``m
 Hugging Face), ``optimizers`` (the only file here that knows ``normpre_optax``), ``train`` (the step and the loop),
 ``health`` (spikes and divergence), ``evaluate`` and ``generate`` (what the model has learned), ``checkpoint`` and
 ``logs`` (what stays on disk), ``run`` (all of it, in one folder), ``commands`` (what one can do with a finished run).
+With more than one device: ``mesh`` (where arrays live) and ``cluster`` (processes that train together).
 
 Around runs: ``compare`` (many of them, matched), ``efficiency`` and ``throughput`` (time, memory, arithmetic),
 ``processes`` (signals and locks).

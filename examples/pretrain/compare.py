@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from examples.analysis import comparison_report
 
-from . import configs, data
+from . import cluster, configs, data, mesh
 from .config import Config, RunError, check
 from .logs import read_lines, write_json
 from .processes import Stopped, on_signals
@@ -135,6 +135,8 @@ def plan(options: Options, overrides: list[str]) -> Comparison:
         raise RunError("--seeds, --jobs and --efficiency-steps must be at least 1")
     config = configs.parse(["--config", options.config, *overrides])
     check(config)
+    mesh.check(config)
+    cluster.refuse_several(config, "compare")
     if config.resume or config.overwrite:
         raise RunError(
             "a comparison goes on where it was by itself: leave --resume and --overwrite out, or give a --name"

@@ -178,6 +178,16 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of the forward and backward pass; parameters stay float32. auto: bfloat16, on CPU float32."""
 
+    mesh: str = ""
+    """Devices to train on, such as data=2,fsdp=4: axes data (copies of the model), fsdp (its parameters in shares) and
+    tensor (each layer's work in shares), whose product is the number of devices. Empty: one device."""
+    coordinator: str = ""
+    """host:port of process 0 where several processes train together; found by itself under SLURM, Open MPI, on GKE."""
+    processes: int | None = None
+    """With --coordinator: how many processes there are."""
+    process: int | None = None
+    """With --coordinator: which of them this is, from 0."""
+
     evaluate_every: int = 200
     """Steps between validation losses; one is always taken at the end."""
     log_every: int = 10
@@ -212,7 +222,7 @@ class Config:
         return self.runs_folder / self.run_name
 
 
-# Fields that may differ between a run and its continuation: they do not touch the numbers.
+# Fields that may differ between a run and its continuation: they do not touch the numbers (the mesh: but for rounding).
 FREE_ON_RESUME = frozenset(
     {
         "config",
@@ -220,6 +230,10 @@ FREE_ON_RESUME = frozenset(
         "runs_folder",
         "resume",
         "overwrite",
+        "mesh",
+        "coordinator",
+        "processes",
+        "process",
         "evaluate_every",
         "log_every",
         "checkpoint_every",
@@ -321,7 +335,9 @@ def check(config: Config) -> None:
         raise RunError("--resume and --overwrite exclude each other: keep the run, or begin it anew")
 
 
-MAY_BE_ZERO = frozenset({"seed", "warmup_steps", "sample_tokens", "matrix.oversample", "matrix.power_iterations"})
+MAY_BE_ZERO = frozenset(
+    {"seed", "process", "warmup_steps", "sample_tokens", "matrix.oversample", "matrix.power_iterations"}
+)
 POSITIVE = (
     *("learning_rate", "clip_norm", "model.rotary_base", "model.norm_epsilon"),
     *("matrix.rms", "matrix.tangent_radius", "matrix.muon_ratio"),

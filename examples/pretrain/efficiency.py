@@ -25,7 +25,7 @@ import optax
 import tyro
 from rich.console import Console
 
-from . import configs, data
+from . import cluster, configs, data, mesh
 from .config import Config, RunError, check
 from .logs import environment, write_json
 from .optimizers import OPTIMIZERS, make_optimizer
@@ -55,13 +55,14 @@ class Arm:
     update: Callable
     grads: optax.Updates
     memory: int
+    layout: mesh.Layout = mesh.ONE_DEVICE
     step_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
 
     def run(self, tokens: np.ndarray, *, counted: bool) -> None:
         """One training step, and one update alone (whose result is dropped)."""
         start = time.perf_counter()
-        self.state, metrics = self.step(self.state, tokens)
+        self.state, metrics = self.step(self.state, self.layout.batch(tokens, len(tokens)))
         jax.block_until_ready((self.state, metrics))
         middle = time.perf_counter()
         jax.block_until_ready(self.update(self.grads, self.state))
@@ -72,9 +73,11 @@ class Arm:
 
 def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Arm:
     """Model, optimizer and compiled step."""
+    layout = mesh.make_layout(config)
     graphdef, params = initialise(config, dataset)
+    params = layout.parameters(params)
     tx = make_optimizer(config, schedule(config))
-    state = TrainState(params, jax.jit(tx.init)(params))
+    state = TrainState(params, layout.bound(jax.jit(tx.init))(params))
 
     @jax.jit
     def update(grads: optax.Updates, state: TrainState) -> TrainState:
@@ -82,10 +85,12 @@ def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Arm:
         return TrainState(optax.apply_updates(state.params, updates), opt_state)
 
     step = make_train_step(graphdef, tx, micro_batches(config))
-    memory = step.lower(state, tokens).compile().memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
+    tokens = layout.batch(tokens, config.batch_size)
+    lower = step.lower  # pyright: ignore[reportFunctionMemberAccess]
+    memory = layout.bound(lower)(state, tokens).compile().memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes if memory else 0
     grads = jax.tree.map(lambda p: p / 2, params)
-    return Arm(state, step, update, jax.block_until_ready(grads), peak)
+    return Arm(state, layout.bound(step), layout.bound(update), jax.block_until_ready(grads), peak, layout)
 
 
 def measure(
@@ -143,6 +148,8 @@ def main(arguments: Sequence[str]) -> None:
     )
     config = configs.parse(["--config", options.config, *overrides])
     check(config)
+    mesh.check(config)
+    cluster.refuse_several(config, "efficiency")
     names = [name for name in options.optimizers.split(",") if name]
     for name in names:
         if name not in OPTIMIZERS:

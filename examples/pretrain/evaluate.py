@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Score a model on a fixed set of sequences."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+
+from .mesh import BATCH, ONE_DEVICE, Layout, whole
 
 EVALUATION_BATCH = 32
 
@@ -39,18 +42,21 @@ def make_evaluate(
     sequences_NxS: np.ndarray,
     bytes_per_token_V: np.ndarray,
     batch_size: int = EVALUATION_BATCH,
+    layout: Layout = ONE_DEVICE,
 ) -> Callable[[optax.Params], Score]:
-    """A function from parameters to their ``Score`` on ``sequences``."""
-    sequence_losses = jax.jit(lambda params, tokens_BxS: token_losses(graphdef, params, tokens_BxS).sum(axis=1))
+    """A function from parameters, laid out as ``layout`` says, to their ``Score`` on ``sequences``."""
+    sequence_losses = layout.bound(
+        jax.jit(lambda params, tokens_BxS: whole(token_losses(graphdef, params, tokens_BxS).sum(axis=1)))
+    )
     count, length = sequences_NxS.shape
-    size = min(batch_size, count)
-    padded = np.concatenate([sequences_NxS, sequences_NxS[: -count % size]])
-    batches = padded.reshape(-1, size, length)
+    shares = layout.batch_shares
+    size = math.ceil(min(batch_size, count) / shares) * shares
+    batches = np.resize(sequences_NxS, (math.ceil(count / size), size, length))  # begins anew where it ends
     targets = sequences_NxS[:, 1:][sequences_NxS[:, 1:] >= 0]
     text_bytes = float(np.asarray(bytes_per_token_V)[targets].sum())
 
     def evaluate(params: optax.Params) -> Score:
-        losses = [sequence_losses(params, batch) for batch in batches]
+        losses = [sequence_losses(params, layout.known(batch, BATCH)) for batch in batches]
         total = np.concatenate([np.asarray(x, np.float64) for x in losses])[:count].sum()
         return Score(total / len(targets), total / (text_bytes * np.log(2)))
 

@@ -34,6 +34,7 @@ def environment() -> dict[str, Any]:
     return {
         "versions": versions,
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
+        "processes": jax.process_count(),
         "machine": platform.platform(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "command": sys.argv,
@@ -50,17 +51,21 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 class Log:
     """Records as lines of JSON; a continued run first drops what lies behind the checkpoint it starts from.
 
-    ``kept`` are the records it begins with. Every record goes to the ``trackers``, too.
+    ``kept`` are the records it begins with. Every record goes to the ``trackers``, too. Of several processes one
+    ``writes``.
     """
 
-    def __init__(self, path: Path, start: int, trackers: Sequence["Tracker"] = ()):
+    def __init__(self, path: Path, start: int, trackers: Sequence["Tracker"] = (), *, writes: bool = True):
         self.kept = [line for line in read_lines(path) if line["step"] <= start] if start else []
-        path.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
-        self._file = path.open("a")
-        self._trackers = trackers
+        self._file, self._trackers = None, trackers
+        if writes:
+            path.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
+            self._file = path.open("a")
 
     def write(self, records: list[dict[str, Any]]) -> None:
         """Append and hand over to the operating system, so that a killed process loses nothing written."""
+        if self._file is None:
+            return
         self._file.write("".join(json.dumps(record) + "\n" for record in records))
         self._file.flush()
         for tracker in self._trackers:
@@ -69,7 +74,8 @@ class Log:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         for tracker in self._trackers:
             tracker.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from . import commands, compare, configs, efficiency, run
+from . import cluster, commands, compare, configs, efficiency, mesh, run
 from .config import RunError, check
 from .prepare import command as prepare
 from .processes import Stopped
@@ -66,4 +66,8 @@ def train(arguments: Sequence[str]) -> None:
     """Train a model."""
     config = configs.parse(arguments)
     check(config)
-    run.train(config, run.stored(config), Console(markup=False, highlight=False, soft_wrap=True))
+    mesh.check(config)
+    cluster.check(config)
+    with cluster.joined(config):
+        console = Console(markup=False, highlight=False, soft_wrap=True, quiet=not cluster.first())
+        run.train(config, cluster.from_the_first(lambda: run.stored(config)), console)

@@ -15,6 +15,7 @@ import optax
 from normpre_optax import MatrixDims, default_matrix_dims, explain, families
 
 from .config import Config, RunError
+from .mesh import whole
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
@@ -102,6 +103,6 @@ def row_norms(params: Any) -> dict[str, jax.Array]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dims = default_matrix_dims(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         if isinstance(dims, MatrixDims):
-            norms.append(jnp.sqrt(jnp.sum(jnp.square(leaf), axis=dims.inputs)).ravel())
+            norms.append(whole(jnp.sqrt(jnp.sum(jnp.square(leaf), axis=dims.inputs))).ravel())
     rows = jnp.concatenate(norms)
     return {"row_norm": rows.mean(), "row_norm_max": rows.max(), "rows_beyond_1": (rows > 1).mean()}

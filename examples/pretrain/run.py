@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run and its folder: what is in the way, what is stored, what is trained, what is left behind."""
 
+import functools
 import json
 import shutil
 import time
@@ -8,11 +9,13 @@ from contextlib import nullcontext
 from typing import IO, Any
 
 import jax
+import optax
+from flax import nnx
 from rich.console import Console
 
 from examples.analysis.plot_loss import plot_loss
 
-from . import data, logs
+from . import cluster, data, logs
 from .checkpoint import Checkpoints
 from .config import Config, Diverged, RunError, differences, to_dict
 from .evaluate import Score
@@ -54,16 +57,19 @@ def stored(config: Config) -> dict[str, Any] | None:
 def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Score:
     """A whole run: text, tokens, updates, plot, sample."""
     began = time.perf_counter()
-    dataset = data.open_corpus(config.data, console.print)
+    dataset = cluster.first_of_all(lambda: data.open_corpus(config.data, console.print))
     fingerprint = dataset.manifest["fingerprint"]
+    if len(set(cluster.told(fingerprint))) > 1:
+        raise RunError(f"the processes have different texts in {dataset.folder}")
     if stored and stored["fingerprint"] != fingerprint:
         raise RunError(
             f"cannot resume {config.run_folder}: it was trained on other text ({stored['data']['folder']}, "
             f"now {dataset.folder})"
         )
-    trainer = Trainer(config, dataset)  # refuses what cannot run, before anything is touched
-    logs.check_trackers(config)
-    with hold(config) or nullcontext():
+    # What cannot run is refused before anything is touched.
+    trainer = cluster.together(lambda: Trainer(config, dataset))
+    cluster.together(lambda: logs.check_trackers(config))
+    with cluster.together(lambda: hold(config) if cluster.first() else None) or nullcontext():
         score = train_in_folder(config, stored, dataset, trainer, console)
     console.print(
         f"\nFinal validation loss {score.loss:.4f} ({score.bits_per_byte:.3f} bits per byte) after {config.steps:,} "
@@ -77,24 +83,44 @@ def train_in_folder(
     config: Config, stored: dict[str, Any] | None, dataset: data.Dataset, trainer: Trainer, console: Console
 ) -> Score:
     """Train, and leave everything in the run's folder, which is there and held."""
-    introduce(config, stored, dataset, trainer, console)
+    begin = functools.partial(introduce, config, stored, dataset, trainer, console)
+    cluster.first_of_all(begin if cluster.first() else functools.partial(shared, config))
     checkpoints = Checkpoints(config.run_folder / "checkpoints", config.keep_checkpoints)
-    trainer.resume(checkpoints)
+    cluster.together(lambda: trainer.resume(checkpoints))
     if stored:
         console.print(f"Going on after step {trainer.start:,}" if trainer.start else "No checkpoint: from the start")
-    log = logs.Log(config.run_folder / "log.jsonl", trainer.start, logs.trackers(config, trainer.start))
+    log = cluster.first_of_all(lambda: open_log(config, trainer.start))
     try:
-        with on_signals(trainer.stop):
+        with on_signals(trainer.stop), cluster.leaving_at_once():
             score = trainer.run(log, checkpoints, console)
     except Diverged as error:
-        store_result(config, {"diverged": str(error)})
+        if cluster.first():
+            store_result(config, {"diverged": str(error)})
         raise
     finally:
         log.close()
         checkpoints.close()
-    store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
-    finish(config, dataset, trainer, console)
+    params = trainer.layout.local(trainer.state.params)
+    if cluster.first():
+        store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
+        finish(config, dataset, trainer.graphdef, params, console)
     return score
+
+
+def open_log(config: Config, start: int) -> logs.Log:
+    """The log and what else takes its records; only the first process writes."""
+    file, writes = config.run_folder / "log.jsonl", cluster.first()
+    return logs.Log(file, start, logs.trackers(config, start) if writes else (), writes=writes)
+
+
+def shared(config: Config) -> None:
+    """Refuse a folder that this process does not see.
+
+    Raises:
+        RunError: naming it.
+    """
+    if not (config.run_folder / "run.json").exists():
+        raise RunError(f"the first process writes {config.run_folder}, which must lie where all processes see it")
 
 
 def hold(config: Config) -> IO[bytes] | None:
@@ -128,7 +154,7 @@ def store_result(config: Config, result: dict[str, Any]) -> None:
 def introduce(
     config: Config, stored: dict[str, Any] | None, dataset: data.Dataset, trainer: Trainer, console: Console
 ) -> None:
-    """Say what is about to be trained, and store it with the run."""
+    """Say what is about to be trained, and on what, and store it with the run."""
     params = trainer.state.params
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     table, totals = parameter_table(params, config.optimizer)
@@ -144,6 +170,7 @@ def introduce(
     }
     logs.write_json(config.run_folder / "run.json", run)
     model, texts, tokens = config.model, dataset.manifest, config.steps * config.batch_size * config.model.context
+    devices = f"{trainer.layout.devices} x {environment['device']['kind']} ({config.mesh})"
     parts = f", {config.micro_batch} at a time," if config.micro_batch else ""
     console.print(
         f"Text       {texts['source']}: {texts['train']['documents']:,} documents ({texts['train']['tokens']:,} tokens "
@@ -152,18 +179,20 @@ def introduce(
         f"{count:,} parameters\n"
         f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}; {totals}\n"
         f"Run        {config.steps:,} steps of {config.batch_size} x {model.context} tokens{parts} "
-        f"({tokens / 1e6:,.2f} M) on {environment['device']['kind']} in {run['dtype']}\n"
+        f"({tokens / 1e6:,.2f} M) on {devices if config.mesh else environment['device']['kind']} in {run['dtype']}\n"
     )
 
 
-def finish(config: Config, dataset: data.Dataset, trainer: Trainer, console: Console) -> None:
+def finish(
+    config: Config, dataset: data.Dataset, graphdef: nnx.GraphDef, params: optax.Params, console: Console
+) -> None:
     """Draw the losses, and let the model write."""
     plot_loss([config.run_folder], config.run_folder / "loss.png")
     if not config.sample_tokens:
         return
     text = generate(
-        trainer.graphdef,
-        trainer.state.params,
+        graphdef,
+        params,
         dataset.tokenizer,
         config.prompt,
         context=config.model.context,

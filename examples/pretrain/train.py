@@ -14,10 +14,12 @@ from rich.console import Console
 
 from . import data, models
 from .checkpoint import Checkpoints
+from .cluster import Vote
 from .config import Config, RunError
 from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token_losses
 from .health import Watch
 from .logs import Bar, Log
+from .mesh import ONE_DEVICE, Layout, in_parts, make_layout
 from .optimizers import make_optimizer, row_norms
 from .processes import Stopped
 from .throughput import flops_per_token, peak_flops
@@ -80,8 +82,8 @@ def make_train_step(
         def add(total: Any, part_BxS: jax.Array) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, part_BxS, count)), None
 
-        parts = tokens_BxS.reshape(micro_batches, -1, tokens_BxS.shape[-1])
-        return jax.lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), parts)[0]
+        nothing = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        return jax.lax.scan(add, nothing, in_parts(tokens_BxS, micro_batches))[0]
 
     def train_step(state: TrainState, tokens_BxS: jax.Array) -> tuple[TrainState, Metrics]:
         loss, grads = loss_and_grads(state.params, tokens_BxS)
@@ -97,17 +99,24 @@ class Trainer:
 
     def __init__(self, config: Config, dataset: data.Dataset):
         self.config = config
-        context = config.model.context
-        self.batches = data.training_batches(dataset, context=context, batch_size=config.batch_size, seed=config.seed)
+        self.layout = make_layout(config)
+        context, size = config.model.context, config.batch_size
+        host, hosts = self.layout.batch_part(size)
+        self.batches = data.training_batches(
+            dataset, context=context, batch_size=size, seed=config.seed, host=host, hosts=hosts
+        )
         self.graphdef, params = initialise(config, dataset)
+        params = self.layout.parameters(params)
         self.schedule = schedule(config)
         optimizer = make_optimizer(config, self.schedule)
-        self.state = TrainState(params, jax.jit(optimizer.init)(params))
-        self.step = make_train_step(self.graphdef, optimizer, micro_batches(config))
-        self.evaluate = evaluation(config, dataset, self.graphdef)
+        bound = self.layout.bound
+        self.state = TrainState(params, bound(jax.jit(optimizer.init))(params))
+        self.step = bound(make_train_step(self.graphdef, optimizer, micro_batches(config)))
+        self.evaluate = evaluation(config, dataset, self.graphdef, self.layout)
+        self.row_norms = bound(row_norms)
         self.flops = flops_per_token(config.model, params)
         peak = peak_flops(jax.devices()[0].device_kind)
-        self.peak_flops = peak * jax.device_count() if peak else None
+        self.peak_flops = peak * self.layout.devices if peak else None
         self.watch = Watch(config.learning_rate)
         self.start = 0
         self.stopping: int | None = None
@@ -121,7 +130,10 @@ class Trainer:
             self.start = latest
 
     def stop(self, number: int) -> None:
-        """Ask the loop to save and leave after the step it is in, because of the signal ``number``."""
+        """Ask the loop to save and leave after the step it is in, because of the signal ``number``.
+
+        Of several processes one is enough; all of them leave after the same step, the next or the one after it.
+        """
         self.stopping = number
 
     def run(self, log: Log, checkpoints: Checkpoints, console: Console) -> Score:
@@ -142,13 +154,14 @@ class Trainer:
         score = None
         with Bar(console, start=self.start, steps=config.steps) as bar:
             pending: list[Metrics] = []
+            vote = Vote()
             clock = time.perf_counter()
             for done in range(self.start + 1, config.steps + 1):
-                self.state, metrics = self.step(self.state, next(self.batches))
+                self.state, metrics = self.step(self.state, self.layout.batch(next(self.batches), config.batch_size))
                 pending.append(metrics)
                 last = done == config.steps
-                # Read once: the signal may come at any moment, and saving must go with leaving.
-                stopping = self.stopping
+                # Read once: the signal may come at any moment, and saving must go with leaving, in all processes.
+                stopping = vote(self.stopping)
                 evaluates = last or done % config.evaluate_every == 0
                 saves = last or stopping is not None or done % config.checkpoint_every == 0
                 if evaluates or saves or done % config.log_every == 0:
@@ -198,7 +211,7 @@ class Trainer:
 
     def _evaluate(self, done: int, log: Log, console: Console) -> Score:
         score = self.evaluate(self.state.params)
-        rows = {name: float(value) for name, value in row_norms(self.state.params).items()}
+        rows = {name: float(value) for name, value in self.row_norms(self.state.params).items()}
         log.write([{"step": done, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte, **rows}])
         console.print(f"step {done:>6,}  validation loss {score.loss:.4f}  {score.bits_per_byte:.3f} bits per byte")
         return score
@@ -209,11 +222,16 @@ def micro_batches(config: Config) -> int:
     return config.batch_size // (config.micro_batch or config.batch_size)
 
 
-def evaluation(config: Config, dataset: data.Dataset, graphdef: nnx.GraphDef) -> Callable[[optax.Params], Score]:
+def evaluation(
+    config: Config,
+    dataset: data.Dataset,
+    graphdef: nnx.GraphDef,
+    layout: Layout = ONE_DEVICE,
+) -> Callable[[optax.Params], Score]:
     """The score on the validation set, computed in batches no larger than those of training."""
     count, largest = config.data.validation_tokens, config.micro_batch or config.batch_size
     sequences = data.validation_sequences(dataset, context=config.model.context, count=count)
-    return make_evaluate(graphdef, sequences, data.bytes_per_token(dataset), min(EVALUATION_BATCH, largest))
+    return make_evaluate(graphdef, sequences, data.bytes_per_token(dataset), min(EVALUATION_BATCH, largest), layout)
 
 
 def vocabulary_of(config: Config, dataset: data.Dataset) -> int:

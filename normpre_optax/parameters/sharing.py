@@ -8,6 +8,7 @@ results are gathered).
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ class Team(NamedTuple):
     Attributes:
         stacks: their numbers.
         dtype: theirs.
-        copies: mesh axes along which they are replicated.
+        copies: mesh axes along which they are replicated and the work is divided.
         pieces: mesh axes that shard their rows, then their columns.
         grid: number of pieces along rows and along columns.
         owned: for every device along ``copies`` and ``pieces``, the matrices that it treats: (stack, place).
@@ -93,6 +94,8 @@ def plan(sizes: dict[str, int], stacks: Sequence[Stack], work: Work) -> Plan:
     """Share the matrices out: the most expensive first, each to a device that has least to do.
 
     Among several such it goes to the one with the shortest line in the exchange, whose length is that of the longest.
+    Along an axis of the mesh that only holds copies, the work is divided if that takes some from the busiest device;
+    otherwise all copies do the same, and nothing has to be gathered.
 
     Args:
         sizes: of the mesh's axes.
@@ -102,6 +105,14 @@ def plan(sizes: dict[str, int], stacks: Sequence[Stack], work: Work) -> Plan:
     Returns:
         The plan, the same on every host.
     """
+    free = [a for a in sizes if any(a not in sum(stack.axes, ()) for stack in stacks)]
+    choices = [chosen for n in range(len(free) + 1) for chosen in itertools.combinations(free, n)]
+    plans = [_plan(sizes, stacks, work, frozenset(chosen)) for chosen in choices]
+    return min(plans, key=lambda found: (found.loads.max(), traffic(sizes, found)))
+
+
+def _plan(sizes: dict[str, int], stacks: Sequence[Stack], work: Work, dividing: frozenset[str]) -> Plan:
+    """With the work divided along those axes of copies only."""
     loads = np.zeros(tuple(sizes.values()))
     lines: dict[Hashable, np.ndarray] = {}
     order = sorted(range(len(stacks)), key=lambda i: (-work(*stacks[i].shape), stacks[i].shape, i))
@@ -109,9 +120,10 @@ def plan(sizes: dict[str, int], stacks: Sequence[Stack], work: Work) -> Plan:
     for i in order:
         batch, rows, columns = stacks[i].axes
         pieces = rows + columns
-        copies = tuple(a for a in sizes if a not in batch + pieces)
-        # View the loads as (devices of a team, teams along the batch axes): a team's load is that of its busiest.
-        turned = loads.transpose([list(sizes).index(a) for a in copies + pieces + batch])
+        copies = tuple(a for a in sizes if a in dividing and a not in batch + pieces)
+        others = tuple(a for a in sizes if a not in copies + pieces)
+        # View the loads as (devices of a team, teams): a place's load is that of the busiest who has it in any team.
+        turned = loads.transpose([list(sizes).index(a) for a in copies + pieces + others])
         members = math.prod(sizes[a] for a in copies + pieces)
         line = lines.setdefault((stacks[i].axes, stacks[i].dtype), np.zeros(members))
         for j in range(stacks[i].batch // math.prod(sizes[a] for a in batch)):
@@ -120,11 +132,13 @@ def plan(sizes: dict[str, int], stacks: Sequence[Stack], work: Work) -> Plan:
             owners[i, j] = owner
             line[owner] += math.prod(stacks[i].shape)
             turned[np.unravel_index(owner, turned.shape[: len(copies + pieces)])] += work(*stacks[i].shape)
-    teams = _teams(sizes, stacks, owners)
+    teams = _teams(sizes, stacks, owners, dividing)
     return Plan(teams, loads, *_kinds(sizes, stacks, teams))
 
 
-def _teams(sizes: dict[str, int], stacks: Sequence[Stack], owners: dict[tuple[int, int], int]) -> list[Team]:
+def _teams(
+    sizes: dict[str, int], stacks: Sequence[Stack], owners: dict[tuple[int, int], int], dividing: frozenset[str]
+) -> list[Team]:
     members: dict[Hashable, list[int]] = {}
     for i, stack in enumerate(stacks):
         members.setdefault((stack.axes, stack.dtype), []).append(i)
@@ -132,7 +146,7 @@ def _teams(sizes: dict[str, int], stacks: Sequence[Stack], owners: dict[tuple[in
     for found in members.values():
         batch, rows, columns = stacks[found[0]].axes
         grid = math.prod(sizes[a] for a in rows), math.prod(sizes[a] for a in columns)
-        copies = tuple(a for a in sizes if a not in batch + rows + columns)
+        copies = tuple(a for a in sizes if a in dividing and a not in batch + rows + columns)
         owned: list[list[tuple[int, int]]] = [[] for _ in range(math.prod(sizes[a] for a in copies) * math.prod(grid))]
         for i, j in sorted(owners, key=lambda at: (stacks[at[0]].shape, at)):
             if i in found:

@@ -287,7 +287,7 @@ class Device:
     ],
 )
 def test_what_keeps_cudnn_from_running(monkeypatch, device, width, dtype, obstacle):
-    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
     found = layers.cudnn_obstacle(width, jnp.dtype(dtype))
     assert obstacle in found
     assert bool(obstacle) == bool(found)

@@ -61,6 +61,14 @@ def test_copies_are_divided_and_gathered():
     assert sharing.traffic({"data": 8}, plan) == 8 * 4 * 4 * 4
 
 
+def test_copies_are_not_divided_where_nobody_would_have_less():
+    """Eight matrices over eight devices of eight copies: one each already, and nothing to gather."""
+    sizes = {"data": 8, "fsdp": 8}
+    plan = sharing.plan(sizes, stacks((None, "fsdp"), shape=(8, 16, 16)), sharing.newton_schulz_work)
+    assert plan.loads.max() == sharing.newton_schulz_work(16, 16)
+    assert sharing.traffic(sizes, plan) == 2 * 16 * 16 * 4
+
+
 def test_ties_go_where_the_line_is_short():
     """Two layouts of equal work: whoever has two of one has one of the other."""
     plan = sharing.plan({"fsdp": 8}, stacks((None, "fsdp"), (None, None, "fsdp")), sharing.newton_schulz_work)

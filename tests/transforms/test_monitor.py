@@ -154,6 +154,8 @@ def test_on_a_mesh_it_is_the_record_of_one_device(axis_type):
         found.append(jax.tree.map(np.asarray, monitored(state).record))
     assert updates["k"].sharding.is_equivalent_to(params["k"].sharding, 2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *found)  # eight singular values in float32
+    # Parameters of one shape are treated by one program, and not mixed up.
+    np.testing.assert_allclose(found[0]["k"]["update_rms"], 3 * found[0]["a"]["update_rms"], rtol=1e-6)
 
 
 def test_an_nnx_optimizer():

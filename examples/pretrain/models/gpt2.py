@@ -10,7 +10,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..config import ModelConfig
-from .layers import Implementation, apply_blocks, attention_implementation, embedding, linear, make_blocks, residual_std
+from .layers import (
+    Implementation,
+    apply_blocks,
+    attend,
+    attention_implementation,
+    embedding,
+    linear,
+    make_blocks,
+    residual_std,
+)
 
 
 def layer_norm(config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -39,12 +48,9 @@ class Attention(nnx.Module):
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """Mix along time; (B, T, D) to the same."""
         query_BxTxHxK, key_BxTxHxK, value_BxTxHxK = (
-            third_BxTxD.reshape(*x_BxTxD.shape[:2], self.heads, -1)
-            for third_BxTxD in jnp.split(self.qkv(x_BxTxD), 3, axis=-1)
+            third_BxTxD.reshape(*x_BxTxD.shape[:2], self.heads, -1) for third_BxTxD in self.qkv.parts(x_BxTxD, 3)
         )
-        mixed_BxTxHxK = jax.nn.dot_product_attention(
-            query_BxTxHxK, key_BxTxHxK, value_BxTxHxK, is_causal=True, implementation=self.implementation
-        )
+        mixed_BxTxHxK = attend(query_BxTxHxK, key_BxTxHxK, value_BxTxHxK, self.implementation)
         return self.out(mixed_BxTxHxK.reshape(x_BxTxD.shape))
 
 
@@ -90,7 +96,7 @@ class GPT2(nnx.Module):
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
         """Logits of every next token."""
-        positions_TxD = self.positions.embedding[: tokens_BxT.shape[1]].astype(self.dtype)
+        positions_TxD = self.positions.table()[: tokens_BxT.shape[1]]
         x_BxTxD = self.tokens(tokens_BxT) + positions_TxD
         x_BxTxD = self.final_norm(apply_blocks(self.blocks, x_BxTxD, self.config))
         return self.tokens.attend(x_BxTxD) if self.config.tied_head else self.head(x_BxTxD)

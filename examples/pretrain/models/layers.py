@@ -4,9 +4,10 @@
 Shape letters: B batch, T time, D width, H heads, G heads of keys and values, K head width, F MLP width, V vocabulary,
 L layers. Parameters are float32; ``dtype`` is the type of the arithmetic. A residual projection, the last matrix of a
 branch that is added to the stream, starts smaller by sqrt(2 L) where ``scaled_residuals`` is set, so that the stream's
-variance does not grow with depth.
+variance does not grow with depth. On a mesh (``..mesh``) a layer gathers its weight over ``fsdp`` before it uses it.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..config import ModelConfig, RunError
+from ..mesh import BATCH, gather_again, gathered, on_mesh, product, spread, whole
 
 INIT_STD = 0.02
 CUDNN_HEAD_WIDTH = 128
@@ -27,15 +29,42 @@ class Linear(nnx.Linear):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(..., inputs) to (..., outputs)."""
-        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+        return self.outputs(x, self.kernel[...], None if self.bias is None else self.bias[...])
+
+    def parts(self, x: jax.Array, count: int) -> list[jax.Array]:
+        """The outputs as ``count`` arrays of equal size, each split over ``tensor`` by itself."""
+        if not on_mesh():
+            return jnp.split(self(x), count, axis=-1)
+        kernel = whole(self.kernel[...].astype(self.dtype))
+        kernels = [spread(part, None, "tensor") for part in jnp.split(kernel, count, axis=1)]
+        biases = [None] * count if self.bias is None else jnp.split(self.bias[...], count)
+        return [self.outputs(x, kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
+
+    def outputs(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """The sum x @ kernel + bias in ``dtype``."""
+        x, kernel, bias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
+        y = product(x.reshape(-1, x.shape[-1]), kernel)
+        return (y if bias is None else y + bias.reshape(1, -1)).reshape(*x.shape[:-1], -1)
 
 
 class Embedding(nnx.Embed):
     """A table (V, D); with a tied head it is also the output matrix."""
 
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """(B, T) to (B, T, D)."""
+        if not on_mesh():
+            return super().__call__(tokens)
+        out = jax.sharding.PartitionSpec(BATCH, None, None)
+        return self.table().at[tokens].get(out_sharding=out)
+
+    def table(self) -> jax.Array:
+        """The whole table in ``dtype``."""
+        return gathered(self.embedding[...].astype(self.dtype))
+
     def attend(self, x: jax.Array) -> jax.Array:
         """(..., D) to logits (..., V); flattened as in ``Linear``."""
-        return super().attend(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+        table_DxV = self.embedding[...].astype(self.dtype).T
+        return product(x.astype(self.dtype).reshape(-1, x.shape[-1]), table_DxV).reshape(*x.shape[:-1], -1)
 
 
 def linear(
@@ -95,7 +124,7 @@ def cudnn_obstacle(width: int, dtype: jnp.dtype) -> str:
 
     JAX takes wider heads on some GPUs; 128 is what all of them do.
     """
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     # compute_capability is no number on AMD's GPUs, whose platform is "gpu", too.
     if "cuda" not in device.client.platform_version or float(device.compute_capability) < 8:
         return f"it needs an NVIDIA GPU of compute capability 8.0 or higher, this is {device.device_kind}"
@@ -104,6 +133,17 @@ def cudnn_obstacle(width: int, dtype: jnp.dtype) -> str:
     if width > CUDNN_HEAD_WIDTH or width % 8:
         return f"it needs heads of a multiple of 8 up to {CUDNN_HEAD_WIDTH}, got {width}"
     return ""
+
+
+def attend(
+    query_BxTxHxK: jax.Array, key_BxTxGxK: jax.Array, value_BxTxGxK: jax.Array, implementation: Implementation
+) -> jax.Array:
+    """Causal attention, (B, T, H, K); on a mesh every device has sequences and heads of its own."""
+    function = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+    if on_mesh():
+        axes = jax.sharding.PartitionSpec(BATCH, None, "tensor", None)
+        function = jax.shard_map(function, in_specs=(axes, axes, axes), out_specs=axes)
+    return function(query_BxTxHxK, key_BxTxGxK, value_BxTxGxK)
 
 
 class RotaryAttention(nnx.Module):
@@ -133,9 +173,7 @@ class RotaryAttention(nnx.Module):
             for projection in (self.query, self.key, self.value)
         )
         query_BxTxHxK, key_BxTxGxK = self.turn(query_BxTxHxK, key_BxTxGxK)
-        mixed_BxTxHxK = jax.nn.dot_product_attention(
-            query_BxTxHxK, key_BxTxGxK, value_BxTxGxK, is_causal=True, implementation=self.implementation
-        )
+        mixed_BxTxHxK = attend(query_BxTxHxK, key_BxTxGxK, value_BxTxGxK, self.implementation)
         return self.out(mixed_BxTxHxK.reshape(*x_BxTxD.shape[:2], -1))
 
 
@@ -172,6 +210,8 @@ def apply_blocks(blocks: nnx.Module, x_BxTxD: jax.Array, config: ModelConfig) ->
 
     if config.remat:  # a scan's body is compiled alone, so nothing outside could undo the recomputation
         apply = jax.checkpoint(apply, static_argnums=0, prevent_cse=not config.scan_layers)
+    elif on_mesh():  # gathered weights are not kept until the backward pass, which gathers them again
+        apply = jax.checkpoint(apply, static_argnums=0, prevent_cse=not config.scan_layers, policy=gather_again)
     if not config.scan_layers:
         for block in blocks:  # pyright: ignore[reportGeneralTypeIssues]
             x_BxTxD = apply(*nnx.split(block), x_BxTxD)

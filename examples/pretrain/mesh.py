@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the arrays of a run live: on one device, or spread over a mesh of them.
+
+A mesh has three axes. ``data`` and ``fsdp`` share out the sequences of a batch. ``fsdp`` also shares out every large
+parameter, with its optimizer state, along the width D of the model: a layer gathers its weight right before it is used
+and the gradient goes back to the shares. ``tensor`` splits the work of a layer: attention by heads, an MLP by its
+hidden width; the first matrix of each branch is split by columns, the last by rows, and a sum over ``tensor`` follows.
+
+The axes are explicit: every array carries its sharding in its type, and what a program means to move between devices it
+says (``gathered``, ``whole``, an ``out_sharding``); JAX refuses what would be moved by accident. Without a mesh all
+of it is the identity.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .config import Config, RunError
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = ("data", "fsdp")
+
+# Layers by name: the first matrix of a branch is split over ``tensor`` by columns (outputs), the last by rows (inputs).
+COLUMNS = frozenset({"qkv", "query", "key", "value", "gate", "up"})
+ROWS = frozenset({"out", "down"})
+
+
+def sizes(text: str) -> dict[str, int]:
+    """Devices along each axis, of ``"data=2,fsdp=4"``.
+
+    Raises:
+        RunError: where that is not what ``text`` says.
+
+    Example:
+        >>> sizes("fsdp=4,data=2")
+        {'data': 2, 'fsdp': 4, 'tensor': 1}
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (piece.strip() for piece in part.partition("="))
+        if name not in AXES:
+            raise RunError(f"--mesh has the axes {', '.join(AXES)}, got {name!r}: --mesh data=2,fsdp=4")
+        if name in found:
+            raise RunError(f"--mesh names {name} twice: {text!r}")
+        if not size.isdecimal() or int(size) < 1:
+            raise RunError(f"--mesh needs a number of devices for {name}, 1 or more, got {size!r}")
+        found[name] = int(size)
+    return {name: found.get(name, 1) for name in AXES}
+
+
+def check(config: Config) -> None:
+    """Refuse a mesh that the model or the batch cannot be split over, before there are devices.
+
+    Raises:
+        RunError: naming what does not divide.
+    """
+    if not config.mesh:
+        return
+    axes, model = sizes(config.mesh), config.model
+    shares = axes["data"] * axes["fsdp"]
+    sequences = "micro_batch" if config.micro_batch else "batch_size"
+    tensor = "heads", "kv_heads", "mlp_width"
+    divided = [
+        (f"--{sequences.replace('_', '-')}", getattr(config, sequences), "data x fsdp", shares),
+        ("--model.width", model.width, "fsdp", axes["fsdp"]),
+        *((f"--model.{name.replace('_', '-')}", getattr(model, name), "tensor", axes["tensor"]) for name in tensor),
+    ]
+    for flag, value, name, parts in divided:
+        if value and value % parts:
+            raise RunError(f"--mesh {config.mesh}: {flag} {value} must be a multiple of {name}, {parts}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Puts arrays where they belong; without a mesh everything stays on one device, as it is."""
+
+    mesh: jax.sharding.Mesh | None = None
+
+    @property
+    def devices(self) -> int:
+        """How many compute."""
+        return self.mesh.size if self.mesh else 1
+
+    @property
+    def batch_shares(self) -> int:
+        """Into how many parts a batch is cut."""
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"] if self.mesh else 1
+
+    def sharding(self, *axes: Any) -> NamedSharding:
+        """Axes of an array over axes of the mesh."""
+        assert self.mesh is not None
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    def bound(self, function: Callable) -> Callable:
+        """``function`` with this mesh as JAX's own while it runs."""
+        if self.mesh is None:
+            return function
+
+        def run(*arguments: Any) -> Any:
+            with jax.set_mesh(self.mesh):
+                return function(*arguments)
+
+        return run
+
+    def parameters(self, params: Any) -> Any:
+        """Every parameter in its shares; each process holds all of them before, those of its devices after."""
+        if self.mesh is None:
+            return params
+
+        def place(path: Any, leaf: jax.Array) -> jax.Array:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return self.known(np.asarray(leaf), *parameter_axes(name, leaf.ndim))
+
+        return jax.tree_util.tree_map_with_path(place, params)
+
+    def known(self, array: np.ndarray, *axes: Any) -> Any:
+        """What every process has whole, in shares."""
+        if self.mesh is None:
+            return array
+        return jax.make_array_from_callback(array.shape, self.sharding(*axes), lambda index: array[index])
+
+    def batch_part(self, batch_size: int) -> tuple[int, int]:
+        """Which part of a batch this process reads, and of how many; processes that share sequences read the same.
+
+        Raises:
+            RunError: where the processes' shares are no equal parts.
+        """
+        if self.mesh is None:
+            return 0, 1
+        rows: dict[int, set[int]] = {}
+        for device, index in self.sharding(BATCH).devices_indices_map((batch_size,)).items():
+            rows.setdefault(device.process_index, set()).update(range(*index[0].indices(batch_size)))
+        parts = sorted({tuple(sorted(held)) for held in rows.values()})
+        if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != batch_size:
+            raise RunError("--mesh cuts the batch so that processes share parts of it: let data or fsdp be larger")
+        return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
+
+    def batch(self, part_BxS: np.ndarray, batch_size: int) -> Any:
+        """A whole batch, of the part that this process has read."""
+        if self.mesh is None:
+            return part_BxS
+        shape = (batch_size, *part_BxS.shape[1:])
+        return jax.make_array_from_process_local_data(self.sharding(BATCH), part_BxS, shape)
+
+    def local(self, tree: Any) -> Any:
+        """Every array of ``tree`` whole on one device of this process; all processes must ask at once."""
+        if self.mesh is None:
+            return tree
+        replicated = jax.jit(lambda tree: jax.tree.map(whole, tree))
+        return jax.tree.map(lambda leaf: leaf.addressable_data(0), self.bound(replicated)(tree))
+
+
+ONE_DEVICE = Layout()
+
+
+def make_layout(config: Config) -> Layout:
+    """The layout that ``config`` asks for.
+
+    Raises:
+        RunError: where the devices there are do not make up the mesh.
+    """
+    if not config.mesh:
+        return ONE_DEVICE
+    axes = sizes(config.mesh)
+    wanted, there = int(np.prod(list(axes.values()))), jax.device_count()
+    if wanted != there:
+        hosts = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        raise RunError(f"--mesh {config.mesh} is made of {wanted} devices, there are {there}{hosts}")
+    return Layout(jax.make_mesh(tuple(axes.values()), tuple(axes)))
+
+
+def parameter_axes(path: str, ndim: int) -> tuple[str | None, ...]:
+    """The mesh's axes that the axes of a parameter are split over; layers stacked in front are not.
+
+    Example:
+        >>> parameter_axes("blocks/0/mlp/up/kernel", 2), parameter_axes("blocks/attention/out/kernel", 3)
+        (('fsdp', 'tensor'), (None, 'tensor', 'fsdp'))
+        >>> parameter_axes("tokens/embedding", 2), parameter_axes("final_norm/scale", 1)
+        ((None, 'fsdp'), (None,))
+    """
+    *_, layer, kind = path.split("/")
+    if kind == "embedding":
+        axes = (None, "fsdp")
+    elif kind != "kernel":
+        return (None,) * ndim  # norms and biases
+    elif layer in ROWS:
+        axes = ("tensor", "fsdp")
+    else:
+        axes = ("fsdp", "tensor" if layer in COLUMNS else None)
+    return (*(None,) * (ndim - 2), *axes)
+
+
+def on_mesh() -> bool:
+    """Whether what runs, or is compiled, runs on a mesh."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def spread(x: jax.Array, *axes: Any) -> jax.Array:
+    """``x`` with its axes split over these of the mesh."""
+    return jax.sharding.reshard(x, PartitionSpec(*axes)) if on_mesh() else x
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """``x`` on every device."""
+    return spread(x)
+
+
+def gathered(weight: jax.Array) -> jax.Array:
+    """A parameter as a layer uses it: whole over ``fsdp``; what ``tensor`` splits stays split."""
+    if not on_mesh():
+        return weight
+    axes = (None if axis == "fsdp" else axis for axis in jax.typeof(weight).sharding.spec)
+    return spread(weight, *axes)
+
+
+def gather_again(primitive: Any, *_: Any, **__: Any) -> bool:
+    """What ``jax.checkpoint`` keeps for the backward pass: everything but what was moved, such as gathered weights."""
+    return primitive.name != "reshard"
+
+
+def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The product x @ weight; where ``tensor`` splits what is summed over, its devices' sums are added."""
+    if not on_mesh():
+        return jnp.dot(x, weight)
+    weight = gathered(weight)
+    axes = (*jax.typeof(x).sharding.spec[:-1], jax.typeof(weight).sharding.spec[-1])
+    return jnp.dot(x, weight, out_sharding=PartitionSpec(*axes))
+
+
+def in_parts(tokens_BxS: jax.Array, parts: int) -> jax.Array:
+    """The batch in ``parts``, one after the other, each spread over all devices."""
+    return spread(whole(tokens_BxS).reshape(parts, -1, tokens_BxS.shape[-1]), None, BATCH)

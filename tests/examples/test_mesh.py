@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on a mesh and in several processes: the numbers of one device, whatever the work is spread over."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from examples.pretrain import cluster, main, mesh, models, train
+from examples.pretrain.config import Config, ModelConfig, RunError
+from examples.pretrain.logs import read_lines
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 32
+MODEL = ModelConfig(layers=2, width=16, heads=4, mlp_width=32, context=8)
+STEPS = ["--steps", "12", "--warmup-steps", "2", "--checkpoint-every", "8", "--evaluate-every", "6", "--log-every", "3"]
+SMALLEST = ["--model.layers", "1", "--model.width", "16", "--model.mlp-width", "32", "--sample-tokens", "0"]
+
+# Relative. float32 sums of some hundred terms that a mesh adds up in another order: a few units in the last place, 6e-8
+# each, in every loss and norm; 3e-7 was seen over a dozen steps, in which rounding has no time to grow.
+ROUNDING = 2e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("model=2", "has the axes data, fsdp, tensor, got 'model'"),
+        ("data", "a number of devices for data"),
+        ("data=0", "a number of devices for data, 1 or more, got '0'"),
+        ("data=2,data=2", "names data twice"),
+        ("data=2,", "got ''"),
+        ("data=3", "--batch-size 8 must be a multiple of data x fsdp, 3"),
+        ("fsdp=8,data=2", "--batch-size 8 must be a multiple of data x fsdp, 16"),
+        ("tensor=3", "--model.heads 2 must be a multiple of tensor, 3"),
+        ("tensor=2,fsdp=1000000", "must be a multiple of"),
+        ("fsdp=2", "is made of 2 devices, there are 8"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_one_line_before_anything_is_written(text, line, flags, tmp_path, capsys):
+    assert main.main([*flags, "--mesh", text]) == 1
+    said = capsys.readouterr()
+    assert line in said.err
+    assert said.err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_split_must_divide():
+    config = Config(mesh="fsdp=4,tensor=2", model=dataclasses.replace(MODEL, family="qwen3", kv_heads=2))
+    mesh.check(config)
+    for field, value, line in [
+        ("width", 18, "--model.width 18 must be a multiple of fsdp, 4"),
+        ("kv_heads", 1, "--model.kv-heads 1 must be a multiple of tensor, 2"),
+        ("mlp_width", 33, "--model.mlp-width 33 must be a multiple of tensor, 2"),
+    ]:
+        with pytest.raises(RunError, match=line):
+            mesh.check(dataclasses.replace(config, model=dataclasses.replace(config.model, **{field: value})))
+    with pytest.raises(RunError, match="--micro-batch 2 must be a multiple of data x fsdp, 4"):
+        mesh.check(dataclasses.replace(config, micro_batch=2))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("scan", [False, True])
+def test_every_matrix_has_its_shares(family, scan):
+    model = dataclasses.replace(MODEL, family=family, scan_layers=scan, tied_head=False, bias=family == "gpt2")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(models.shapes(model, VOCABULARY)):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        axes = mesh.parameter_axes(name, leaf.ndim)
+        assert len(axes) == leaf.ndim
+        split = {axis: leaf.shape[axes.index(axis)] for axis in axes if axis}
+        layer, kind = name.split("/")[-2:]
+        if kind not in {"kernel", "embedding"}:
+            assert split == {}, name
+        elif layer in {"tokens", "positions", "head"}:
+            assert split == {"fsdp": MODEL.width}, name
+        else:  # along the residual stream, and along heads or the hidden width
+            assert split["fsdp"] == MODEL.width, name
+            assert set(split) == {"fsdp", "tensor"}, name
+            assert axes[-2:] == ("tensor", "fsdp") if layer in {"out", "down"} else axes[-2:] == ("fsdp", "tensor")
+
+
+def loss_and_gradient(config: ModelConfig, layout: mesh.Layout):
+    """Of a batch under ``layout``; the gradient lies as the parameters do."""
+    graphdef, variables = nnx.split(models.build(config, VOCABULARY, dtype=jnp.dtype("float32"), seed=0))
+    params = layout.parameters(nnx.to_pure_dict(variables))
+    tokens = np.random.default_rng(0).integers(VOCABULARY, size=(8, config.context + 1), dtype=np.int32)
+    function = jax.jit(jax.value_and_grad(lambda p, t: train.token_losses(graphdef, p, t).mean()))
+    loss, grads = layout.bound(function)(params, layout.batch(tokens, 8))
+    assert jax.tree.map(lambda x: x.sharding, grads) == jax.tree.map(lambda x: x.sharding, params)
+    return loss, grads
+
+
+FORMS = {
+    "gpt2": {"family": "gpt2", "bias": True, "scan_layers": True, "tied_head": False},
+    "qwen3": {"family": "qwen3", "kv_heads": 2, "head_width": 8, "remat": True},
+    "llama": {"family": "llama"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_model_on_a_mesh_has_the_gradient_of_one_device(name, shape):
+    config = dataclasses.replace(MODEL, **FORMS[name])
+    expected_loss, expected = loss_and_gradient(config, mesh.ONE_DEVICE)
+    loss, grads = loss_and_gradient(config, mesh.Layout(jax.make_mesh(shape, mesh.AXES)))
+    # float32 sums of at most 64 terms in another order, through some twenty products: 1e-6 of the largest entry.
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max()), *jax.device_get((grads, expected))
+    )
+
+
+def test_gathered_weights_are_not_kept_for_the_backward_pass():
+    layout = mesh.Layout(jax.make_mesh((1, 4, 1), mesh.AXES))
+    model = dataclasses.replace(MODEL, layers=1, mlp_width=40)  # a shape of its own
+    graphdef, variables = nnx.split(models.build(model, VOCABULARY, dtype=jnp.dtype("float32"), seed=0))
+    params = layout.parameters(nnx.to_pure_dict(variables))
+    tokens = layout.batch(np.zeros((8, 9), np.int32), 8)
+
+    def backward(params):
+        return jax.vjp(lambda p: train.token_losses(graphdef, p, tokens).mean(), params)[1]
+
+    shapes = jax.tree.leaves(layout.bound(lambda params: jax.eval_shape(backward, params))(params))
+    kept = [leaf.sharding.spec for leaf in shapes if leaf.shape == (model.width, model.mlp_width)]
+    assert kept
+    assert all("fsdp" in axes for axes in kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_step_on_a_mesh_is_that_of_one_device(parts):
+    graphdef, variables = nnx.split(models.build(MODEL, VOCABULARY, dtype=jnp.dtype("float32"), seed=0))
+    optimizer = optax.with_extra_args_support(optax.sgd(1.0))
+    tokens = np.random.default_rng(0).integers(VOCABULARY, size=(8, 9), dtype=np.int32)
+    tokens[1, 3:] = -1  # filled up: every prediction counts the same
+    results = []
+    for layout in (mesh.ONE_DEVICE, mesh.Layout(jax.make_mesh((2, 2, 1), mesh.AXES))):
+        params = layout.parameters(jax.tree.map(jnp.copy, nnx.to_pure_dict(variables)))
+        state = train.TrainState(params, optimizer.init(params))
+        step = layout.bound(train.make_train_step(graphdef, optimizer, parts))
+        before = jax.tree.map(lambda x: x.sharding, params)
+        state, metrics = step(state, layout.batch(tokens, 8))
+        if layout.mesh:
+            assert jax.tree.map(lambda x: x.sharding, state.params) == before
+        results.append(jax.device_get((state.params, metrics)))
+    # Parameters of at most 1 minus gradients below 1: two roundings of 6e-8, and the gradients' own 1e-6.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6, rtol=2e-6), *results)
+
+
+def test_a_batch_is_read_in_parts():
+    layout = mesh.Layout(jax.make_mesh((2, 2, 1), mesh.AXES))
+    assert layout.batch_part(8) == (0, 1)
+    tokens = np.arange(40, dtype=np.int32).reshape(8, 5)
+    batch = layout.batch(tokens, 8)
+    np.testing.assert_array_equal(batch, tokens)
+    assert {shard.data.shape for shard in batch.addressable_shards} == {(2, 5)}
+    parts = layout.bound(jax.jit(lambda x: mesh.in_parts(x, 2)))(batch)
+    np.testing.assert_array_equal(parts, tokens.reshape(2, 4, 5))
+    assert {shard.data.shape for shard in parts.addressable_shards} == {(2, 1, 5)}  # each part on all devices
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--processes", "2"], "belong together"),
+        (["--coordinator", "a:1", "--processes", "2", "--process", "0"], "--mesh says how"),
+        (["--mesh", "data=2", "--coordinator", "a", "--processes", "2", "--process", "0"], "must be host:port"),
+        (["--mesh", "data=2", "--coordinator", "a:1", "--processes", "2", "--process", "2"], "--process 2 must be sm"),
+    ],
+)
+def test_half_an_address_is_refused(flags, line, capsys):
+    assert main.main(["--config", "tiny", *flags]) == 1
+    assert line in capsys.readouterr().err
+
+
+def test_other_commands_run_in_one_process(capsys):
+    for command in ("compare", "efficiency"):
+        assert main.main([command, "--config", "tiny", "--mesh", "data=2", "--process", "0"]) == 1
+        assert f"{command} runs in one process" in capsys.readouterr().err
+        assert main.main([command, "--config", "tiny", "--mesh", "data=3"]) == 1
+        assert "must be a multiple of data x fsdp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, False),  # a batch script outside srun
+        ({"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4"}, True),
+        ({"SLURM_STEP_NODELIST": "n1", "SLURM_NTASKS": "1"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "a"}, False),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, True),
+    ],
+)
+def test_launchers_are_recognised(environment, expected):
+    assert cluster.several(environment) is expected
+
+
+def test_one_process_has_nobody_to_ask():
+    assert cluster.told("a") == ["a"]
+    assert cluster.first()
+    assert cluster.from_the_first(lambda: {"a": 1}) == {"a": 1}
+    assert cluster.first_of_all(lambda: 3) == 3
+    vote = cluster.Vote()
+    assert [vote(None), vote(15), vote(None)] == [None, 15, None]
+    with pytest.raises(RunError, match="why"):
+        cluster.together(lambda: (_ for _ in ()).throw(RunError("why")))
+    with pytest.raises(KeyError), cluster.leaving_at_once():
+        raise KeyError
+
+
+def losses(run: Path) -> list[dict]:
+    """The log without what the clock says."""
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_lines(run / "log.jsonl")]
+
+
+def close(run: Path, other: Path) -> None:
+    """Assert that two logs are one but for rounding."""
+    found, expected = losses(run), losses(other)
+    assert [line.keys() for line in found] == [line.keys() for line in expected]
+    for line, wanted in zip(found, expected, strict=True):
+        assert line == pytest.approx(wanted, rel=ROUNDING, abs=1e-7)
+
+
+class Runs:
+    """Starts the program in processes of its own, in one folder."""
+
+    def __init__(self, flags: list[str], folder: Path):
+        self.flags = [*flags, *STEPS, *SMALLEST, "--batch-size", "8", "--model.heads", "2"]
+        self.folder = folder
+
+    def start(self, name: str, *more: str, devices: int = 1, processes: int = 1) -> list[subprocess.Popen]:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        started = []
+        for i in range(processes):
+            together = ["--coordinator", f"localhost:{port}", "--processes", str(processes), "--process", str(i)]
+            command = [sys.executable, "-m", "examples.pretrain", *self.flags, "--name", name, *more]
+            xla = f"--xla_force_host_platform_device_count={devices}"
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla}
+            with (self.folder / f"{name}.{i}.txt").open("a") as said:
+                command += together if processes > 1 else []
+                started.append(
+                    subprocess.Popen(command, cwd=self.folder, env=environment, stdout=said, stderr=subprocess.STDOUT)
+                )
+        return started
+
+    def finish(self, name: str, *more: str, devices: int = 1, processes: int = 1) -> Path:
+        started = self.start(name, *more, devices=devices, processes=processes)
+        assert [process.wait(400) for process in started] == [0] * processes, self.said(name)
+        return self.folder / "runs" / name
+
+    def said(self, name: str) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"{name}.*.txt")))
+
+    def wait_for(self, name: str, step: int, started: list[subprocess.Popen]) -> None:
+        deadline = time.monotonic() + 300
+        while not any(line["step"] >= step for line in read_lines(self.folder / "runs" / name / "log.jsonl")):
+            assert all(process.poll() is None for process in started), self.said(name)
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def runs(flags, tmp_path) -> Runs:
+    return Runs([*flags, "--optimizer", "adamw"], tmp_path)
+
+
+def test_a_run_on_a_mesh(flags, tmp_path, capsys):
+    arguments = [*flags, *STEPS, *SMALLEST, "--optimizer", "adamw", "--steps", "3", "--checkpoint-every", "3"]
+    assert main.main([*arguments, "--name", "one"]) == 0
+    assert main.main([*arguments, "--name", "mesh", "--mesh", "data=2,fsdp=2,tensor=2"]) == 0
+    assert "8 x cpu (data=2,fsdp=2,tensor=2)" in capsys.readouterr().out
+    close(tmp_path / "runs" / "mesh", tmp_path / "runs" / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_eight_devices_and_fewer(runs):
+    runs.flags += ["--optimizer", "normpre_g"]
+    on_mesh = ["--mesh", "data=2,fsdp=2,tensor=2", "--micro-batch", "4"]
+    one = runs.finish("one", "--micro-batch", "4")
+    eight = runs.finish("eight", *on_mesh, devices=8)
+    again = runs.finish("again", *on_mesh, devices=8)
+    assert losses(again) == losses(eight)
+    close(eight, one)
+    for name, devices, more in [("two", 2, ["--mesh", "fsdp=2"]), ("none", 1, [])]:
+        shutil.copytree(eight, eight.with_name(name))
+        shutil.rmtree(eight.with_name(name) / "checkpoints" / "12")
+        resumed = runs.finish(name, "--micro-batch", "4", "--resume", *more, devices=devices)
+        assert "Going on after step 8" in runs.said(name)
+        close(resumed, one)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("processes", "axes"), [(2, "data=2,fsdp=2"), (4, "data=2,tensor=2")])
+def test_processes_that_train_together(runs, processes, axes):
+    runs.flags += ["--optimizer", "normpre_l" if processes == 2 else "normpre_g"]
+    one = runs.finish("one")
+    many = runs.finish("many", "--mesh", axes, devices=4 // processes, processes=processes)
+    close(many, one)
+    assert json.loads((many / "run.json").read_text())["sessions"][0]["processes"] == processes
+    assert sorted(path.name for path in many.iterdir()) == sorted(path.name for path in one.iterdir())
+    assert runs.said("many").count("Final validation loss") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_run_that_lost_a_process_goes_on_exactly(runs, lost):
+    flags = ["--mesh", "data=2", "--steps", "120", "--checkpoint-every", "20"]
+    whole = runs.finish("whole", *flags, processes=2)
+    started = runs.start("part", *flags, processes=2)
+    runs.wait_for("part", 50, started)
+    started[lost].send_signal(signal.SIGKILL)
+    left = started[1 - lost]
+    assert left.wait(150) != 0
+    if lost == 1:  # without process 0, which everything is agreed through, JAX may end the others before they can speak
+        assert "the same commands with --resume go on" in runs.said("part")
+    assert read_lines(whole.with_name("part") / "log.jsonl")[-1]["step"] < 120
+    part = runs.finish("part", *flags, "--resume", processes=2)
+    assert "Going on after step" in runs.said("part")
+    assert losses(part) == losses(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
+    flags = ["--mesh", "data=2", "--steps", "2000", "--checkpoint-every", "2000", "--evaluate-every", "2000"]
+    started = runs.start("part", *flags, processes=2)
+    runs.wait_for("part", 30, started)
+    started[1].send_signal(signal.SIGTERM)
+    assert [process.wait(150) for process in started] == [143, 143], runs.said("part")
+    folder = runs.folder / "runs" / "part"
+    (saved,) = (int(path.name) for path in (folder / "checkpoints").iterdir())
+    assert losses(folder)[-1]["step"] == saved
+    assert runs.said("part").count(f"stopped after step {saved}, saved") == 2
+    assert not (folder / "result.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_one_process_lacks_stops_all_with_one_line_each(runs, tmp_path):
+    def refused(*more: str) -> list[str]:
+        started = runs.start("bad", "--mesh", "data=2", *more, processes=2)
+        assert [process.wait(150) for process in started] == [1, 1], runs.said("bad")
+        texts = [(tmp_path / f"bad.{i}.txt").read_text() for i in range(2)]
+        return [line for text in texts for line in text.splitlines() if line.startswith("error: ")]
+
+    shutil.copytree(runs.finish("one", "--steps", "3"), tmp_path / "runs" / "bad")
+    first, second = refused()
+    assert "--resume goes on with it" in first
+    assert "process 0: " in second
+    assert len(refused("--overwrite", "--mesh", "data=4")) == 4
+    assert (tmp_path / "runs" / "bad" / "result.json").exists()
