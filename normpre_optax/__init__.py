@@ -5,6 +5,7 @@
 relatives made of the same parts, and the parts are here to make your own. ``algorithm`` is the page to read first.
 """
 
+from normpre_optax import diagnostics
 from normpre_optax.algorithm import normpre, normpre_g, normpre_l, scale_by_normpre
 from normpre_optax.assemble import STATIC_ARGS
 from normpre_optax.family import families
@@ -21,6 +22,7 @@ from normpre_optax.recipes.muoneq import muoneq
 from normpre_optax.recipes.normuon import normuon
 from normpre_optax.recipes.rmnp import rmnp
 from normpre_optax.recipes.swan import swan
+from normpre_optax.transforms.monitor import monitor, monitored
 from normpre_optax.transforms.normalize import equalize_rows_and_columns, normalize_rows, standardize_rows
 from normpre_optax.transforms.precondition import precondition_globally, precondition_locally, whiten
 from normpre_optax.transforms.scale import scale_to_rms
@@ -38,6 +40,7 @@ __all__ = [
     "alternate_orientation",
     "as_matrices",
     "default_matrix_dims",
+    "diagnostics",
     "dims_from_nnx",
     "dion",
     "divided",
@@ -46,6 +49,8 @@ __all__ = [
     "families",
     "mano",
     "moga",
+    "monitor",
+    "monitored",
     "muon",
     "muon_plus",
     "muoneq",

@@ -30,6 +30,7 @@ TABLE = {
             "transforms.sharding",
         },
     ),
+    "transforms/monitor.py": (THIRD_PARTY, {"diagnostics", "parameters", "transforms.checks"}),
     "transforms/draws.py": ({"jax"}, set()),
     "transforms/batches.py": (THIRD_PARTY, {"parameters"}),
     "transforms/sharding.py": (THIRD_PARTY, {"parameters.sharing", "transforms.checks", "transforms.oriented"}),
@@ -44,7 +45,7 @@ TABLE = {
     "algorithm.py": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),
     "recipes/": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),
     "family.py": ({"optax"}, {"algorithm", "recipes"}),
-    "diagnostics.py": ({"jax"}, {"linalg", "parameters"}),
+    "diagnostics.py": ({"jax"}, {"linalg", "parameters.dims"}),
     "__init__.py": (
         set(),
         {"algorithm", "assemble", "diagnostics", "family", "linalg", "parameters", "recipes", "transforms"},

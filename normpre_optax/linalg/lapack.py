@@ -64,3 +64,26 @@ def svd(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return u, s, vt
 
     return jax.lax.platform_dependent(x, cpu=lambda y: _walk(thin, y), default=thin)
+
+
+@jax.jit
+def singular_values(x: jax.Array) -> jax.Array:
+    """Singular values alone, largest first.
+
+    Args:
+        x: matrices ``(..., m, n)``.
+
+    Returns:
+        ``(..., min(m, n))``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.lapack import singular_values
+        >>> print(singular_values(jnp.array([[0.0, 2.0], [1.0, 0.0]])))
+        [2. 1.]
+    """
+
+    def values(y: jax.Array) -> jax.Array:
+        return jnp.linalg.svd(y, compute_uv=False)
+
+    return jax.lax.platform_dependent(x, cpu=lambda y: _walk(values, y), default=values)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from normpre_optax.linalg.lapack import eigh, svd
+from normpre_optax.linalg.lapack import eigh, singular_values, svd
 
 
 def gaussian(shape, seed=0):
@@ -31,8 +31,10 @@ def test_svd_is_thin_and_exact(x64, shape):
     assert u.shape[-1] == s.shape[-1] == vt.shape[-2] == 4
     np.testing.assert_allclose(s, np.linalg.svd(x, compute_uv=False), atol=1e-12)
     np.testing.assert_allclose((u * s[..., None, :]) @ vt, x, atol=1e-12)
+    np.testing.assert_allclose(singular_values(jnp.asarray(x)), s, atol=1e-12)
     if len(shape) > 2:
         np.testing.assert_allclose(jax.jit(jax.vmap(svd))(jnp.asarray(x))[1], s, atol=1e-12)
+        np.testing.assert_allclose(jax.jit(jax.vmap(singular_values))(jnp.asarray(x)), s, atol=1e-12)
 
 
 @pytest.mark.parametrize("f", [eigh, svd])
