@@ -31,7 +31,8 @@ FACTORIES = {
     "mano-2": functools.partial(npo.mano, version=2),
 }
 # The other relatives are made of the same parts, and `test_family` holds them to what their own parts could break. They
-# keep every promise here too, which takes minutes.
+# keep every promise here too, which takes minutes: those with parts of their own among the slow tests, Muon with one
+# stage more among the thorough ones.
 RELATIVES = {
     "rmnp": npo.rmnp,
     "muoneq": functools.partial(npo.muoneq, mode="RC"),
@@ -42,8 +43,15 @@ RELATIVES = {
     "swan": npo.swan,
     "dion": functools.partial(npo.dion, rank=2),
 }
+OF_THEIR_OWN = ("normuon", "adamuon", "swan", "dion")
+
+
+def when_to_run(name):
+    return pytest.mark.slow if name in OF_THEIR_OWN else pytest.mark.thorough
+
+
 every_optimizer = pytest.mark.parametrize(
-    "name", [*FACTORIES, *(pytest.param(name, marks=pytest.mark.slow) for name in RELATIVES)]
+    "name", [*FACTORIES, *(pytest.param(name, marks=when_to_run(name)) for name in RELATIVES)]
 )
 FACTORIES |= RELATIVES
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}

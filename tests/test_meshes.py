@@ -133,7 +133,7 @@ def test_every_mesh(name, mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(FACTORIES) - {"normpre_g", "normpre_l"}))
 def test_every_optimizer(name):
-    check(name, "2x2x2")
+    check(name, "2x2x2", layouts=("both", "layers"))
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ def test_bytes_of_collectives():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_byte_targets_hold_on_eight_devices(tmp_path):
     """GPT-2 Small under FSDP: these are counts, not times, so they can be held."""
     command = "-m examples.benchmarks.collectives --models gpt2_small --devices 1 8"

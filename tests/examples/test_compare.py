@@ -176,6 +176,7 @@ def test_jobs_share_the_cores(monkeypatch, cores, jobs):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_comparison_from_end_to_end(flags, tmp_path):
     """Stopped, continued, with an arm that diverges; nothing is done twice."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

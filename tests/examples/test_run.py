@@ -359,6 +359,7 @@ def test_text_of_another_tokenizer_is_refused(copy, data_config, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_killed_run_goes_on_exactly(flags, tmp_path):
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
