@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from normpre_optax.parameters.leaves import views
 from normpre_optax.parameters.rules import resolve
 from normpre_optax.parameters.sharing import specs_of
 from normpre_optax.transforms.checks import float_dtype, number, same_trees
@@ -114,8 +115,7 @@ def assemble(
     def told(params) -> dict[str, dict[str, PartitionSpec]]:
         if options.shardings is None:
             return {}
-        names = [choice.path for choice in resolve(params, options.matrix_dims).values()]
-        return {"told": dict(zip(names, specs_of(params, options.shardings), strict=True))}
+        return {"told": dict(zip(views(params), specs_of(params, options.shardings), strict=True))}
 
     # Called outside jit, the loops inside would be compiled anew on every step; this keeps them.
     @jax.jit

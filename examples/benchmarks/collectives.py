@@ -10,7 +10,9 @@ row-oriented and a column-oriented one); they depend on shapes and on XLA's vers
 """
 
 import dataclasses
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -29,18 +31,21 @@ from normpre_optax import muon, normpre_g, normpre_l
 
 LARGEST_FSDP = 64
 BASELINE = "optax_muon"
+
+
+def oriented(factory: Callable, **options) -> tuple[Callable, ...]:
+    """NormPre in the orientation of even and of odd steps."""
+    return tuple(functools.partial(factory, 1e-3, orientation=o, **options) for o in ("rows", "columns"))
+
+
 OPTIMIZERS = {
-    "adamw": (lambda: optax.adamw(1e-3),),
-    BASELINE: (lambda: optax.contrib.muon(1e-3),),
-    "muon": (lambda: muon(1e-3),),
-    "normpre_g": tuple(lambda o=o: normpre_g(1e-3, orientation=o) for o in ("rows", "columns")),
-    "normpre_g, divide=False": tuple(
-        lambda o=o: normpre_g(1e-3, orientation=o, divide=False) for o in ("rows", "columns")
-    ),
-    "normpre_l": tuple(lambda o=o: normpre_l(1e-3, orientation=o) for o in ("rows", "columns")),
-    "normpre_l, warm_start": tuple(
-        lambda o=o: normpre_l(1e-3, orientation=o, warm_start=True, power_iterations=0) for o in ("rows", "columns")
-    ),
+    "adamw": (functools.partial(optax.adamw, 1e-3),),
+    BASELINE: (functools.partial(optax.contrib.muon, 1e-3),),
+    "muon": (functools.partial(muon, 1e-3),),
+    "normpre_g": oriented(normpre_g),
+    "normpre_g, divide=False": oriented(normpre_g, divide=False),
+    "normpre_l": oriented(normpre_l),
+    "normpre_l, warm_start": oriented(normpre_l, warm_start=True, power_iterations=0),
 }
 # Newton-Schulz on the Gram matrix restarts after two of five steps: its inner loop turns once, then twice.
 GRAM_TURNS = 1.5
@@ -89,11 +94,10 @@ def count(model: str, tx: optax.GradientTransformation, devices: int, axis_type:
     params = placed(jax.eval_shape(lambda: shapes.matrices(model)))
     state = jax.eval_shape(tx.init, params)
     # With Explicit axes the state says itself where it lies.
-    state = (
-        placed(state)
-        if axis_type == AxisType.Auto
-        else placed(state, lambda x: x.sharding.spec if x.sharding else PartitionSpec())
-    )
+    if axis_type == AxisType.Auto:
+        state = placed(state)
+    else:
+        state = placed(state, lambda x: x.sharding.spec if x.sharding else PartitionSpec())
     out = jax.tree.map(lambda x: x.sharding, (params, state))
     lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=out).lower(params, state, params)
     # The machine's code is not needed: only what the partitioner made of the program.
@@ -129,14 +133,16 @@ def markdown(result: dict) -> str:
         "temporaries of the compiled step."
     ]
     for model in dict.fromkeys(r["model"] for r in result["rows"]):
-        lines += [
-            "",
-            f"{model}:",
-            "",
-            "| devices | optimizer | MB moved | optax Muon / this | GFLOP | x devices / alone |",
+        heads = [
+            "devices",
+            "optimizer",
+            "MB moved",
+            "optax Muon / this",
+            "GFLOP",
+            "x devices / alone",
+            "temporaries MB",
         ]
-        lines[-1] += " temporaries MB |"
-        lines.append("|---" * 7 + "|")
+        lines += ["", f"{model}:", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         for (of, name, devices), r in sorted(rows.items(), key=lambda item: item[0][2]):
             if of != model:
                 continue

@@ -105,7 +105,7 @@ def plan(sizes: dict[str, int], stacks: Sequence[Stack], work: Work) -> Plan:
     Returns:
         The plan, the same on every host.
     """
-    free = [a for a in sizes if any(a not in sum(stack.axes, ()) for stack in stacks)]
+    free = [a for a in sizes if sizes[a] > 1 and any(a not in sum(stack.axes, ()) for stack in stacks)]
     choices = [chosen for n in range(len(free) + 1) for chosen in itertools.combinations(free, n)]
     plans = [_plan(sizes, stacks, work, frozenset(chosen)) for chosen in choices]
     return min(plans, key=lambda found: (found.loads.max(), traffic(sizes, found)))

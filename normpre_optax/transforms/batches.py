@@ -57,14 +57,19 @@ class Parameter(NamedTuple):
         """Whether the matrices lie as (in, out)."""
         return stored_transposed(self.update.ndim, self.dims)
 
-    def matrices(self) -> Matrices:
-        """In layout (batch, out, in), or (batch, in, out) where they are stored that way."""
-        lay = functools.partial(to_matrices, dims=self.dims, transposed=self.stored_transposed())
+    def matrices(self, transposed: bool) -> Matrices:
+        """In layout (batch, out, in), or (batch, in, out) if ``transposed``."""
+        lay = functools.partial(to_matrices, dims=self.dims, transposed=transposed)
         return Matrices(lay(self.update), None if self.weight is None else lay(self.weight), self.ids, self.state)
 
-    def from_matrices(self, stack: jax.Array) -> jax.Array:
+    def from_matrices(self, stack: jax.Array, transposed: bool) -> jax.Array:
         """A new update, in the parameter's layout."""
-        return from_matrices(stack, self.dims, self.update.shape, self.stored_transposed())
+        return from_matrices(stack, self.dims, self.update.shape, transposed)
+
+
+def is_per_parameter(node: Any, treedef: Any) -> bool:
+    """Whether part of a state is a tree like the parameters', of arrays that belong to them, and no counter."""
+    return jax.tree.structure(node) == treedef and all(jnp.ndim(x) > 0 for x in jax.tree.leaves(node))
 
 
 def run(
@@ -104,8 +109,9 @@ def _in_turn(stage: Stage, dims: MatrixDims, shared: list[Any], group: list[Para
     def one(parameter: Parameter):
         parameter = parameter._replace(dims=dims)
         transposed = parameter.stored_transposed()
-        new, state, now = _each_slice(functools.partial(stage, transposed=transposed), parameter.matrices(), shared)
-        return (parameter.from_matrices(new), state), now
+        matrices = parameter.matrices(transposed)
+        new, state, now = _each_slice(functools.partial(stage, transposed=transposed), matrices, shared)
+        return (parameter.from_matrices(new, transposed), state), now
 
     if len(group) == 1:
         result, now = one(group[0])
@@ -144,11 +150,12 @@ def _at_once(stage: Stage, dims: MatrixDims, shared: list[Any], group: list[Para
     results, now = [], shared
     for start in range(0, len(group), per_chunk):
         chunk = [p._replace(dims=dims) for p in group[start : start + per_chunk]]
-        stacks = [p.matrices() for p in chunk]
+        transposed = chunk[0].stored_transposed()
+        stacks = [p.matrices(transposed) for p in chunk]
         joined = jax.tree.map(lambda *xs: jnp.concatenate(xs), *stacks) if len(stacks) > 1 else stacks[0]
-        new, state, now = stage(joined, shared, transposed=chunk[0].stored_transposed())
+        new, state, now = stage(joined, shared, transposed=transposed)
         batch = stacks[0].update.shape[0]
         for i, parameter in enumerate(chunk):
             part = slice(i * batch, (i + 1) * batch)
-            results.append((parameter.from_matrices(new[part]), [x[part] for x in state]))
+            results.append((parameter.from_matrices(new[part], transposed), [x[part] for x in state]))
     return results, now

@@ -3,6 +3,7 @@
 
 import math
 import zlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,20 @@ def sketch_draws(
     for part in (step, identity, slice_index):
         key = jax.random.fold_in(key, part)
     return jax.random.normal(key, shape, jnp.float32)
+
+
+def for_each_matrix(draw: Callable[[jax.Array], jax.Array], ids: jax.Array) -> jax.Array:
+    """``draw`` of the identity ``(2,)`` of every matrix of a stack.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.transforms.draws import for_each_matrix
+        >>> for_each_matrix(lambda i: jnp.zeros((2, 6)) + i[1], jnp.zeros((5, 2))).shape
+        (5, 2, 6)
+    """
+    for _ in ids.shape[:-1]:
+        draw = jax.vmap(draw)
+    return draw(ids)
 
 
 def identities(tree):

@@ -17,7 +17,7 @@ from normpre_optax.linalg.orthonormal import orthonormal_rows
 from normpre_optax.linalg.precision import product, working_dtype
 from normpre_optax.linalg.rows import row_norms, unit_rows
 from normpre_optax.transforms.checks import float_dtype, static_int
-from normpre_optax.transforms.draws import identities, sketch_draws
+from normpre_optax.transforms.draws import for_each_matrix, identities, sketch_draws
 from normpre_optax.transforms.oriented import OrientedTransformation, in_context
 
 
@@ -74,9 +74,7 @@ def orthogonalize_low_rank(
     def init(params):
         def start(w: jax.Array, ids: jax.Array) -> jax.Array:
             draw = lambda i: sketch_draws(seed, 0, i[0], i[1], (min(rank, *w.shape[-2:]), w.shape[-1]))  # noqa: E731
-            for _ in w.shape[:-2]:
-                draw = jax.vmap(draw)
-            return draw(ids).astype(working_dtype(w.dtype))
+            return for_each_matrix(draw, ids).astype(working_dtype(w.dtype))
 
         return LowRankState(jax.tree.map(start, params, identities(params)))
 

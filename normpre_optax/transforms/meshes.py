@@ -6,6 +6,7 @@ lies where the parameters do. With Auto axes the user may tell; else the partiti
 """
 
 import functools
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from normpre_optax.parameters.dims import MatrixDims, from_matrices, matrix_shape, matrix_spec, to_matrices
+from normpre_optax.parameters.dims import MatrixDims, matrix_shape, matrix_spec, to_matrices
 from normpre_optax.parameters.sharing import check_spec
-from normpre_optax.transforms.batches import Matrices, Parameter, Stage
-from normpre_optax.transforms.sharding import Layout, without_numbers
+from normpre_optax.transforms.batches import Matrices, Parameter, Stage, is_per_parameter
+from normpre_optax.transforms.sharding import Layout
 
 
 def run(
@@ -76,7 +77,7 @@ def _on_stacks(
     stacks, lie = [], []
     for members in groups:
         first = parameters[members[0]]
-        laid = [_laid(parameters[i], transposed) for i in members]
+        laid = [parameters[i].matrices(transposed) for i in members]
         stacks.append(jax.tree.map(lambda x, *more: jnp.concatenate([x, *more]) if more else x, *laid))
         lie.append(matrix_spec(specs[members[0]], first.update.shape, first.dims, transposed))
     here = jax.typeof(stacks[0].update).sharding.mesh
@@ -102,8 +103,7 @@ def _on_stacks(
         whole = placed(new[k], lie[k])
         for place, i in enumerate(members):
             part = slice(place * batch, (place + 1) * batch)
-            update = from_matrices(whole[part], axes[i], parameters[i].update.shape, transposed)
-            updates[i] = placed(update, specs[i])
+            updates[i] = placed(parameters[i].from_matrices(whole[part], transposed), specs[i])
             states[i] = [kept[k][part] for kept in state]
     return updates, states, shared
 
@@ -128,10 +128,18 @@ def _specs(
     return [told[name] for name in names]
 
 
-def _laid(parameter: Parameter, transposed: bool) -> Matrices:
-    lay = functools.partial(to_matrices, dims=parameter.dims, transposed=transposed)
-    weight = None if parameter.weight is None else lay(parameter.weight)
-    return Matrices(lay(parameter.update), weight, parameter.ids, parameter.state)
+_NUMBERS = re.compile(r"\d+")
+
+
+def without_numbers(path: str) -> str:
+    """The name that parameters of a model's layers share.
+
+    Example:
+        >>> from normpre_optax.transforms.meshes import without_numbers
+        >>> without_numbers("blocks/11/mlp/up_2/kernel")
+        'blocks/#/mlp/up_#/kernel'
+    """
+    return _NUMBERS.sub("#", path)
 
 
 def _in_auto_axes(f: Callable, mesh: AbstractMesh, out: Any) -> Callable:
@@ -174,8 +182,7 @@ def init(inner_init, params: Any, dims: Sequence[MatrixDims], mesh: AbstractMesh
     ]
     shapes = jax.eval_shape(make, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
 
-    def per_parameter(node) -> bool:
-        return jax.tree.structure(node) == treedef and all(x.ndim > 0 for x in jax.tree.leaves(node))
+    per_parameter = functools.partial(is_per_parameter, treedef=treedef)
 
     def specs(node):
         if not per_parameter(node):

@@ -19,7 +19,7 @@ from normpre_optax.linalg.precision import in_working_dtype, working_dtype
 from normpre_optax.linalg.spectrum import clip_modes, exact_msign
 from normpre_optax.linalg.whitening import whiten as whitened
 from normpre_optax.transforms.checks import float_dtype, static_int
-from normpre_optax.transforms.draws import identities, sketch_draws
+from normpre_optax.transforms.draws import for_each_matrix, identities, sketch_draws
 from normpre_optax.transforms.oriented import OrientedTransformation
 
 METHODS = ("sketch", "exact")
@@ -208,9 +208,7 @@ def precondition_locally(
 
     def draws(psi: jax.Array, ids: jax.Array, step: jax.typing.ArrayLike, rows: int) -> jax.Array:
         draw = lambda i: sketch_draws(seed, step, i[0], i[1], (rows, max(psi.shape[-2:])))  # noqa: E731
-        for _ in psi.shape[:-2]:
-            draw = jax.vmap(draw)
-        return draw(ids).astype(working_dtype(psi.dtype))
+        return for_each_matrix(draw, ids).astype(working_dtype(psi.dtype))
 
     def init(params):
         count = jnp.zeros((), jnp.int32)

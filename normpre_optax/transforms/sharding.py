@@ -3,13 +3,11 @@
 
 A spectral stage multiplies a matrix by itself many times. Left to the partitioner, a sharded matrix is gathered for
 every product. ``divided`` sends each matrix whole to one device instead, balanced by the work it makes; the rest of
-the optimizer is cheap row by row and stays where the parameters are.
-The plan is made by ``parameters.sharing``.
+the optimizer is cheap row by row and stays where the parameters are. The plan is made by ``parameters.sharing``.
 """
 
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -191,17 +189,3 @@ def _to_holders(team: Team, buffer: jax.Array, mine: list[jax.Array], sizes: dic
             found[i, j] = line[start : start + size].reshape(mine[i].shape[1:])
             start += size
     return {i: jnp.stack([found[i, j] for j in range(len(mine[i]))]) for i in team.stacks}
-
-
-_NUMBERS = re.compile(r"\d+")
-
-
-def without_numbers(path: str) -> str:
-    """The name that parameters of a model's layers share.
-
-    Example:
-        >>> from normpre_optax.transforms.sharding import without_numbers
-        >>> without_numbers("blocks/11/mlp/up_2/kernel")
-        'blocks/#/mlp/up_#/kernel'
-    """
-    return _NUMBERS.sub("#", path)

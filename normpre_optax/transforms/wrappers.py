@@ -5,6 +5,7 @@
 orientation, ``at_least_float32`` and ``in_dtype`` the dtype. What stands inside needs to know nothing of it.
 """
 
+import functools
 import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, to_matrices
 from normpre_optax.parameters.rules import resolve
 from normpre_optax.transforms import batches, meshes
-from normpre_optax.transforms.batches import Matrices, Parameter
+from normpre_optax.transforms.batches import Matrices, Parameter, is_per_parameter
 from normpre_optax.transforms.checks import float_dtype
 from normpre_optax.transforms.oriented import OrientedTransformation, chain, in_context, oriented, turned
 from normpre_optax.transforms.sharding import mesh_of
@@ -113,9 +114,7 @@ class _StateLayout(NamedTuple):
 
     @classmethod
     def of(cls, state, treedef) -> "_StateLayout":
-        def per_parameter(node) -> bool:
-            return jax.tree.structure(node) == treedef and all(jnp.ndim(x) > 0 for x in jax.tree.leaves(node))
-
+        per_parameter = functools.partial(is_per_parameter, treedef=treedef)
         nodes, outer = jax.tree.flatten(state, is_leaf=per_parameter)
         return cls(outer, tuple(map(per_parameter, nodes)))
 
