@@ -213,7 +213,7 @@ def draw_row_norms(axes: Axes, content: dict[str, Any]) -> None:
             if arm["status"] == "finished":
                 steps, norms, _ = zip(*arm["row_norm"], strict=True)
                 share = i / max(len(content["rows"]) - 1, 1)
-                axes.plot(steps, norms, color=_shade(share), marker="o", markersize=2.5, linewidth=1.2, label=row)
+                axes.plot(steps, norms, color=shade(share), marker="o", markersize=2.5, linewidth=1.2, label=row)
     axes.axhline(1, color="0.6", linewidth=0.8, linestyle="--")
     axes.set_xlabel("step")
     axes.set_ylabel("mean row norm of hidden matrices")
@@ -221,8 +221,8 @@ def draw_row_norms(axes: Axes, content: dict[str, Any]) -> None:
     frame(axes)
 
 
-def _shade(share: float) -> Any:
-    # Of a sequential map that colour-blind readers can order.
+def shade(share: float) -> Any:
+    """Of a sequential map that colour-blind readers can order."""
     return colormaps["cividis"](0.9 * share)
 
 

@@ -41,6 +41,8 @@ class Options:
     """Name of the folder; ablate-<config> where none is given."""
     runs_folder: Path = Path("runs")
     """Where it is made: an arm's run in each subfolder, and report/."""
+    rows: str = ""
+    """Rows of the table to run beside the published one, separated by semicolons; all where empty."""
     efficiency: bool = True
     """Measure the optimizer's time per step, too, where the ablation is about it (rank, sketch, newton_schulz)."""
     efficiency_steps: int = 100
@@ -196,6 +198,8 @@ def main(arguments: Sequence[str]) -> None:
         raise RunError(f"ablate what? {', '.join(known)} or all" + (f", not {word!r}" if word else ""))
     if options.seeds < 1 or options.efficiency_steps < 1 or options.jobs < 1:
         raise RunError("--seeds, --jobs and --efficiency-steps must be at least 1")
+    if options.rows:
+        known = {name: some_rows(known[name], options.rows) for name in ([word] if word != "all" else known)}
     wanted = list(known) if word == "all" else [word]
     for arm in (arm for name in wanted for arm in arms(known[name], study.config, 1)):
         check(parse([*study.config_flags, *arm.variant.flags]))
@@ -205,6 +209,21 @@ def main(arguments: Sequence[str]) -> None:
         study.begin()
         for name in wanted:
             run(study, name, known[name], options, shlex.join(arguments), console)
+
+
+def some_rows(ablation: Ablation, text: str) -> Ablation:
+    """The rows that ``text`` names, and the published one.
+
+    Raises:
+        RunError: where there is no such row.
+    """
+    named = [row.strip() for row in text.split(";")]
+    unknown = [row for row in named if row not in ablation.rows]
+    if unknown:
+        raise RunError(f"--rows must be of {'; '.join(ablation.rows)}, got {unknown[0]!r}")
+    rows = {row: s for row, s in ablation.rows.items() if row in (*named, ablation.published)}
+    paper = {row: losses for row, losses in ablation.paper.items() if row in rows}
+    return ablation._replace(rows=rows, paper=paper)
 
 
 def arms(ablation: Ablation, config: Config, seeds: int) -> list[Arm]:

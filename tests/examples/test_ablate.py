@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.analysis import ablation_report
+from examples.analysis import ablation_report, radial
 from examples.pretrain import ablate, ablations, configs, main
 from examples.pretrain.config import check
 from normpre_optax import normpre_g, normpre_l
@@ -47,12 +47,18 @@ def test_ranks_have_the_share_that_the_issue_of_width_asks_for():
     assert list(ablate.ablations(SMALL)["rank"].rows) == ["2", "4", "8", "16"]
 
 
+def test_some_rows_and_the_published_one():
+    tangent = ablate.some_rows(ablate.ablations(SMALL)["tangent"], "strict")
+    assert list(tangent.rows) == list(tangent.paper) == ["strict", "relaxed"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         ([], "ablate what? tangent, orientation, source, rank"),
         (["tangents"], "not 'tangents'"),
         (["tangent", "--seeds", "0"], "must be at least 1"),
+        (["tangent", "--rows", "strict;weak"], "--rows must be of no tangent; strict; relaxed, got 'weak'"),
         (["tangent", "--resume"], "goes on where it was by itself"),
         (["tangent", "--config", "huge"], "--config must be one of"),
     ],
@@ -226,6 +232,35 @@ def test_a_single_seed_has_no_error(content):
     content["arms"] = [arm for arm in content["arms"] if arm["seed"] == 0]
     assert math.isnan(ablation_report.cells(content, "normpre_g")["none"].error)
     assert "(one seed)" in ablation_report.verdicts(content)[0]
+
+
+def radial_content(content, width: int, steps: int, relaxed: float) -> dict:
+    """Two seeds of three treatments at one size."""
+    losses = {"relaxed": relaxed, "bounded": 3.0, "no tangent": 3.0}
+    found = [
+        {**arm, "row": row, "best_validation_loss": loss + 0.01 * arm["seed"]}
+        for row, loss in losses.items()
+        for arm in content["arms"][:2]
+    ]
+    config = {**content["config"], "model.width": width, "steps": steps}
+    return {**content, "name": "radial", "rows": list(losses), "published": "relaxed", "config": config, "arms": found}
+
+
+def test_when_the_tangent_pays(content, tmp_path, capsys):
+    sizes = [(128, 9, 3.1), (64, 9, 3.2), (64, 27, 2.9)]
+    files = [tmp_path / f"{width}-{steps}.json" for width, steps, _ in sizes]
+    for file, size in zip(files, sizes, strict=True):
+        file.write_text(json.dumps(radial_content(content, *size)))
+    assert radial.main([*map(str, files), "--out", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "| 64 | 9 | relaxed | 2 | 3.2050 | +0.2000 | 0.50 | 10% |"
+    assert lines[3] == "| 64 | 9 | bounded | 2 | 3.0050 | +0.0000 (within the noise) | 0.50 | 10% |"
+    assert lines[5] == "| 64 | 27 | relaxed | 2 | 2.9050 | -0.1000 | 0.50 | 10% |"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"README.md", "radial.png", "radial.svg"}
+    files[0].write_text(json.dumps(content))
+    assert radial.main([*map(str, files), "--out", str(tmp_path / "other")]) == 1
+    assert "no data of `ablate radial`" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.slow
