@@ -70,8 +70,8 @@ def save(figure: Figure, file: Path) -> None:
     """The figure as ``file.png`` and ``file.svg``, which are the same whenever they are drawn."""
     with matplotlib.rc_context({"svg.hashsalt": file.name}):
         for suffix in ("png", "svg"):
-            metadata = {"Date": None} if suffix == "svg" else None
-            figure.savefig(file.with_name(f"{file.name}.{suffix}"), dpi=200, metadata=metadata)
+            own = {"metadata": {"Date": None}} if suffix == "svg" else {"pil_kwargs": {"optimize": True}}
+            figure.savefig(file.with_name(f"{file.name}.{suffix}"), dpi=200, **own)
 
 
 def optimizers(content: dict[str, Any]) -> list[str]:

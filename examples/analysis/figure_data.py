@@ -123,7 +123,7 @@ def numbers(
         RunError: naming ``--run``, where a checkpoint is damaged or of another version, or there is no log.
     """
     try:
-        log, losses = gradient_norms(run.folder), loss_curves(run.folder)
+        told, log, losses = facts(run), gradient_norms(run.folder), loss_curves(run.folder)
         measured = []
         for step, state, tokens in restored(run):
             measured.append(measure(run, step, state, tokens, ranks, step in shown))
@@ -133,7 +133,7 @@ def numbers(
     finally:
         run.checkpoints.close()
     return {
-        **facts(run),
+        **told,
         "ranks": list(ranks),
         "shown": list(shown),
         "gradient_norm": log,
@@ -143,8 +143,17 @@ def numbers(
 
 
 def facts(run: OpenRun) -> dict[str, Any]:
-    """What the run was."""
-    config, session = run.config, run.record["sessions"][-1]
+    """What the run was.
+
+    Raises:
+        RunError: where ``run.json`` does not say what it says today.
+    """
+    try:
+        session, source, count = run.record["sessions"][-1], run.record["data"]["source"], run.record["parameters"]
+        command, device, versions = session["command"], session["device"]["kind"], session["versions"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise RunError(f"its run.json is of another version or damaged: it has no {error}") from error
+    config = run.config
     params = run.trainer.state.params
     shapes = {name: by_name(params)[name].shape for name in hidden_matrices(params)}
     return {
@@ -154,14 +163,14 @@ def facts(run: OpenRun) -> dict[str, Any]:
         "weight_decay": config.weight_decay,
         "tangent": config.matrix.tangent,
         "model": f"{config.model.family}, {config.model.layers} layers, width {config.model.width}",
-        "parameters": run.record["parameters"],
+        "parameters": count,
         "steps": config.steps,
         "tokens_a_step": config.batch_size * config.model.context,
-        "vocabulary": run.record["data"]["vocabulary"],
-        "text": run.record["data"]["source"],
-        "command": " ".join(["python -m examples.pretrain", *session["command"][1:]]),
-        "device": session["device"]["kind"],
-        "versions": session["versions"],
+        "vocabulary": run.record["data"].get("vocabulary"),
+        "text": source,
+        "command": " ".join(["python -m examples.pretrain", *command[1:]]),
+        "device": device,
+        "versions": versions,
         "momentum": sources(run),
         "shapes": {name: list(shape) for name, shape in shapes.items()},
     }
@@ -274,6 +283,9 @@ def measure(
         energies = {rank: {name: one["energies"][rank].shares() for name, one in of.items()} for rank in ranks}
         result[orientation] = {"energies": {str(rank): energy_shares(shares) for rank, shares in energies.items()}}
         if with_spectra:
+            for rank, shares in energies.items():
+                tops = {name: plain(np.mean(share.top)) for name, share in shares.items()}
+                result[orientation]["energies"][str(rank)]["top_of"] = tops
             for which in diagnostics.Spectra._fields:
                 spectra = [values for one in of.values() for values in getattr(one["spectra"], which)]
                 result[orientation][which] = by_rank(spectra)
@@ -295,20 +307,22 @@ def diagnose(
     signal = functools.partial(diagnostics.measure, momentum, weight, dims, tangent=tangent, tangent_radius=radius)
     found = signal(names=["alignment"], gradient=gradient, update=update)
     for orientation in diagnostics.ORIENTATIONS:
-        found[orientation] = signal(names=["spectra"], orientation=orientation)
-        found[orientation]["energies"] = {
-            rank: signal(names=["mode_energies"], orientation=orientation, rank=rank)["mode_energies"] for rank in ranks
-        }
+        by_budget = {}
+        for rank in ranks:  # the first shares its decomposition with the spectra
+            names = ["mode_energies"] if by_budget else ["spectra", "mode_energies"]
+            by_budget[rank] = signal(names=names, orientation=orientation, rank=rank)
+        spectra = by_budget[ranks[0]]["spectra"]
+        energies = {rank: measured["mode_energies"] for rank, measured in by_budget.items()}
+        found[orientation] = {"spectra": spectra, "energies": energies}
     return found
 
 
 def energy_shares(shares: dict[str, diagnostics.ModeEnergies]) -> dict[str, Any]:
-    """Shares of the transformation energy, averaged equally over matrices; those of the top modes by parameter, too."""
-    means = {
+    """Shares of the transformation energy, averaged equally over matrices."""
+    return {
         part: plain(np.concatenate([getattr(share, part) for share in shares.values()]).mean())
         for part in diagnostics.ModeEnergies._fields
     }
-    return {**means, "top_of": {name: plain(np.mean(share.top)) for name, share in shares.items()}}
 
 
 def by_rank(spectra: Sequence[np.ndarray]) -> dict[str, list]:

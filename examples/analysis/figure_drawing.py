@@ -25,7 +25,7 @@ LOWEST_EIGENVALUE = 1e-4
 ENERGIES = {
     "top": ("{rank} largest above one", "#0072B2", ""),
     "remain": ("others above one", "#E69F00", "//"),
-    "sub": ("below one", "#BBBBBB", ".."),
+    "sub": ("below one", "#BBBBBB", ""),
 }
 """Component -> legend, colour (distinguishable with every common colour blindness), hatching (and without colour)."""
 LINES = ("gradient_norm", "alignment", "losses")
@@ -51,7 +51,8 @@ def panelled(runs: Sequence[Run], paint: Callable[[Axes, Run], None]) -> Figure:
     """A panel for every run, two beside each other, with its name above it where there is more than one."""
     across = min(len(runs), 2)
     down = math.ceil(len(runs) / across)
-    figure = Figure(figsize=(6.0 * across, 3.4 * down), layout="constrained")
+    width, height = (6.0, 3.4) if len(runs) == 1 else (4.6, 2.8)
+    figure = Figure(figsize=(width * across, height * down), layout="constrained")
     for place, (run, (label, _, _)) in enumerate(zip(runs, styles(runs), strict=True), 1):
         axes = figure.add_subplot(down, across, place)
         paint(axes, run)
@@ -124,7 +125,7 @@ def draw_gradient_norms(axes: Axes, runs: Sequence[Run]) -> None:
         axes.plot(curve["steps"], curve["smoothed"], style, color=colour, linewidth=1.4, label=label, zorder=3)
     axes.set_yscale("log")
     for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        formatted(FuncFormatter(lambda norm, _: f"{norm:g}"))
+        formatted(FuncFormatter(lambda norm, _: f"{norm:g}" if f"{norm:e}"[0] in "1235" else ""))
     axes.set_ylabel("gradient norm before clipping")
     over_steps(axes)
 

@@ -388,6 +388,12 @@ def test_a_run_without_checkpoints_or_of_another_version_is_one_line(runs, tmp_p
     line = refused(["figures", "--run", str(other), "--out", str(tmp_path / "out")], capsys)
     assert line.startswith(f"error: --run {other}: cannot restore ")
     assert "it is of another model or optimizer" in line
+    older = edited(runs["rmnp"], tmp_path / "older")
+    record = json.loads((older / "run.json").read_text())
+    del record["sessions"]
+    (older / "run.json").write_text(json.dumps(record))
+    line = refused(["figures", "--run", str(older), "--out", str(tmp_path / "out")], capsys)
+    assert line == f"error: --run {older}: its run.json is of another version or damaged: it has no 'sessions'\n"
     unknown = edited(runs["rmnp"], tmp_path / "unknown", optimizer="sophia")
     with pytest.raises(RunError, match=r"--run .*another version, with an optimizer 'sophia'"):
         figure_data.open_run(unknown)
