@@ -70,7 +70,8 @@ def save(figure: Figure, file: Path) -> None:
     """The figure as ``file.png`` and ``file.svg``, which are the same whenever they are drawn."""
     with matplotlib.rc_context({"svg.hashsalt": file.name}):
         for suffix in ("png", "svg"):
-            own = {"metadata": {"Date": None}} if suffix == "svg" else {"pil_kwargs": {"optimize": True}}
+            svg, png = {"metadata": {"Date": None}}, {"pil_kwargs": {"optimize": True}}
+            own: dict[str, Any] = svg if suffix == "svg" else png
             figure.savefig(file.with_name(f"{file.name}.{suffix}"), dpi=200, **own)
 
 
