@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -61,12 +62,18 @@ def draw(folder: Path, content: dict[str, Any]) -> list[str]:
     for name, paint in zip(FIGURES, (draw_losses, draw_learning_rates, draw_rows), strict=True):
         figure = Figure(figsize=(6.0, 3.4), layout="constrained")
         if paint(figure.add_subplot(), content):
-            for suffix in ("png", "svg"):
-                figure.savefig(
-                    folder / f"{name}.{suffix}", dpi=200, metadata={"Date": None} if suffix == "svg" else None
-                )
+            save(figure, folder / name)
             drawn.append(name)
     return drawn
+
+
+def save(figure: Figure, file: Path) -> None:
+    """The figure as ``file.png`` and ``file.svg``, which are the same whenever they are drawn."""
+    with matplotlib.rc_context({"svg.hashsalt": file.name}):
+        for suffix in ("png", "svg"):
+            svg, png = {"metadata": {"Date": None}}, {"pil_kwargs": {"optimize": True}}
+            own: dict[str, Any] = svg if suffix == "svg" else png
+            figure.savefig(file.with_name(f"{file.name}.{suffix}"), dpi=200, **own)
 
 
 def optimizers(content: dict[str, Any]) -> list[str]:

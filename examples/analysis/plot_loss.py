@@ -37,11 +37,15 @@ class Curves:
 
     def smoothed(self) -> np.ndarray:
         """Training loss averaged over the last 2 % of the run's steps."""
-        window = max(1, round(SMOOTHED_SHARE * len(self.train_losses)))
-        totals = np.cumsum(np.concatenate([[0.0], self.train_losses]))
-        ends = np.arange(1, len(totals))
-        starts = np.maximum(ends - window, 0)
-        return (totals[ends] - totals[starts]) / (ends - starts)
+        return moving_average(self.train_losses, max(1, round(SMOOTHED_SHARE * len(self.train_losses))))
+
+
+def moving_average(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of each value and those before it, ``window`` of them where there are so many."""
+    totals = np.cumsum(np.concatenate([[0.0], values]))
+    ends = np.arange(1, len(totals))
+    starts = np.maximum(ends - window, 0)
+    return (totals[ends] - totals[starts]) / (ends - starts)
 
 
 def read_curves(folder: Path) -> Curves:

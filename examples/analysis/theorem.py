@@ -340,7 +340,12 @@ def markdown(result: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(options: Options) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    hold(tyro.cli(Options, args=arguments, prog="python -m examples.analysis.theorem"))
+
+
+def hold(options: Options) -> None:
     """Run, assert, print, write."""
     console = Console(highlight=False)
     with jax.enable_x64(True):
@@ -357,4 +362,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, prog="python -m examples.analysis.theorem"))
+    main()

@@ -84,11 +84,19 @@ class Trained(NamedTuple):
     step: int
 
 
-def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> Trained:
-    """The model of the run in ``folder`` after ``step`` updates, and the data it was trained on, or ``tokens``.
+class Stored(NamedTuple):
+    """A run as its folder tells it: ``run.json``, the configuration in it, and the data it was trained on."""
+
+    record: dict[str, Any]
+    config: Config
+    dataset: data.Dataset
+
+
+def read_run(folder: Path, tokens: Path | None = None) -> Stored:
+    """The run in ``folder`` and the data it was trained on, or ``tokens``.
 
     Raises:
-        RunError: where there is no such run or checkpoint, or its token files are gone or are not those it knew.
+        RunError: where there is no such run, or its token files are gone or are not those it knew.
     """
     try:
         run: dict[str, Any] = json.loads((folder / "run.json").read_text())
@@ -101,6 +109,16 @@ def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> T
         raise RunError(f"{where} holds other text than {folder} was trained on: --tokens names a folder to use instead")
     if dataset.manifest["tokenizer_sha256"] != run["data"].get("tokenizer_sha256"):
         raise RunError(f"{dataset.folder} was made with another tokenizer than the text of {folder}")
+    return Stored(run, config, dataset)
+
+
+def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> Trained:
+    """The model of the run in ``folder`` after ``step`` updates, and the data it was trained on, or ``tokens``.
+
+    Raises:
+        RunError: where there is no such run or checkpoint, or its token files are gone or are not those it knew.
+    """
+    _, config, dataset = read_run(folder, tokens)
     checkpoints = Checkpoints(folder / "checkpoints", config.keep_checkpoints)
     found = step if step is not None else checkpoints.latest_step()
     if found is None or found not in checkpoints.steps():

@@ -115,16 +115,28 @@ def parameter_table(params: Any, config: Config) -> tuple[str, str]:
     return table, "; ".join(totals)
 
 
+def by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree, by their paths: "blocks/0/mlp/up/kernel"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def hidden_matrices(params: Any) -> dict[str, MatrixDims]:
+    """Axes of the parameters that are matrices, which every optimizer but ``adamw`` treats as such, by name."""
+    found = {name: default_matrix_dims(name, leaf) for name, leaf in by_name(params).items()}
+    return {name: dims for name, dims in found.items() if isinstance(dims, MatrixDims)}
+
+
 @jax.jit
 def row_norms(params: Any) -> dict[str, jax.Array]:
     """Of all hidden matrices' rows (output neurons): mean and largest norm, and the share longer than one.
 
     The relaxed tangent turns the radial part of a step around for rows longer than one.
     """
-    norms = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        dims = default_matrix_dims(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        if isinstance(dims, MatrixDims):
-            norms.append(whole(jnp.sqrt(jnp.sum(jnp.square(leaf), axis=dims.inputs))).ravel())
+    leaves = by_name(params)
+    norms = [
+        whole(jnp.sqrt(jnp.sum(jnp.square(leaves[name]), axis=dims.inputs))).ravel()
+        for name, dims in hidden_matrices(params).items()
+    ]
     rows = jnp.concatenate(norms)
     return {"row_norm": rows.mean(), "row_norm_max": rows.max(), "rows_beyond_1": (rows > 1).mean()}

@@ -63,10 +63,10 @@ def compute_dtype(config: Config) -> jnp.dtype:
     return jnp.dtype(automatic if config.dtype == "auto" else config.dtype)
 
 
-def make_train_step(
-    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformationExtraArgs, micro_batches: int = 1
-) -> TrainStep:
-    """One update as a jitted function ``(state, tokens (B, T + 1)) -> (state, metrics)``; the old state is given up.
+def loss_and_gradients(
+    graphdef: nnx.GraphDef, micro_batches: int = 1
+) -> Callable[[optax.Params, jax.Array], tuple[jax.Array, optax.Updates]]:
+    """A function ``(parameters, tokens (B, T + 1)) -> (loss, gradients)``.
 
     The loss is the mean over all predictions of the batch, whatever ``micro_batches`` it is computed in.
     """
@@ -84,6 +84,15 @@ def make_train_step(
 
         nothing = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
         return jax.lax.scan(add, nothing, in_parts(tokens_BxS, micro_batches))[0]
+
+    return loss_and_grads
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformationExtraArgs, micro_batches: int = 1
+) -> TrainStep:
+    """One update as a jitted function ``(state, tokens (B, T + 1)) -> (state, metrics)``; the old state is given up."""
+    loss_and_grads = loss_and_gradients(graphdef, micro_batches)
 
     def train_step(state: TrainState, tokens_BxS: jax.Array) -> tuple[TrainState, Metrics]:
         loss, grads = loss_and_grads(state.params, tokens_BxS)

@@ -161,7 +161,7 @@ def test_a_small_report_holds_the_library_to_the_theorem(tmp_path, monkeypatch):
     titles = ("two layers, rows 0.05", "least squares, rows 1.2")
     monkeypatch.setattr(theorem, "PROBLEMS", {title: theorem.PROBLEMS[title] for title in titles})
     options = theorem.Options(horizons=(3, 6), rows=4, columns=6, rank=2, out=tmp_path)
-    theorem.main(options)
+    theorem.hold(options)
     result = json.loads((tmp_path / "theorem.json").read_text())
     assert {row["variant"] for row in result["rows"]} == {"G", "L exact", "L sketch"}
     assert {row["holds"] for row in result["rows"]} == {True, False}
