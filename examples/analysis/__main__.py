@@ -10,6 +10,8 @@ from examples.pretrain.config import RunError
 COMMANDS = {
     "figures": "the paper's figures from the checkpoints and logs of runs",
     "comparison_report": "a comparison's tables, figures and report, drawn again from its comparison.json",
+    "ablation_report": "an ablation's table and figure, drawn again from its data",
+    "radial": "when the tangent stage pays: radial ablations at several widths and lengths, joined",
     "plot_loss": "the loss curves of runs",
     "theorem": "the convergence theorem held against actual runs",
 }

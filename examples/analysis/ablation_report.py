@@ -17,7 +17,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from examples.analysis.comparison_report import NAMES, frame
+from examples.analysis.comparison_report import NAMES, frame, save
 
 # Two means count as different where they are this many standard errors of their difference apart.
 CLEAR = 2.0
@@ -44,10 +44,7 @@ def write(folder: Path, content: dict[str, Any]) -> str:
     """Write the ablation's data, figure (PNG and SVG) and page into ``folder``; returns the table."""
     name = content["name"]
     (folder / f"{name}.json").write_text(json.dumps(content) + "\n")
-    figure = draw(content)
-    for suffix in ("png", "svg"):
-        metadata = {"Date": None} if suffix == "svg" else None
-        figure.savefig(folder / f"{name}.{suffix}", dpi=200, metadata=metadata)
+    save(draw(content), folder / name)
     shown = table(content)
     (folder / f"{name}.md").write_text(page(content, shown))
     return shown

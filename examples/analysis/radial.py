@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from examples.analysis.ablation_report import CLEAR, Cell, cells, shade
-from examples.analysis.comparison_report import frame
+from examples.analysis.comparison_report import frame, save
 
 OPTIMIZER, ALONE = "normpre_g", "no tangent"
 
@@ -123,10 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     chosen.out.mkdir(parents=True, exist_ok=True)
-    figure = draw(found)
-    for suffix in ("png", "svg"):
-        metadata = {"Date": None} if suffix == "svg" else None
-        figure.savefig(chosen.out / f"radial.{suffix}", dpi=200, metadata=metadata)
+    save(draw(found), chosen.out / "radial")
     commands = "".join(f"- `{content['command']}`, {content['date']}\n" for content in contents)
     text = (
         "# The radial part of the momentum, by width and steps\n\n"

@@ -94,14 +94,11 @@ def matrix_dims(layers: str) -> Callable[[Any], Any] | None:
         return None
 
     def chosen(params: Any) -> Any:
-        def dims(path: tuple, leaf: jax.Array) -> MatrixDims | None:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            return default_matrix_dims(name, leaf) if any(part in name for part in layers.split("+")) else None
-
-        found = jax.tree_util.tree_map_with_path(dims, params)
-        if not jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, MatrixDims)):
+        wanted = layers.split("+")
+        kept = {name: d for name, d in hidden_matrices(params).items() if any(part in name for part in wanted)}
+        if not kept:
             raise RunError(f"--matrix.layers {layers} is part of no hidden matrix's path; see parameters.txt of a run")
-        return found
+        return jax.tree.unflatten(jax.tree.structure(params), [kept.get(name) for name in by_name(params)])
 
     return chosen
 
