@@ -35,6 +35,7 @@ NAMES = {
     "normpre_l": ("NormPre-L", "#009E73"),
 }
 OURS = frozenset({"normpre_g", "normpre_l"})
+LINE_STYLES = ("-", "--", ":", "-.")
 FIGURES = ("losses", "learning_rates", "rows")
 CAPTIONS = {
     "losses": "Validation loss at the best learning rates, mean over seeds; band: from the lowest to the highest; "
@@ -69,9 +70,27 @@ def draw(folder: Path, content: dict[str, Any]) -> list[str]:
 
 
 def optimizers(content: dict[str, Any]) -> list[str]:
-    """In the order of ``NAMES``."""
-    present = {arm["optimizer"] for arm in content["arms"]}
-    return [name for name in NAMES if name in present]
+    """In the order of ``NAMES``; those with settings of their own after the plain one, as they were given."""
+    present = dict.fromkeys(arm["optimizer"] for arm in content["arms"])
+    return [name for base in NAMES for name in sorted(present, key=lambda n: n != base) if _base(name) == base]
+
+
+def label(name: str) -> str:
+    """What ``normpre_l:matrix.rank=8`` is called: ``NormPre-L, rank 8``."""
+    base, *settings = name.split(":")
+    told = (setting.removeprefix("matrix.").replace("=", " ").replace("_", " ") for setting in settings)
+    return ", ".join((NAMES[base][0], *told))
+
+
+def style(name: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Label, colour and line of an optimizer; a line style tells those that share a colour apart."""
+    alike = [other for other in optimizers(content) if _base(other) == _base(name)]
+    line = LINE_STYLES[alike.index(name) % len(LINE_STYLES)]
+    return {"label": label(name), "color": NAMES[_base(name)][1], "linestyle": line}
+
+
+def _base(name: str) -> str:
+    return name.partition(":")[0]
 
 
 def arms_of(content: dict[str, Any], optimizer: str, *, at_best: bool = False) -> list[dict[str, Any]]:
@@ -97,21 +116,21 @@ def losses_table(content: dict[str, Any]) -> str:
     The best baseline is underlined, ours is bold where it is better than that.
     """
     losses = best_losses(content)
-    baselines = [values.mean() for name, values in losses.items() if name not in OURS]
+    baselines = [values.mean() for name, values in losses.items() if _base(name) not in OURS]
     rival = min(baselines) if baselines else np.inf
     lines = ["| optimizer | learning rate | validation loss | deviation | seeds |", "|---|---|---|---|---|"]
     for name in optimizers(content):
         if name not in losses:
-            lines.append(f"| {NAMES[name][0]} | | none of its runs came to an end | | |")
+            lines.append(f"| {label(name)} | | none of its runs came to an end | | |")
             continue
         values = losses[name]
         mean, shown = values.mean(), f"{values.mean():.4f}"
-        if name not in OURS and mean == rival:
+        if _base(name) not in OURS and mean == rival:
             shown = f"<u>{shown}</u>"
-        elif name in OURS and mean < rival < np.inf:
+        elif _base(name) in OURS and mean < rival < np.inf:
             shown = f"**{shown}**"
         deviation = f"{values.std(ddof=1):.4f}" if len(values) > 1 else ""
-        lines.append(f"| {NAMES[name][0]} | {content['best'][name]:g} | {shown} | {deviation} | {len(values)} |")
+        lines.append(f"| {label(name)} | {content['best'][name]:g} | {shown} | {deviation} | {len(values)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -129,7 +148,7 @@ def sweep_table(content: dict[str, Any]) -> str:
             arm = cells.get((name, rate))
             finished = arm is not None and arm["status"] == "finished"
             row.append(f"{arm['best_validation_loss']:.4f}" if finished else (arm["status"] if arm else ""))  # pyright: ignore[reportOptionalSubscript]
-        lines.append(f"| {NAMES[name][0]} | {' | '.join(row)} |")
+        lines.append(f"| {label(name)} | {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -141,7 +160,7 @@ def efficiency_table(content: dict[str, Any]) -> str:
     ]
     for name, row in content["efficiency"]["rows"].items():
         lines.append(
-            f"| {NAMES[name][0]} | {row['optimizer_ms']:.2f} ({row['optimizer_mean_ms']:.2f}) | "
+            f"| {label(name)} | {row['optimizer_ms']:.2f} ({row['optimizer_mean_ms']:.2f}) | "
             f"{row['step_ms']:.1f} ({row['step_mean_ms']:.1f}) | "
             f"{row['tokens_per_second'] / 1e3:.2f} | {row['peak_gib']:.3f} |"
         )
@@ -155,11 +174,11 @@ def remarks(content: dict[str, Any]) -> list[str]:
         rates = sorted({arm["learning_rate"] for arm in content["arms"] if arm["optimizer"] == name})
         if len(rates) > 1 and rate in (rates[0], rates[-1]):
             end = "smallest" if rate == rates[0] else "largest"
-            found.append(f"{NAMES[name][0]} is best at the {end} learning rate tried: its optimum may lie beyond.")
+            found.append(f"{label(name)} is best at the {end} learning rate tried: its optimum may lie beyond.")
     for arm in content["arms"]:
         if arm["status"] != "finished":
             reason = arm.get("diverged") or arm.get("reason")
-            where = f"{NAMES[arm['optimizer']][0]} at {arm['learning_rate']:g}, seed {arm['seed']}"
+            where = f"{label(arm['optimizer'])} at {arm['learning_rate']:g}, seed {arm['seed']}"
             found.append(f"{where} {arm['status']}: {reason}.")
     spikes = sum(len(arm.get("events", ())) for arm in content["arms"])
     if spikes:
@@ -214,18 +233,18 @@ def draw_losses(axes: Axes, content: dict[str, Any]) -> bool:
         arms = arms_of(content, name, at_best=True) if name in content["best"] else []
         if not arms:
             continue
-        label, colour = NAMES[name]
+        look = style(name, content)
         steps = np.array([step for step, _ in arms[0]["validation"]])
         losses = np.array([[loss for _, loss in arm["validation"]] for arm in arms])
         after = steps >= SHOWN_FROM_SHARE * steps[-1]
         mean = losses.mean(axis=0)[after]
         train = np.array([arm["train"] for arm in arms]).mean(axis=0)
         train = train[train[:, 0] >= SHOWN_FROM_SHARE * steps[-1]]
-        axes.plot(train[:, 0], train[:, 1], color=colour, alpha=0.3, linewidth=0.7)
-        axes.plot(steps[after], mean, color=colour, marker="o", markersize=3, linewidth=1.3, label=label, zorder=3)
+        axes.plot(train[:, 0], train[:, 1], color=look["color"], alpha=0.3, linewidth=0.7)
+        axes.plot(steps[after], mean, marker="o", markersize=3, linewidth=1.3, zorder=3, **look)
         if len(arms) > 1:
             low, high = losses.min(axis=0)[after], losses.max(axis=0)[after]
-            axes.fill_between(steps[after], low, high, color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(steps[after], low, high, color=look["color"], alpha=0.2, linewidth=0)
         shown += [*mean]
     if not shown:
         return False
@@ -245,12 +264,11 @@ def draw_learning_rates(axes: Axes, content: dict[str, Any]) -> bool:
     if len(rates) < 2:
         return False
     for name in optimizers(content):
-        label, colour = NAMES[name]
         points = sorted(
             (arm["learning_rate"], arm["best_validation_loss"]) for arm in arms_of(content, name) if arm["seed"] == 0
         )
         if points:
-            axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, label=label)
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, **style(name, content))
     axes.set_xscale("log")
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -265,9 +283,8 @@ def draw_rows(axes: Axes, content: dict[str, Any]) -> bool:
     for name in optimizers(content):
         arms = arms_of(content, name, at_best=True) if name in content["best"] else []
         if arms:
-            label, colour = NAMES[name]
             steps, norms, _ = zip(*arms[0]["row_norm"], strict=True)
-            axes.plot(steps, norms, color=colour, marker="o", markersize=3, label=label)
+            axes.plot(steps, norms, marker="o", markersize=3, **style(name, content))
     axes.axhline(1, color="0.6", linewidth=0.8, linestyle="--")
     axes.set_xlabel("step")
     axes.set_ylabel("mean row norm of hidden matrices")

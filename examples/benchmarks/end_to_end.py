@@ -37,7 +37,7 @@ def measure(options: Options, console: Console) -> dict:
     """The report's content."""
     config = configs.load(options.config)
     dataset = data.open_corpus(config.data, console.print)
-    each = [dataclasses.replace(config, optimizer=name) for name in options.optimizers]
+    each = {name: dataclasses.replace(config, optimizer=name) for name in options.optimizers}
     in_turns = jax.default_backend() == "cpu"
     arms = efficiency.measure(each, dataset, warmup=options.warmup, steps=options.steps, in_turns=in_turns)
     command = f"python -m examples.benchmarks.end_to_end --config {options.config} --steps {options.steps}"

@@ -13,6 +13,7 @@ for the parameters: compile times and temporaries of models that do not fit on t
 
 import dataclasses
 import importlib
+import inspect
 import statistics
 import time
 import warnings
@@ -30,7 +31,7 @@ from rich.console import Console
 
 from examples.benchmarks import report
 from examples.benchmarks.shapes import MODELS, matrices
-from normpre_optax import mano, muon, normpre_g, normpre_l
+from normpre_optax import families, mano, muon, normpre_g, normpre_l
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -72,6 +73,16 @@ OPTIMIZERS: dict[str, Callable[[jnp.dtype | None], optax.GradientTransformation]
 TORCH = "torch_muon"
 
 
+def relative(factory: Callable) -> Callable[[jnp.dtype | None], optax.GradientTransformation]:
+    """``factory`` as ``OPTIMIZERS`` has it."""
+    has_choice = "compute_dtype" in inspect.signature(factory).parameters
+    return lambda dtype: factory(RATE, compute_dtype=dtype) if has_choice else factory(RATE)
+
+
+RELATIVES = {name: relative(factory) for name, factory in families().items() if name not in OPTIMIZERS}
+KNOWN = OPTIMIZERS | RELATIVES
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Measure one optimizer step."""
@@ -79,7 +90,7 @@ class Options:
     model: str = "gpt2_small"
     """Shapes: one of tiny, gpt2_small, llama_130m, llama_350m, llama_1p3b, llama_1p3b_layer, qwen3_0p6b, qwen3_1p7b."""
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = tuple(OPTIMIZERS)
-    """Which to measure, in which order; torch_muon is one more."""
+    """Which to measure, in which order; others are torch_muon and the rest of normpre_optax.families()."""
     compile_only: bool = False
     """Compile, and run nothing."""
     repeats: int = 5
@@ -98,7 +109,7 @@ class Arm:
 
     step: Callable
     params: dict
-    state: optax.OptState
+    state: optax.OptState | None
     compile_s: float
     temporaries: int
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -115,7 +126,7 @@ class Arm:
 class TorchArm:
     """``torch.optim.Muon`` on the same shapes, stored as torch does, (out, in); it counts as compiled."""
 
-    compile_s, temporaries = 0.0, 0
+    compile_s, temporaries, state = 0.0, 0, None
 
     def __init__(self, params: dict, device: str):
         torch = importlib.import_module("torch")  # no dependency of this project
@@ -171,8 +182,8 @@ def measure(options: Options, console: Console) -> dict[str, Any]:
     if options.compile_only:
         shapes = jax.eval_shape(lambda: matrices(options.model))
         for name in options.optimizers:
-            step, seconds, temporaries = compiled(OPTIMIZERS[name](dtype), shapes)
-            arms[name] = Arm(step, {}, (), seconds, temporaries)
+            step, seconds, temporaries = compiled(KNOWN[name](dtype), shapes)
+            arms[name] = Arm(step, {}, None, seconds, temporaries)
             console.print(f"{name}: compiled in {seconds:.1f} s")
         return arms
     params = matrices(options.model)
@@ -181,7 +192,7 @@ def measure(options: Options, console: Console) -> dict[str, Any]:
         if name == TORCH:
             arms[name] = TorchArm(params, jax.devices(options.device or None)[0].platform)
             continue
-        arms[name] = prepare(OPTIMIZERS[name](dtype), params)
+        arms[name] = prepare(KNOWN[name](dtype), params)
         console.print(f"{name}: compiled in {arms[name].compile_s:.1f} s")
     for i in range(options.repeats + 1):
         for arm in arms.values():
@@ -199,6 +210,8 @@ def summary(options: Options, arms: dict[str, Any]) -> dict:
     rows = {}
     for name, arm in arms.items():
         row = {"compile_s": arm.compile_s, "temporaries_per_parameter_byte": arm.temporaries / size}
+        if arm.state is not None:
+            row["state_per_parameter_byte"] = sum(x.nbytes for x in jax.tree.leaves(arm.state)) / size
         if BASELINE in arms:
             row["compile_over_optax_muon"] = arm.compile_s / arms[BASELINE].compile_s
         if arm.seconds:
@@ -242,6 +255,7 @@ def markdown(result: dict) -> str:
         "/ AdamW": lambda row: f"{row['over_adamw']:.3g}",
         "compile s": lambda row: f"{row['compile_s']:.1f}",
         "compile / optax Muon": lambda row: f"{row['compile_over_optax_muon']:.2f}",
+        "state / weights": lambda row: f"{row['state_per_parameter_byte']:.2f}",
         "temporaries / weights": lambda row: f"{row['temporaries_per_parameter_byte']:.2f}",
     }
     cells = {name: {title: _cell(f, row) for title, f in columns.items()} for name, row in result["rows"].items()}
@@ -279,11 +293,9 @@ def plot(result: dict, file: Path) -> None:
 def main(options: Options) -> None:
     """Measure, print, write."""
     console = Console(highlight=False)
-    unknown = [name for name in options.optimizers if name not in OPTIMIZERS and name != TORCH]
+    unknown = [name for name in options.optimizers if name not in KNOWN and name != TORCH]
     if options.model not in MODELS or unknown:
-        raise SystemExit(
-            f"unknown: {unknown or options.model}; models {sorted(MODELS)}, optimizers {[*OPTIMIZERS, TORCH]}"
-        )
+        raise SystemExit(f"unknown: {unknown or options.model}; models {sorted(MODELS)}, optimizers {[*KNOWN, TORCH]}")
     with jax.default_device(jax.devices(options.device or None)[0]):
         result = summary(options, measure(options, console))
     name = f"optimizer_step_{options.model}_{result['machine']['platform']}" + ("_bf16" if options.bfloat16 else "")

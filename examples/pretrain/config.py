@@ -106,6 +106,11 @@ class MatrixConfig:
     """Row length at which the relaxed radial factor changes its sign (normpre_g, normpre_l)."""
     orientation: Literal["alternating", "rows", "columns", "both"] = "alternating"
     """What is normalised, step by step (normpre_g, normpre_l)."""
+    source: Literal["psi", "x"] = "psi"
+    """What the spectral stage is built from: the update after normalisation, or before it (normpre_g, normpre_l)."""
+    layers: str = ""
+    """Hidden matrices with one of these in their path, such as attention or mlp/up+mlp/down; the others go to AdamW.
+    Empty: all (all but adamw)."""
     rms: float = 0.2
     """Root mean square of every matrix's direction (normpre_g, normpre_l, swan)."""
     muon_convention: Literal["moonlight", "keller"] = "moonlight"

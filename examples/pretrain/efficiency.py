@@ -28,8 +28,9 @@ from rich.console import Console
 from . import cluster, configs, data, mesh
 from .config import Config, RunError, check
 from .logs import environment, write_json
-from .optimizers import OPTIMIZERS, make_optimizer
+from .optimizers import make_optimizer
 from .train import TrainState, compute_dtype, initialise, make_train_step, micro_batches, schedule
+from .variants import read_variants
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Options:
     config: str = "first_run"
     """Named configuration."""
     optimizers: str = "adamw,muon,mano,normpre_g,normpre_l"
-    """Optimizers, separated by commas."""
+    """Optimizers, separated by commas; normpre_l:matrix.rank=8 is one with a setting of its own."""
     steps: int = 100
     """Steps of each that are counted."""
     output: Path = Path("efficiency.json")
@@ -94,7 +95,7 @@ def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Arm:
 
 
 def measure(
-    configs: Sequence[Config], dataset: data.Dataset, *, warmup: int, steps: int, in_turns: bool
+    configs: dict[str, Config], dataset: data.Dataset, *, warmup: int, steps: int, in_turns: bool
 ) -> dict[str, Arm]:
     """The arms of ``configs``, which differ in their optimizer only; without their states where they ran alone."""
 
@@ -104,21 +105,21 @@ def measure(
         )
 
     if in_turns:
-        source = batches(configs[0])
+        source = batches(next(iter(configs.values())))
         tokens = next(source)
-        arms = {config.optimizer: prepare(config, dataset, tokens) for config in configs}
+        arms = {name: prepare(config, dataset, tokens) for name, config in configs.items()}
         for i in range(warmup + steps):
             tokens = next(source)
             for arm in arms.values():
                 arm.run(tokens, counted=i >= warmup)
         return arms
     arms = {}
-    for config in configs:
+    for name, config in configs.items():
         source = batches(config)
         arm = prepare(config, dataset, next(source))
         for i in range(warmup + steps):
             arm.run(next(source), counted=i >= warmup)
-        arms[config.optimizer] = dataclasses.replace(arm, state=None, grads=None)
+        arms[name] = dataclasses.replace(arm, state=None, grads=None)
     return arms
 
 
@@ -146,22 +147,20 @@ def main(arguments: Sequence[str]) -> None:
     options, overrides = tyro.cli(
         Options, args=list(arguments), return_unknown_args=True, prog="python -m examples.pretrain efficiency"
     )
-    config = configs.parse(["--config", options.config, *overrides])
+    flags = ["--config", options.config, *overrides]
+    config = configs.parse(flags)
     check(config)
     mesh.check(config)
     cluster.refuse_several(config, "efficiency")
-    names = [name for name in options.optimizers.split(",") if name]
-    for name in names:
-        if name not in OPTIMIZERS:
-            raise RunError(f"--optimizers must be of {', '.join(OPTIMIZERS)}, got {name!r}")
-    if not names or options.steps < 1:
-        raise RunError("--optimizers must name at least one, --steps must be at least 1")
+    variants = read_variants(options.optimizers, flags)
+    if options.steps < 1:
+        raise RunError("--steps must be at least 1")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True)
     dataset = data.open_corpus(config.data, console.print)
     in_turns = jax.default_backend() == "cpu"
     warmup = max(options.steps // 5, 1)
-    each = [dataclasses.replace(config, optimizer=name) for name in names]
+    each = {str(variant): configs.parse([*flags, *variant.flags]) for variant in variants}
     arms = measure(each, dataset, warmup=warmup, steps=options.steps, in_turns=in_turns)
     result = {
         "rows": summary(config, arms),

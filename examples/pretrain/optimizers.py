@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizers one can ask for by name, with the settings of a run.
 
-The one file of the program that knows ``normpre_optax``.
+This file and ``ablations.py`` are those of the program that know ``normpre_optax``.
 """
 
 import inspect
@@ -14,6 +14,7 @@ import optax
 
 from normpre_optax import MatrixDims, default_matrix_dims, explain, families
 
+from .ablations import FROM_X
 from .config import Config, RunError
 from .mesh import whole
 
@@ -40,6 +41,8 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
     """
     factory = OPTIMIZERS[config.optimizer]
     matrix = config.matrix
+    if matrix.source == "x":
+        factory = FROM_X.get(config.optimizer, factory)
     settings = {
         **vars(matrix),
         "weight_decay": config.weight_decay,
@@ -48,6 +51,7 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         "seed": config.seed,
         "convention": matrix.muon_convention,
         "compute_dtype": jnp.bfloat16 if matrix.bfloat16 else None,
+        "matrix_dims": matrix_dims(matrix.layers),
     }
     if not matrix.mode:
         del settings["mode"]  # each optimizer's own default
@@ -84,11 +88,29 @@ def clip(policy: str, norm: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(clipped, updates))
 
 
-def parameter_table(params: Any, name: str) -> tuple[str, str]:
-    """Which parameters ``name`` treats as matrices and which go to AdamW: a table, and its totals in one line."""
-    if name == "adamw":
+def matrix_dims(layers: str) -> Callable[[Any], Any] | None:
+    """The rule that leaves matrices whose path has none of ``layers``, joined by +, to AdamW; None for all of them."""
+    if not layers:
+        return None
+
+    def chosen(params: Any) -> Any:
+        def dims(path: tuple, leaf: jax.Array) -> MatrixDims | None:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return default_matrix_dims(name, leaf) if any(part in name for part in layers.split("+")) else None
+
+        found = jax.tree_util.tree_map_with_path(dims, params)
+        if not jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, MatrixDims)):
+            raise RunError(f"--matrix.layers {layers} is part of no hidden matrix's path; see parameters.txt of a run")
+        return found
+
+    return chosen
+
+
+def parameter_table(params: Any, config: Config) -> tuple[str, str]:
+    """Which parameters the optimizer treats as matrices and which go to AdamW: a table, and its totals in one line."""
+    if config.optimizer == "adamw":
         return f"every parameter goes to AdamW ({len(jax.tree.leaves(params))} leaves)", "every parameter by AdamW"
-    table = explain(params)
+    table = explain(params, matrix_dims(config.matrix.layers))
     totals = [" ".join(line.split()) for line in table.rpartition("\n\n")[2].splitlines()]
     return table, "; ".join(totals)
 

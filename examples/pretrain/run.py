@@ -157,7 +157,7 @@ def introduce(
     """Say what is about to be trained, and on what, and store it with the run."""
     params = trainer.state.params
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    table, totals = parameter_table(params, config.optimizer)
+    table, totals = parameter_table(params, config)
     (config.run_folder / "parameters.txt").write_text(table + "\n")
     environment = logs.environment()
     run = {

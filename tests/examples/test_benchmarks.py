@@ -9,6 +9,7 @@ import pytest
 
 from examples.benchmarks import __main__ as everything
 from examples.benchmarks import accuracy, end_to_end, optimizer_step, shapes, sketch_error, small_eigh, stages
+from normpre_optax import families
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +38,15 @@ def test_compile_only(tmp_path):
     result = written(tmp_path, "optimizer_step_tiny_cpu_compile")
     assert list(result["rows"]["normpre_l"]) == ["compile_s", "temporaries_per_parameter_byte"]
     assert "--compile-only --optimizers normpre_l adamw" in result["command"]
+
+
+def test_relatives_take_part_and_say_what_they_keep(tmp_path):
+    names = ("adamw", "adamuon", "rmnp", "swan")
+    optimizer_step.main(optimizer_step.Options(model="tiny", repeats=1, optimizers=names, out=tmp_path))
+    rows = written(tmp_path, "optimizer_step_tiny_cpu")["rows"]
+    kept = {name: round(row["state_per_parameter_byte"], 2) for name, row in rows.items()}  # counters are a few bytes
+    assert kept == {"adamw": 2.0, "adamuon": 2.0, "rmnp": 1.0, "swan": 0.0}
+    assert set(optimizer_step.KNOWN) > set(families())
 
 
 def test_torch_takes_part_where_it_is_installed(tmp_path):

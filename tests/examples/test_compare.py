@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from examples.analysis import comparison_report
-from examples.pretrain import compare, main
+from examples.pretrain import arms, compare, configs, main
 from examples.pretrain.config import Config
 from examples.pretrain.optimizers import OPTIMIZERS
+from examples.pretrain.variants import Variant, read_variants
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,8 +131,12 @@ def test_every_optimizer_has_a_name_and_a_colour_of_its_own():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--optimizers", "adam"], "--optimizers must be of adamw, muon"),
+        (["--optimizers", "adam"], "--optimizers must be of adamw, normpre_g"),
         (["--optimizers", ","], "--optimizers must name at least one"),
+        (["--optimizers", "muon:8"], "settings of one are written muon:matrix.rank=8, got 'muon:8'"),
+        (["--optimizers", "muon:steps=8"], "settings of one are written muon:matrix.rank=8"),
+        (["--optimizers", "muon:matrix.rank="], "settings of one are written muon:matrix.rank=8"),
+        (["--optimizers", "muon:matrix.rank=0"], "--matrix.rank must be at least 1"),
         (["--learning-rates", "1e-3;2e-3"], "--learning-rates: numbers separated by commas"),
         (["--learning-rates", "-1"], "--learning-rates must be positive"),
         (["--learning-rates", "lion:1"], "'lion' is none of the optimizers adamw, muon"),
@@ -154,25 +159,47 @@ def test_a_bad_comparison_is_one_line_before_anything_is_written(arguments, line
 def test_every_optimizer_can_be_compared(tmp_path):
     wanted = ",".join(OPTIMIZERS)
     planned = compare.plan(compare.Options(config="nano", optimizers=wanted, runs_folder=tmp_path), [])
-    assert planned.optimizers == list(OPTIMIZERS)
-    arms = [compare.Arm(name, 1e-3, 0).name for name in planned.optimizers]
-    assert len(set(arms)) == len(OPTIMIZERS)
+    assert [str(variant) for variant in planned.variants] == list(OPTIMIZERS)
+    assert len({arms.Arm(variant, 1e-3, 0).name for variant in planned.variants}) == len(OPTIMIZERS)
+
+
+def test_an_optimizer_with_settings_of_its_own():
+    plain, own = read_variants("normpre_l, normpre_l:matrix.rank=8:matrix.warm_start,normpre_l", [])
+    assert plain == Variant("normpre_l")
+    assert str(own) == "normpre_l:matrix.rank=8:matrix.warm_start"
+    config = configs.parse(own.flags)
+    assert (config.optimizer, config.matrix.rank, config.matrix.warm_start) == ("normpre_l", 8, True)
+    assert arms.Arm(own, 1e-3, 2).name == "normpre_l,matrix.rank=8,matrix.warm_start-lr0.001-seed2"
+    assert comparison_report.label(str(own)) == "NormPre-L, rank 8, warm start"
+
+
+def test_variants_of_one_optimizer_stand_together_and_look_different(content):
+    tuned = "normpre_g:matrix.tangent=none"
+    content["arms"] = [arm(tuned, 0.2, 0, 2.5), *content["arms"]]
+    content["best"][tuned] = 0.2
+    names = comparison_report.optimizers(content)
+    assert names[-3:] == ["normpre_g", tuned, "normpre_l"]
+    assert "| NormPre-G, tangent none | 0.2 | **2.5000** |" in comparison_report.losses_table(content)
+    looks = [comparison_report.style(name, content) for name in names]
+    assert len({(look["color"], look["linestyle"]) for look in looks}) == len(names)
 
 
 def test_learning_rates_for_all_and_for_one():
-    found = compare.learning_rates("2e-3, 1e-3,muon:8e-3,muon:1e-3", ["adamw", "muon"], 5.0)
-    assert found == {"adamw": [1e-3, 2e-3], "muon": [1e-3, 2e-3, 8e-3]}
-    assert compare.learning_rates("muon:8e-3", ["adamw", "muon"], 5.0) == {"adamw": [5.0], "muon": [8e-3]}
+    adamw, muon, scaled = Variant("adamw"), Variant("muon"), Variant("muon", ("matrix.muon_ratio=2",))
+    found = compare.learning_rates("2e-3, 1e-3,muon:8e-3,muon:1e-3", [adamw, muon], 5.0)
+    assert found == {adamw: [1e-3, 2e-3], muon: [1e-3, 2e-3, 8e-3]}
+    found = compare.learning_rates("muon:matrix.muon_ratio=2:8e-3", [muon, scaled], 5.0)
+    assert found == {muon: [5.0], scaled: [8e-3]}
 
 
 @pytest.mark.parametrize(("cores", "jobs"), [(4, 2), (2, 2), (2, 3), (8, 3)])
 def test_jobs_share_the_cores(monkeypatch, cores, jobs):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    shares = [compare.cores_of(place, jobs) for place in range(jobs)]
+    shares = [arms.cores_of(place, jobs) for place in range(jobs)]
     assert all(len(share) == max(cores // jobs, 1) for share in shares)
     if jobs <= cores:
         assert len(set().union(*shares)) == sum(map(len, shares))
-    assert compare.cores_of(0, 1) == set()
+    assert arms.cores_of(0, 1) == set()
 
 
 @pytest.mark.slow
@@ -191,7 +218,7 @@ def test_a_comparison_from_end_to_end(flags, tmp_path):
     first = folder / "normpre_g-lr0.01-seed0"
     process = start()
     deadline = time.monotonic() + 200
-    while compare.last_step(first / "log.jsonl") < 20:
+    while arms.last_step(first / "log.jsonl") < 20:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -224,13 +224,39 @@ def test_gradients_are_clipped_before_the_optimizer():
 
 def test_parameter_table_tells_matrices_from_the_rest():
     _, params = model_and_params()
-    table, totals = optimizers.parameter_table(params, "normpre_g")
+    table, totals = optimizers.parameter_table(params, Config())
     assert [line.split()[0] for line in table.splitlines() if " matrix " in line] == [
         f"blocks/0/{name}/kernel" for name in sorted(MATRICES)
     ]
     assert "\n" not in totals
     assert "7 matrices" in totals
-    assert "every parameter" in optimizers.parameter_table(params, "adamw")[1]
+    assert "every parameter" in optimizers.parameter_table(params, dataclasses.replace(Config(), optimizer="adamw"))[1]
+
+
+def test_some_layers_only():
+    _, params = model_and_params()
+    config = dataclasses.replace(Config(), matrix=MatrixConfig(layers="attention/out+mlp"))
+    table, _ = optimizers.parameter_table(params, config)
+    chosen = [line.split()[0] for line in table.splitlines() if " matrix " in line]
+    assert chosen == [
+        f"blocks/0/{name}/kernel" for name in sorted(MATRICES) if name == "attention/out" or "mlp" in name
+    ]
+    assert 0 < len(chosen) < len(MATRICES)
+    grads = jax.tree.map(jnp.ones_like, params)
+
+    def updates(**settings) -> dict[str, np.ndarray]:
+        tx = optimizer_of(clip="none", learning_rate=0.1, **settings)
+        return named(tx.update(grads, tx.init(params), params)[0])
+
+    some = updates(name="normpre_g", matrix=config.matrix)
+    for name, update in updates(name="normpre_g").items():
+        if name in chosen:  # in a smaller stack: a few roundings of numbers of about 0.02
+            np.testing.assert_allclose(some[name], update, atol=1e-6)
+    for name, update in updates(name="adamw").items():
+        if name not in chosen:  # the same formula in two programs: a rounding of numbers of about 0.1
+            np.testing.assert_allclose(some[name], update, atol=1e-7)
+    with pytest.raises(RunError, match=r"--matrix\.layers mlpp is part of no hidden matrix's path"):
+        optimizer_of("normpre_g", 0.1, matrix=MatrixConfig(layers="mlpp")).init(params)
 
 
 @pytest.mark.parametrize("name", ["adamw", "normpre_g"])
@@ -311,7 +337,7 @@ def test_generate_stops_at_the_end_of_a_text(dataset):
     assert text == "x" + dataset.tokenizer.decode([65, 65])
 
 
-def test_only_the_optimizers_know_the_library():
+def test_only_optimizers_and_ablations_know_the_library():
     root = Path(examples.__file__).parent / "pretrain"
     knowing = set()
     for path in root.rglob("*.py"):
@@ -320,4 +346,4 @@ def test_only_the_optimizers_know_the_library():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else names
             if any(name.split(".")[0] == "normpre_optax" for name in names):
                 knowing.add(path.relative_to(root).as_posix())
-    assert knowing == {"optimizers.py"}
+    assert knowing == {"optimizers.py", "ablations.py"}

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers as one names them where several are compared: ``muon``, ``normpre_l:matrix.rank=8``."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from . import configs
+from .config import RunError, check, flag
+from .optimizers import OPTIMIZERS
+
+
+class Variant(NamedTuple):
+    """An optimizer, and settings like ``matrix.rank=8`` or ``matrix.warm_start`` that tell it apart."""
+
+    optimizer: str
+    settings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ":".join((self.optimizer, *self.settings))
+
+    @property
+    def flags(self) -> list[str]:
+        """Those of ``train``."""
+        settings = [setting.partition("=") for setting in self.settings]
+        return ["--optimizer", self.optimizer, *(x for name, _, value in settings for x in (flag(name), value) if x)]
+
+
+def read_variants(text: str, config_flags: Sequence[str]) -> list[Variant]:
+    """What ``muon,normpre_l:matrix.rank=8:matrix.oversample=4`` means; ``config_flags`` are those of every run.
+
+    Raises:
+        RunError: naming the flag and what it may be.
+    """
+    variants = [_read(part, config_flags) for part in filter(None, map(str.strip, text.split(",")))]
+    if not variants:
+        raise RunError("--optimizers must name at least one")
+    return list(dict.fromkeys(variants))
+
+
+def _read(text: str, config_flags: Sequence[str]) -> Variant:
+    optimizer, *settings = (part.strip() for part in text.split(":"))
+    if optimizer not in OPTIMIZERS:
+        raise RunError(f"--optimizers must be of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+    for setting in settings:
+        if not setting.startswith("matrix.") or setting.endswith("="):
+            raise RunError(f"--optimizers: settings of one are written {optimizer}:matrix.rank=8, got {text!r}")
+    variant = Variant(optimizer, tuple(settings))
+    check(configs.parse([*config_flags, *variant.flags]))
+    return variant

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ablations: what their rows train, the preconditioner built from X, tables and figures."""
+
+import functools
+import json
+import math
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.analysis import ablation_report, radial
+from examples.pretrain import ablate, ablations, configs, main
+from examples.pretrain.config import check
+from normpre_optax import normpre_g, normpre_l
+from tests import reference
+
+SMALL, WIDE = (configs.load(name) for name in ("nano", "gpt2_small"))
+
+
+@pytest.mark.parametrize("config", [SMALL, WIDE], ids=lambda config: config.config)
+@pytest.mark.parametrize("name", ablate.ablations(SMALL))
+def test_every_row_is_a_run_of_its_own_that_can_be_asked_for(config, name):
+    ablation = ablate.ablations(config)[name]
+    arms = ablate.arms(ablation, config, 2)
+    assert len({arm.name for arm in arms}) == len(arms) == 2 * len(ablation.rows) * len(ablation.optimizers)
+    for arm in arms:
+        check(configs.parse(["--config", config.config, *arm.variant.flags]))
+    assert ablation.published in ablation.rows
+    assert set(ablation.paper) <= set(ablation.rows)
+    assert {len(losses) for losses in ablation.paper.values()} <= {len(ablation.optimizers)}
+
+
+def test_the_published_rows_share_one_run():
+    found = ablate.ablations(WIDE)
+    for name, ablation in found.items():
+        published = {str(ablation.variant(ablation.published, who)) for who in ablation.optimizers}
+        rank = {"sketch": "normpre_l:matrix.rank=32"}.get(name)
+        assert published == ({rank} if rank else set(ablation.optimizers)), name
+
+
+def test_ranks_have_the_share_that_the_issue_of_width_asks_for():
+    assert list(ablate.ablations(WIDE)["rank"].rows) == ["8", "16", "32", "64"]
+    assert list(ablate.ablations(SMALL)["rank"].rows) == ["2", "4", "8", "16"]
+
+
+def test_some_rows_and_the_published_one():
+    tangent = ablate.some_rows(ablate.ablations(SMALL)["tangent"], "strict")
+    assert list(tangent.rows) == list(tangent.paper) == ["strict", "relaxed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "ablate what? tangent, orientation, source, rank"),
+        (["tangents"], "not 'tangents'"),
+        (["tangent", "--seeds", "0"], "must be at least 1"),
+        (["tangent", "--rows", "strict;weak"], "--rows must be of no tangent; strict; relaxed, got 'weak'"),
+        (["tangent", "--resume"], "goes on where it was by itself"),
+        (["tangent", "--config", "huge"], "--config must be one of"),
+    ],
+)
+def test_a_bad_ablation_is_one_line_before_anything_is_written(arguments, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["ablate", *arguments]) == 1
+    said = capsys.readouterr()
+    assert line in said.err
+    assert said.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def matrices(shape, seed: int, *, equal_rows: bool = False) -> np.ndarray:
+    x = np.random.default_rng(seed).normal(size=shape) * np.geomspace(1, 30, shape[0])[:, None]
+    return x / np.linalg.norm(x, axis=1, keepdims=True) if equal_rows else x
+
+
+def from_x(x: np.ndarray, name: str, rank: int) -> np.ndarray:
+    """The two preconditioners in float64, by full decompositions."""
+    psi = x / np.linalg.norm(x, axis=1, keepdims=True)
+    if name == "normpre_l":
+        values, vectors = np.linalg.eigh(x @ x.T * len(x) / np.trace(x @ x.T))
+        p = np.eye(len(x))
+        for value, u in list(zip(values, vectors.T, strict=True))[::-1][:rank]:
+            p += (value**-0.5 - 1) * np.outer(u, u) if value > 1 else 0
+        return p @ psi
+    y, p = x / np.linalg.norm(x), np.eye(len(x))
+    for _ in range(5):
+        gram = y @ y.T
+        factor = 3.4445 * np.eye(len(x)) - 4.7750 * gram + 2.0315 * gram @ gram
+        y, p = factor @ y, factor @ p
+    inside = x @ np.linalg.pinv(x)  # onto the range of x: all of it unless x is tall
+    return p @ inside @ psi
+
+
+@pytest.mark.parametrize("name", ablations.FROM_X)
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (8, 8)])
+def test_the_preconditioner_from_x(name, shape):
+    x = matrices(shape, seed=1)
+    kernel = jnp.asarray(x.T, jnp.float32)
+    settings = {"rank": 3} if name == "normpre_l" else {}
+    tx = ablations.FROM_X[name](1.0, tangent="none", weight_decay=0.0, **settings)
+    params = {"dense": {"kernel": jnp.zeros_like(kernel)}}
+    update, _ = tx.update({"dense": {"kernel": kernel}}, tx.init(params), params)
+    expected = from_x(x, name, 3)
+    expected *= -0.2 / np.sqrt(np.mean(expected**2))
+    # float32: an SVD, and five steps that enlarge small singular values up to 3.4^5 = 485 fold.
+    np.testing.assert_allclose(update["dense"]["kernel"].T, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("normpre_g", functools.partial(normpre_g, 1.0)),
+        ("normpre_l", functools.partial(normpre_l, 1.0, rank=32, method="exact")),
+    ],
+)
+def test_rows_of_equal_length_make_no_difference(name, same):
+    x = matrices((6, 10), seed=2, equal_rows=True)
+    grads = {"dense": {"kernel": jnp.asarray(x.T, jnp.float32)}}
+    params = jax.tree.map(jnp.zeros_like, grads)
+    settings = {"tangent": "none", "weight_decay": 0.0}
+    both = ablations.FROM_X[name](1.0, **settings), same(**settings)
+    updates = [tx.update(grads, tx.init(params), params)[0]["dense"]["kernel"] for tx in both]
+    np.testing.assert_allclose(*updates, atol=2e-4)  # as above
+
+
+def test_the_preconditioner_from_x_survives_zeros_and_any_scale():
+    x = matrices((6, 10), seed=3)
+    params = {"dense": {"kernel": jnp.zeros((10, 6))}}
+    for factory in ablations.FROM_X.values():
+        tx = factory(1.0)
+        state = tx.init(params)
+
+        def update(scale, tx=tx, state=state):
+            grads = {"dense": {"kernel": jnp.asarray(x.T * scale, jnp.float32)}}
+            return tx.update(grads, state, params)[0]["dense"]["kernel"]
+
+        assert not update(0.0).any()
+        for scale in (1e-15, 1e15):
+            np.testing.assert_allclose(update(scale), update(1.0), atol=2e-4)
+
+
+def test_the_reference_is_the_papers():
+    """With X = Psi the float64 rules above are those of the reference transcription."""
+    psi = matrices((6, 10), seed=4, equal_rows=True)
+    start = psi / np.linalg.norm(psi)  # what Newton-Schulz itself is applied to
+    np.testing.assert_allclose(from_x(start, "normpre_g", 3) / np.sqrt(6), reference.newton_schulz(psi), atol=1e-9)
+    np.testing.assert_allclose(from_x(psi, "normpre_l", 3), reference.precondition_exact(psi, 3), atol=1e-9)
+
+
+@pytest.fixture
+def content() -> dict:
+    def arm(row: str, optimizer: str, seed: int, loss: float | None) -> dict:
+        found = {"row": row, "optimizer": optimizer, "seed": seed, "status": "diverged", "diverged": "nan"}
+        if loss is None:
+            return found
+        return {**found, "status": "finished", "best_validation_loss": loss, "row_norm": [[0, 0.3, 0.0], [9, 0.5, 0.1]]}
+
+    losses = {
+        ("none", "normpre_g"): (3.0, 3.2),
+        ("strict", "normpre_g"): (3.9, 4.1),
+        ("relaxed", "normpre_g"): (3.4, 3.6),
+        ("none", "normpre_l"): (3.5, None),
+        ("strict", "normpre_l"): (None, None),
+        ("relaxed", "normpre_l"): (3.6, 3.6),
+    }
+    return {
+        **{"name": "tangent", "title": "Momentum", "rows": ["none", "strict", "relaxed"], "published": "relaxed"},
+        **{"optimizers": ["normpre_g", "normpre_l"], "axis": "", "cost": None},
+        "paper": {"none": (3.09, 3.11), "strict": (3.18, 3.12), "relaxed": (3.07, 3.08)},
+        **{"settings": "nano", "command": "python -m examples.pretrain ablate", "date": "2026-01-01"},
+        **{"machine": {"kind": "cpu", "cores": 1}, "versions": {"python": "3.11", "jax": "0.10"}},
+        "config": {
+            **{"steps": 10, "batch_size": 2, "learning_rate": 0.1, "model.context": 4, "model.family": "gpt2"},
+            **{"model.layers": 1, "model.width": 8},
+        },
+        **{"parameters": 1000, "text": {"source": "text"}},
+        "arms": [arm(*key, seed, loss) for key, found in losses.items() for seed, loss in enumerate(found)],
+    }
+
+
+def test_the_table_stands_beside_the_papers(content):
+    lines = ablation_report.table(content).splitlines()
+    assert lines[0].count("|") == 10
+    assert lines[2].startswith("| none | 3.1000 ± 0.1414 | -0.4000 | 3.0900 | +0.0200 | 3.5000 (1 lost) | -0.1000 |")
+    assert lines[3] == "| strict | 4.0000 ± 0.1414 | +0.5000 | 3.1800 | +0.1100 |  (2 lost) |  | 3.1200 | +0.0400 |"
+    assert lines[4].startswith("| **relaxed** | 3.5000 ± 0.1414 |  | 3.0700 |  |")
+
+
+def test_the_verdict_is_pair_by_pair(content):
+    g, l = ablation_report.verdicts(content)
+    assert g.startswith("NormPre-G: 2 of 3 pairs in the paper's order.")
+    assert "none - strict -0.9000 (clear), the paper -0.0900: as in the paper" in g
+    assert "none - relaxed -0.4000 (clear), the paper +0.0200: other than in the paper" in g
+    assert l == (
+        "NormPre-L: 0 of 1 pairs in the paper's order. "
+        "none - relaxed -0.1000 (one seed), the paper +0.0300: other than in the paper."
+    )
+    content["arms"][0]["best_validation_loss"] = 3.0 + 0.78
+    assert "none - relaxed -0.0100 (within the noise)" in ablation_report.verdicts(content)[0]
+
+
+def test_a_page_can_be_drawn_again(content, tmp_path, capsys):
+    ablation_report.write(tmp_path, content)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"tangent.{suffix}" for suffix in ("json", "md", "png", "svg")
+    }
+    text = (tmp_path / "tangent.md").read_text()
+    assert "learning rate 0.1, 2 seed(s)" in text
+    (tmp_path / "tangent.md").unlink()
+    assert ablation_report.main([str(tmp_path / "tangent.json")]) == 0
+    assert (tmp_path / "tangent.md").read_text() == text
+    assert ablation_report.main([str(tmp_path / "tangent.svg")]) == 1
+    assert "no ablation's data" in capsys.readouterr().err
+
+
+def test_rows_that_are_numbers_with_their_cost(content, tmp_path):
+    content |= {"rows": ["2", "8"], "published": "8", "axis": "rank", "optimizers": ["normpre_l"], "name": "rank"}
+    content |= {"cost": {"2/normpre_l": 1.5, "8/normpre_l": 2.5}, "paper": {"2": (3.1,), "8": (3.0,)}}
+    for arm, row in zip(content["arms"], ["2", "2", "8", "8"], strict=False):
+        arm |= {"row": row, "optimizer": "normpre_l"}
+    shown = ablation_report.write(tmp_path, content)
+    assert "| rank | NormPre-L | - published | paper | - published | optimizer, ms |" in shown
+    assert "| **8** | 4.0000 ± 0.1414 |  | 3.0000 |  | 2.50 |" in shown
+    assert len(ablation_report.draw(content).axes) == 3
+
+
+def test_a_single_seed_has_no_error(content):
+    content["arms"] = [arm for arm in content["arms"] if arm["seed"] == 0]
+    assert math.isnan(ablation_report.cells(content, "normpre_g")["none"].error)
+    assert "(one seed)" in ablation_report.verdicts(content)[0]
+
+
+def radial_content(content, width: int, steps: int, relaxed: float) -> dict:
+    """Two seeds of three treatments at one size."""
+    losses = {"relaxed": relaxed, "bounded": 3.0, "no tangent": 3.0}
+    found = [
+        {**arm, "row": row, "best_validation_loss": loss + 0.01 * arm["seed"]}
+        for row, loss in losses.items()
+        for arm in content["arms"][:2]
+    ]
+    config = {**content["config"], "model.width": width, "steps": steps}
+    return {**content, "name": "radial", "rows": list(losses), "published": "relaxed", "config": config, "arms": found}
+
+
+def test_when_the_tangent_pays(content, tmp_path, capsys):
+    sizes = [(128, 9, 3.1), (64, 9, 3.2), (64, 27, 2.9)]
+    files = [tmp_path / f"{width}-{steps}.json" for width, steps, _ in sizes]
+    for file, size in zip(files, sizes, strict=True):
+        file.write_text(json.dumps(radial_content(content, *size)))
+    assert radial.main([*map(str, files), "--out", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "| 64 | 9 | relaxed | 2 | 3.2050 | +0.2000 | 0.50 | 10% |"
+    assert lines[3] == "| 64 | 9 | bounded | 2 | 3.0050 | +0.0000 (within the noise) | 0.50 | 10% |"
+    assert lines[5] == "| 64 | 27 | relaxed | 2 | 2.9050 | -0.1000 | 0.50 | 10% |"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"README.md", "radial.png", "radial.svg"}
+    files[0].write_text(json.dumps(content))
+    assert radial.main([*map(str, files), "--out", str(tmp_path / "other")]) == 1
+    assert "no data of `ablate radial`" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_ablation_from_end_to_end(flags, tmp_path):
+    """Two ablations share what they have in common; the layers are chosen by path."""
+    common = [*flags, "--seeds", "1", "--jobs", "2", "--steps", "20", "--warmup-steps", "2", "--efficiency-steps", "3"]
+    said = {}
+    for name in ("source", "rank"):
+        command = [sys.executable, "-m", "examples.pretrain", "ablate", name, *common]
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        said[name] = done.stdout
+    folder = tmp_path / "runs" / "ablate-tiny" / "report"
+    content = json.loads((folder / "rank.json").read_text())
+    assert len(content["arms"]) == 4
+    assert content["cost"].keys() == {f"{row}/normpre_l" for row in content["rows"]}
+    assert all(arm["status"] == "finished" for arm in content["arms"])
+    losses = {arm["row"] + arm["optimizer"]: arm for arm in json.loads((folder / "source.json").read_text())["arms"]}
+    assert losses["Xnormpre_g"]["best_validation_loss"] != losses["Psinormpre_g"]["best_validation_loss"]
+    assert "was there: " not in said["source"]
