@@ -21,10 +21,12 @@ extensions = [
     "public_names",
     "pages",
 ]
-exclude_patterns = ["_build", "_ext"]
-nitpicky = False
+exclude_patterns = ["_build", "_ext", "_static"]
 default_role = "code"  # some docstrings have single backticks
+smartquotes = False  # "--flag" stays as it is
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"normpre_optax {release}"
 
 myst_enable_extensions = ["dollarmath"]

@@ -13,8 +13,8 @@ from typing import Any
 
 ORDER = ("nnx_switch", "linen_trainstate", "equinox", "spectrum", "ablation")
 TITLE = "# Notebooks\n\n"
-FOUND = """Each is run when this site is built, in less than a minute on two CPU cores. Their sources, without outputs, are in
-`examples/notebooks/`.
+FOUND = """Each is run when this site is built, in less than a minute on two CPU cores. Their sources stand in
+`examples/notebooks/`, without outputs.
 
 ```{{toctree}}
 :maxdepth: 1

@@ -21,6 +21,7 @@ from normpre_optax import diagnostics, precondition_globally, precondition_local
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
 
 ROWS, SECOND, MODES, QUIET = "#1f5fa8", "#b5541c", "#f2b25c", "#8a8a8a"
@@ -81,8 +82,8 @@ def applied(stage: optax.GradientTransformation, x: Array) -> Array:
         >>> applied(precondition_globally(ns_steps=None), np.diag([3.0, 0.5])).tolist()
         [[1.0, 0.0], [0.0, 1.0]]
     """
-    x = jnp.asarray(x)
-    return np.asarray(stage.update(x, stage.init(x))[0])
+    given = jnp.asarray(x)
+    return np.asarray(stage.update(given, stage.init(given))[0])
 
 
 def stages(momentum: Array, weight: Array, rank: int) -> Mapping[str, Array]:
@@ -112,7 +113,7 @@ def stages(momentum: Array, weight: Array, rank: int) -> Mapping[str, Array]:
     }
 
 
-def draw_plane() -> plt.Figure:
+def draw_plane() -> Figure:
     """Six rows in the plane, from the momentum to the update."""
     momentum, weight = planar()
     found = stages(momentum, weight, rank=1)
@@ -136,7 +137,8 @@ def _plane(ax: Axes, rows: Array, weight: Array | None, title: str) -> None:
     _, values, directions = np.linalg.svd(rows, full_matrices=False)
     side = 1.15 * max(values[0], 1.1)
     angle = float(np.degrees(np.arctan2(directions[0, 1], directions[0, 0])))
-    ax.add_patch(Ellipse((0, 0), 2 * values[0], 2 * values[1], angle=angle, facecolor=MODES, alpha=0.25, edgecolor="none"))
+    shape = {"angle": angle, "facecolor": MODES, "alpha": 0.25, "edgecolor": "none"}
+    ax.add_patch(Ellipse((0, 0), 2 * values[0], 2 * values[1], **shape))
     ax.add_patch(Ellipse((0, 0), 2, 2, fill=False, edgecolor=QUIET, linestyle=":", linewidth=1))
     if weight is not None:
         for x, y in weight:
@@ -146,8 +148,8 @@ def _plane(ax: Axes, rows: Array, weight: Array | None, title: str) -> None:
     for number, (x, y) in enumerate(rows, 1):
         ax.annotate("", (x, y), (0, 0), arrowprops={"arrowstyle": "-|>", "color": ROWS, "shrinkA": 0, "shrinkB": 0})
         length = np.hypot(x, y)
-        label = np.array([x, y]) * (1 + 0.07 * side / max(length, 1e-3))
-        ax.text(*label, str(number), ha="center", va="center", fontsize=8, color=ROWS)
+        beyond = 1 + 0.07 * side / max(length, 1e-3)
+        ax.text(x * beyond, y * beyond, str(number), ha="center", va="center", fontsize=8, color=ROWS)
     ax.set_title(title, fontsize=10)
     ax.text(0.03, 0.03, f"singular values {values[0]:.2f}, {values[1]:.2f}", transform=ax.transAxes, fontsize=8)
     ax.set(xlim=(-side, side), ylim=(-side, side), aspect="equal", xticks=[], yticks=[])
@@ -182,7 +184,7 @@ def spectra() -> Mapping[str, Array]:
     }
 
 
-def draw_spectra() -> plt.Figure:
+def draw_spectra() -> Figure:
     """Singular values of a 16 x 24 matrix, from stage to stage."""
     titles = {
         "M": r"M, scaled to $\Psi$'s size",
@@ -222,7 +224,7 @@ def alternation() -> Mapping[str, Array]:
     return {"momentum": momentum, "rows": np.asarray(along_rows), "columns": np.asarray(along_columns)}
 
 
-def draw_alternation() -> plt.Figure:
+def draw_alternation() -> Figure:
     """Sizes of entries, with the lengths of rows and columns at the sides."""
     titles = {
         "momentum": "M",
@@ -231,8 +233,8 @@ def draw_alternation() -> plt.Figure:
     }
     figure = plt.figure(figsize=(11, 3.6))
     outer = figure.add_gridspec(1, 3, wspace=0.18)
-    for place, (name, x) in zip(outer, alternation().items(), strict=True):
-        inner = place.subgridspec(2, 2, width_ratios=(5, 1), height_ratios=(1, 4), wspace=0.05, hspace=0.08)
+    for column, (name, x) in enumerate(alternation().items()):
+        inner = outer[column].subgridspec(2, 2, width_ratios=(5, 1), height_ratios=(1, 4), wspace=0.05, hspace=0.08)
         over, entries, beside = (figure.add_subplot(inner[at]) for at in ((0, 0), (1, 0), (1, 1)))
         entries.pcolormesh(np.abs(x)[::-1], cmap="Blues", edgecolors="white", linewidth=0.5)
         over.bar(np.arange(x.shape[1]) + 0.5, np.linalg.norm(x, axis=0), color=ROWS, width=0.8)

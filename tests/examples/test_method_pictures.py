@@ -8,6 +8,8 @@ import pytest
 
 from examples.analysis import method_pictures
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_examples_of_the_module_hold():
     assert doctest.testmod(method_pictures).failed == 0
