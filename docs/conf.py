@@ -21,7 +21,7 @@ extensions = [
     "public_names",
     "pages",
 ]
-exclude_patterns = ["_build", "_ext", "_static"]
+exclude_patterns = ["_build", "_ext", "_static", "**.ipynb_checkpoints"]
 default_role = "code"  # some docstrings have single backticks
 smartquotes = False  # "--flag" stays as it is
 html_theme = "furo"

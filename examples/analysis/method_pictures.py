@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of the method: what each stage of NormPre does to small matrices, drawn with the library's own functions.
 
-``python -m examples.analysis.method_pictures`` draws three figures into ``docs/pictures``: six rows in the plane from
-stage to stage, the singular values of a larger matrix, and the entries of one whose rows and columns are normalised in
-turn. ``docs/method.md`` explains them.
+``python -m examples.analysis.method_pictures`` draws four figures into ``docs/pictures``: six rows in the plane from
+stage to stage, the singular values of a larger matrix, the entries of one whose rows and columns are normalised in
+turn, and what the tangent modes leave of a row. ``docs/method.md`` explains them.
 """
 
 import argparse
@@ -250,7 +250,58 @@ def draw_alternation() -> Figure:
     return figure
 
 
-PICTURES = {"rows_in_the_plane": draw_plane, "singular_values": draw_spectra, "alternation": draw_alternation}
+def radial_factors(lengths: Array) -> Mapping[str, Array]:
+    """What is left of a momentum along its row of W, by the row's length, in every tangent mode.
+
+    Args:
+        lengths: of rows, positive.
+
+    Returns:
+        Name of the mode to factors like ``lengths``.
+
+    Example:
+        >>> {name: factor.tolist() for name, factor in radial_factors(np.array([0.5, 2.0])).items()}
+        {'relaxed': [0.75, -3.0], 'relaxed, radius 2': [0.9375, 0.0], 'bounded': [0.75, 0.0], 'strict': [0.0, 0.0], \
+'none': [1.0, 1.0]}
+    """
+    weight = jnp.asarray(lengths)[:, None] * jnp.array([[1.0, 0.0]])
+    momentum = jnp.broadcast_to(jnp.array([1.0, 0.0]), weight.shape)
+
+    def left(mode: str, radius: float = 1.0) -> Array:
+        return np.asarray(diagnostics.normalized(momentum, weight, mode, radius).x[:, 0])
+
+    modes = {mode: left(mode) for mode in ("relaxed", "bounded", "strict", "none")}
+    return {"relaxed": modes.pop("relaxed"), "relaxed, radius 2": left("relaxed", 2.0), **modes}
+
+
+def draw_radial() -> Figure:
+    """The radial factor over the length of a row."""
+    lengths = np.linspace(0.01, 2.2, 200)
+    styles = {
+        "relaxed": (ROWS, "-", 1.5),
+        "relaxed, radius 2": (ROWS, "--", 1.5),
+        "bounded": (MODES, "-", 5),  # partly under two others
+        "strict": (QUIET, "-", 1.5),
+        "none": (QUIET, "--", 1.5),
+    }
+    figure, ax = plt.subplots(figsize=(6.4, 3.2))
+    for name, factor in radial_factors(lengths).items():
+        colour, line, width = styles[name]
+        ax.plot(lengths, factor, color=colour, linestyle=line, linewidth=width, zorder=-width, label=name)
+    ax.axvline(1, color=QUIET, linewidth=0.6, linestyle=":")
+    ax.set(xlabel="length of the row of W", ylabel="share that is left", xlim=(0, 2.2), ylim=(-2, 1.2))
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, fontsize=8, loc="lower left")
+    figure.tight_layout()
+    return figure
+
+
+PICTURES = {
+    "rows_in_the_plane": draw_plane,
+    "singular_values": draw_spectra,
+    "alternation": draw_alternation,
+    "radial_factor": draw_radial,
+}
 
 
 def draw(folder: Path) -> list[Path]:
