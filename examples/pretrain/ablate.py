@@ -29,7 +29,11 @@ from .variants import Variant
 
 @dataclass(frozen=True)
 class Options:
-    """Ablate NormPre. Any flag of ``train`` may follow and holds for every arm."""
+    """Change one choice in NormPre at a time. Any flag of ``train`` may follow and holds for every arm.
+
+    NAME is tangent, orientation, source, rank (the paper's), sketch, newton_schulz, rms, momentum, layers, radial; or
+    all.
+    """
 
     config: str = "nano"
     """Named configuration."""

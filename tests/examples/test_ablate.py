@@ -47,6 +47,15 @@ def test_ranks_have_the_share_that_the_issue_of_width_asks_for():
     assert list(ablate.ablations(SMALL)["rank"].rows) == ["2", "4", "8", "16"]
 
 
+def test_help_names_them_all(capsys):
+    with pytest.raises(SystemExit) as left:
+        main.main(["ablate", "--help"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert "ablate NAME" in said
+    assert all(name in said for name in ablate.ablations(SMALL))
+
+
 def test_some_rows_and_the_published_one():
     tangent = ablate.some_rows(ablate.ablations(SMALL)["tangent"], "strict")
     assert list(tangent.rows) == list(tangent.paper) == ["strict", "relaxed"]
