@@ -24,6 +24,7 @@ from normpre_optax.linalg.rows import TANGENT_MODES, row_norms, tangent_rows, un
 from normpre_optax.parameters.dims import MatrixDims, to_matrices
 
 ORIENTATIONS = ("rows", "columns")
+"""What may be normalised."""
 
 
 class Signal(NamedTuple):

@@ -70,8 +70,8 @@ def monitor(
         tx: any optimizer of matrices, finished or not; it is wrapped as a whole.
         every: steps from record to record. The default finds NormPre's row orientation on all of them.
         record: which diagnostics, of ``diagnostics.NAMES``.
-        parameters: which, by name, "blocks/0/attn/query/kernel", or by patterns such as "blocks/*/kernel"; only
-            matrices can be chosen.
+        parameters: which, by name, ``"blocks/0/attn/query/kernel"``, or by patterns such as ``"blocks/*/kernel"``;
+            only matrices can be chosen.
         signal: ``"momentum"``, as ``optax.trace`` inside ``tx`` keeps it, or ``"gradient"``: what the spectra, the
             energies and the counts belong to.
         rank: spectral budget r of ``mode_energies``.

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation: its code runs, its links lead somewhere, and the site's checks see what they should."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import normpre_optax as npo
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("results/**/*.md"))]
+# Python code, and the text right after it, which is what it prints.
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
+NOT_RUN = {
+    "README.md": "its first block wants a model; get_started.md has it with one",
+    "cpu_hang.md": "the program that never returns",
+    "design.md": "an excerpt of algorithm.py, which it shows",
+    "diagnostics.md": "tests/test_diagnostics.py runs it",
+    "family.md": "tests/test_family.py runs it",
+    "scaling.md": "wants eight devices; tests/test_meshes.py has its cases",
+}
+WITH_CODE = [page for page in PAGES if page.name not in NOT_RUN and BLOCK.search(page.read_text())]
+
+
+def load(name):
+    """A Sphinx extension of the site, without Sphinx."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "_ext" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page):
+    """The Python code of a page; what wants torch only where torch is installed (the extra `parity`)."""
+    found = BLOCK.findall(page.read_text())
+    return [block for block in found if "import torch" not in block[0] or importlib.util.find_spec("torch")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_the_pages_code_runs(page, capsys):
+    scope = {"__name__": page.stem}
+    for code, text in blocks(page):
+        exec(compile(code, str(page), "exec"), scope)
+        said = capsys.readouterr().out
+        # Comments after all prints of a block say what they print.
+        comments = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
+        if text:
+            assert said == text
+        elif comments and len(comments) == len(re.findall(r"^print\(", code, re.MULTILINE)):
+            assert said.splitlines() == comments
+
+
+def test_the_pages_that_do_not_run_exist():
+    assert {page.name for page in PAGES} >= NOT_RUN.keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_to_files(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[\w.-]*)?\)", text)
+    gone = [link for link in links if not re.match(r"\w+:", link) and not (page.parent / link).exists()]
+    assert not gone
+
+
+def test_tests_that_the_pages_name_exist():
+    for page in PAGES:
+        for file, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
+            assert (ROOT / file).exists(), (page.name, file)
+            names = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if hasattr(node, "name")}
+            assert not test or test in names, (page.name, test)
+
+
+def test_names_that_the_paper_map_gives_exist():
+    text = (DOCS / "paper_map.md").read_text()
+    found = re.findall(r"`((?:normpre_optax|examples)(?:\.\w+)+)`", text)
+    assert len(found) > 30
+    for name in found:
+        module, _, last = name.rpartition(".")
+        holder = importlib.util.find_spec(name) if _is_module(name) else getattr(importlib.import_module(module), last)
+        assert holder is not None, name
+
+
+def _is_module(name):
+    path = ROOT / name.replace(".", "/")
+    return path.with_suffix(".py").exists() or path.is_dir()
+
+
+# The check of public names.
+
+DOCUMENTED = '''
+"""A module."""
+LIMIT = 3
+"""A number."""
+def told():
+    """It is told."""
+class Thing:
+    """A thing."""
+    def use(self):
+        """Use it."""
+'''
+UNDOCUMENTED = {
+    "a function": (DOCUMENTED + "def silent(): pass\n", ["the public name face.silent has no documentation"]),
+    "a constant": (DOCUMENTED + "OTHER = 4\n", ["the public name face.OTHER has no documentation"]),
+    "a method": (DOCUMENTED + "    def drop(self): pass\n", ["the method face.Thing.drop has no documentation"]),
+    "a named tuple": (
+        DOCUMENTED + "from typing import NamedTuple\nclass Pair(NamedTuple):\n    a: int\n",
+        ["the public name face.Pair has no documentation"],
+    ),
+    "a hidden one": (DOCUMENTED + "def _own(): pass\n", []),
+}
+
+
+def face(tmp_path, monkeypatch, source):
+    """A module of this source."""
+    (tmp_path / "face.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "face", raising=False)
+    return importlib.import_module("face")
+
+
+@pytest.mark.parametrize("case", UNDOCUMENTED)
+def test_an_undocumented_name_is_a_problem(case, tmp_path, monkeypatch):
+    source, expected = UNDOCUMENTED[case]
+    module = face(tmp_path, monkeypatch, source)
+    check = load("public_names")
+    listed = [f"face.{name}" for name in check.public_names(module)]
+    assert list(check.problems(module, listed)) == expected
+
+
+def test_a_name_without_a_page_is_a_problem(tmp_path, monkeypatch):
+    module = face(tmp_path, monkeypatch, DOCUMENTED)
+    found = load("public_names").problems(module, ["face.LIMIT", "face.Thing"])
+    assert list(found) == ["the public name face.told stands on no page"]
+
+
+def test_the_library_documents_its_public_names():
+    check = load("public_names")
+    assert check.public_names(npo) == list(npo.__all__)
+    assert {"measure", "normalized", "Constants", "NAMES"} <= set(check.public_names(npo.diagnostics))
+    for module in (npo, npo.diagnostics):
+        listed = [f"{module.__name__}.{name}" for name in check.public_names(module)]
+        assert not list(check.problems(module, listed))
+    assert check.documentation(npo, "STATIC_ARGS").startswith("Arguments that")
+    assert not list(check.problems(types.SimpleNamespace(__all__=[], __name__="empty"), []))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "status"), [("", 0), ("def silent(): pass\n", 1)])
+def test_an_undocumented_name_fails_the_build(more, status, tmp_path):
+    pytest.importorskip("sphinx")
+    source, output = tmp_path / "source", tmp_path / "output"
+    source.mkdir()
+    (source / "face.py").write_text(DOCUMENTED + more)
+    paths = [str(DOCS / "_ext"), str(source)]
+    settings = ["extensions = ['sphinx.ext.autodoc', 'public_names']", "public_modules = ('face',)"]
+    (source / "conf.py").write_text("\n".join([f"import sys; sys.path += {paths}", *settings]))
+    (source / "index.rst").write_text("Face\n====\n\n.. automodule:: face\n   :members:\n   :undoc-members:\n")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(source), str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert ("the public name face.silent has no documentation" in done.stderr) == bool(status)
+
+
+# Pages that are made.
+
+
+def test_notebooks_are_copied_and_listed(tmp_path):
+    pages = load("pages")
+    source, target = tmp_path / "notebooks", tmp_path / "docs" / "notebooks"
+    target.parent.mkdir()
+    pages.copy(source, target)
+    assert "There are none" in (target / "index.md").read_text()
+
+    source.mkdir()
+    for name in ("zebra", "spectrum", "ablation"):
+        (source / f"{name}.ipynb").write_text("{}")
+    pages.copy(source, target)
+    assert (target / "zebra.ipynb").read_text() == "{}"
+    assert "spectrum\nablation\nzebra\n" in (target / "index.md").read_text()
+
+    (source / "zebra.ipynb").unlink()
+    pages.copy(source, target)
+    assert not (target / "zebra.ipynb").exists()
+    assert "zebra" not in (target / "index.md").read_text()
+
+
+def test_reports_get_a_heading():
+    titled = load("pages").titled
+    assert titled("results/small_eigh", "`command`\n") == "# small eigh\n\n`command`\n"
+    assert titled("results/nano/README", "# Comparison\n") == "# Comparison\n"
+
+
+# Learning rates of docs/moving.md and of the README.
+
+SHAPES = {"square": (24, 24), "tall": (48, 24), "wide": (24, 48)}  # (out, in)
+
+
+def first_updates(tx, scale=1.0):
+    """The first update of kernels (in, out) under random gradients."""
+    keys = dict(zip(SHAPES, jax.random.split(jax.random.key(0), len(SHAPES)), strict=True))
+    grads = {name: {"kernel": scale * jax.random.normal(keys[name], SHAPES[name][::-1])} for name in SHAPES}
+    params = jax.tree.map(lambda x: jnp.full_like(x, 0.02), grads)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    return {name: updates[name]["kernel"] for name in SHAPES}
+
+
+def sizes(tx):
+    """Root mean squares of the first updates."""
+    return {name: float(jnp.sqrt(jnp.mean(x**2))) for name, x in first_updates(tx).items()}
+
+
+@pytest.mark.slow
+def test_learning_rates_of_other_muons_become_ours():
+    # The exact msign: five steps of Newton-Schulz leave singular values between 0.7 and 1.2.
+    exact = {"weight_decay": 0.0, "ns_steps": None}
+    keller, moonlight = (sizes(npo.muon(1.0, convention=c, **exact)) for c in ("keller", "moonlight"))
+    ours = sizes(npo.normpre_g(1.0, **exact))
+    for name, (_, columns) in SHAPES.items():
+        np.testing.assert_allclose(keller[name], columns**-0.5, rtol=1e-5)
+        np.testing.assert_allclose(5 * columns**-0.5 * ours[name], keller[name], rtol=1e-5)
+        np.testing.assert_allclose(ours[name], moonlight[name], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("consistent_rms", "convention"), [(None, "keller"), (0.2, "moonlight")])
+def test_optaxs_muon_has_the_size_of_ours(consistent_rms, convention):
+    theirs = sizes(optax.contrib.muon(0.01, consistent_rms=consistent_rms))
+    ours = sizes(npo.muon(0.01, convention=convention, weight_decay=0.0))
+    # Both run five steps of Newton-Schulz in float32, in another order of products.
+    np.testing.assert_allclose([*theirs.values()], [*ours.values()], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_weight_decay_moves_with_the_learning_rate():
+    # Zero gradients leave the decay alone: lr wd must stay what it was.
+    rate = 5 * 0.02 / 24**0.5
+    before = first_updates(npo.muon(0.02, convention="keller", weight_decay=0.1), scale=0.0)
+    after = first_updates(npo.normpre_g(rate, weight_decay=0.1 * 0.02 / rate), scale=0.0)
+    for name in SHAPES:
+        np.testing.assert_allclose(before[name], -0.02 * 0.1 * 0.02, rtol=1e-6)
+        np.testing.assert_allclose(after[name], before[name], rtol=1e-6)
