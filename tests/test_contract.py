@@ -31,8 +31,8 @@ FACTORIES = {
     "mano-2": functools.partial(npo.mano, version=2),
 }
 # The other relatives are made of the same parts, and `test_family` holds them to what their own parts could break. They
-# keep every promise here too, which takes minutes: those with parts of their own among the slow tests, Muon with one
-# stage more among the thorough ones.
+# keep every promise here too, which takes minutes: two that keep states of their own among the slow tests, the others
+# among the thorough ones.
 RELATIVES = {
     "rmnp": npo.rmnp,
     "muoneq": functools.partial(npo.muoneq, mode="RC"),
@@ -43,7 +43,7 @@ RELATIVES = {
     "swan": npo.swan,
     "dion": functools.partial(npo.dion, rank=2),
 }
-OF_THEIR_OWN = ("normuon", "adamuon", "swan", "dion")
+OF_THEIR_OWN = ("adamuon", "dion")  # states of both kinds: as the parameter, and of another shape
 
 
 def when_to_run(name):

@@ -123,15 +123,21 @@ def test_an_optimizer_on_a_mesh_of_three_axes_needs_no_argument():
     check("normpre_g", "2x2x2", layouts=("both", "wte"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+# Half a minute of one core each: what differs from others in no part that meshes touch is thorough.
+THOROUGH = {"2x4", "rmnp", "moga", "muoneq", "muon_plus"}
+
+
+def slow(names):
+    return [pytest.param(name, marks=pytest.mark.thorough if name in THOROUGH else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("mesh", slow(MESHES))
 @pytest.mark.parametrize("name", ["normpre_g", "normpre_l"])
 def test_every_mesh(name, mesh):
     check(name, mesh)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(FACTORIES) - {"normpre_g", "normpre_l"}))
+@pytest.mark.parametrize("name", slow(sorted(set(FACTORIES) - {"normpre_g", "normpre_l"})))
 def test_every_optimizer(name):
     check(name, "2x2x2", layouts=("both", "layers"))
 

@@ -280,13 +280,7 @@ def test_an_ablation_from_end_to_end(flags, tmp_path):
     said = {}
     for name in ("source", "rank"):
         command = [sys.executable, "-m", "examples.pretrain", "ablate", name, *common]
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         said[name] = done.stdout
     folder = tmp_path / "runs" / "ablate-tiny" / "report"

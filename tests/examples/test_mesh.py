@@ -309,9 +309,14 @@ def test_eight_devices_and_fewer(runs):
         close(resumed, one)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("processes", "axes"), [(2, "data=2,fsdp=2"), (4, "data=2,tensor=2")])
+@pytest.mark.parametrize(
+    ("processes", "axes"),
+    [
+        pytest.param(2, "data=2,fsdp=2", marks=pytest.mark.slow),
+        pytest.param(4, "data=2,tensor=2", marks=pytest.mark.thorough),
+    ],
+)
 def test_processes_that_train_together(runs, processes, axes):
     runs.flags += ["--optimizer", "normpre_l" if processes == 2 else "normpre_g"]
     one = runs.finish("one")
@@ -322,9 +327,8 @@ def test_processes_that_train_together(runs, processes, axes):
     assert runs.said("many").count("Final validation loss") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_run_that_lost_a_process_goes_on_exactly(runs, lost):
     flags = ["--mesh", "data=2", "--steps", "120", "--checkpoint-every", "20"]
     whole = runs.finish("whole", *flags, processes=2)
