@@ -121,19 +121,19 @@ def test_a_few_stacks_return(method):
     run(METHODS[method], FEW, 10, 0, 120)
 
 
-@pytest.mark.slow
+def often(*methods):
+    """All methods; CI runs those named, which factor most, and the others are thorough."""
+    return [pytest.param(m, marks=pytest.mark.slow if m in methods else pytest.mark.thorough) for m in METHODS]
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", often("normpre_l-sketch", "normpre_l-exact"))
 def test_two_hundred_steps_of_48_matrices_return(method):
     assert sum(shape[0] if len(shape) == 3 else 1 for shape in MANY.values()) == 48
     run(METHODS[method], MANY, 200, 0, 800)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "method",
-    # The sketch factors most; the others are thorough.
-    [pytest.param(m, marks=pytest.mark.slow if m == "normpre_l-sketch" else pytest.mark.thorough) for m in METHODS],
-)
+@pytest.mark.parametrize("method", often("normpre_l-sketch"))
 def test_they_return_under_vmap_too(method):
     run(METHODS[method], MANY, 20, 4, 800)

@@ -109,8 +109,10 @@ FORMS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param((2, 1, 2), marks=pytest.mark.thorough), pytest.param((1, 2, 2), marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_model_on_a_mesh_has_the_gradient_of_one_device(name, shape):
     config = dataclasses.replace(MODEL, **FORMS[name])

@@ -22,8 +22,13 @@ def test_it_is_short_and_the_switch_is_one_line():
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["normpre_g(rate)", "optax.adamw(rate)"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param("normpre_g(rate)", marks=pytest.mark.slow),
+        pytest.param("optax.adamw(rate)", marks=pytest.mark.thorough),
+    ],
+)
 def test_it_learns(tmp_path, optimizer):
     script = tmp_path / "quickstart.py"
     script.write_text(QUICKSTART.read_text().replace("model, normpre_g(rate)", f"model, {optimizer}"))

@@ -88,7 +88,7 @@ NEAR_ADAMW = {"muon", "muoneq"}  # by Moonlight's factor, which is 0.2 for a mat
 EXACTLY_ADAMW = {"mano", "normpre_g", "normpre_l", "adamuon", "swan"}
 
 
-@pytest.mark.parametrize("name", [*PAPERS, *(pytest.param(name, marks=pytest.mark.slow) for name in RELATIVES)])
+@pytest.mark.parametrize("name", [*PAPERS, *(pytest.param(name, marks=pytest.mark.thorough) for name in RELATIVES)])
 def test_every_optimizer_by_name(name):
     params = named(model_and_params()[1])
     updates, decayed = first_updates(name)
