@@ -259,7 +259,7 @@ def draw_losses(axes: Axes, content: dict[str, Any]) -> bool:
     axes.set_ylim(min(shown) - margin, max(shown) + margin)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     frame(axes)
     return True
