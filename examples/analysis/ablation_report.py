@@ -86,7 +86,7 @@ def _number(value: float) -> str:
 
 
 def _difference(value: float, other: float) -> str:
-    return "" if math.isnan(value - other) or value == other else f"{value - other:+.4f}"
+    return "" if math.isnan(value - other) or value == other else f"{round(value - other, 4) + 0.0:+.4f}"
 
 
 def _loss(cell: Cell) -> str:
@@ -117,7 +117,7 @@ def verdicts(content: dict[str, Any]) -> list[str]:
 def _pair(here: dict[str, Cell], paper: dict[str, Sequence[float]], place: int, a: str, b: str) -> tuple[bool, str]:
     ours, theirs = here[a].mean - here[b].mean, paper[a][place] - paper[b][place]
     error = math.hypot(here[a].error, here[b].error)
-    certain = "one seed" if math.isnan(error) else "clear" if abs(ours) > CLEAR * error else "within the noise"
+    certain = "one seed each" if math.isnan(error) else "clear" if abs(ours) > CLEAR * error else "within the noise"
     agrees = (ours > 0) == (theirs > 0)
     order = "as in the paper" if agrees else "other than in the paper"
     return agrees, f"{a} - {b} {ours:+.4f} ({certain}), the paper {theirs:+.4f}: {order}"

@@ -119,7 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         contents = [json.loads(file.read_text()) for file in chosen.files]
         found = points(contents)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
+        print(f"error: one of the files is no ablation's data: {error!r}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     chosen.out.mkdir(parents=True, exist_ok=True)

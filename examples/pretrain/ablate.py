@@ -205,14 +205,29 @@ def main(arguments: Sequence[str]) -> None:
     if options.rows:
         known = {name: some_rows(known[name], options.rows) for name in ([word] if word != "all" else known)}
     wanted = list(known) if word == "all" else [word]
+    for name in wanted:
+        refuse_what_varies(name, known[name], overrides)
     for arm in (arm for name in wanted for arm in arms(known[name], study.config, 1)):
         check(parse([*study.config_flags, *arm.variant.flags]))
     console = Console(markup=False, highlight=False, soft_wrap=True)
     with on_signals(stop):
         data.open_corpus(study.config.data, console.print)  # once, before arms could make it side by side
-        study.begin()
-        for name in wanted:
-            run(study, name, known[name], options, shlex.join(arguments), console)
+        with study.begun():
+            for name in wanted:
+                run(study, name, known[name], options, shlex.join(arguments), console)
+
+
+def refuse_what_varies(name: str, ablation: Ablation, overrides: Sequence[str]) -> None:
+    """The published row has no flags of its own, so what a row changes must not be set for all of them.
+
+    Raises:
+        RunError: naming the flag.
+    """
+    rows = (ablation.variant(row, who).flags for row in ablation.rows for who in ablation.optimizers)
+    varied = {part for flags in rows for part in flags if part.startswith("--")} | {"--seed"}
+    for given in overrides:
+        if given.partition("=")[0].replace("_", "-") in varied:
+            raise RunError(f"{given.partition('=')[0]} is what `ablate {name}` sets itself: leave it out")
 
 
 def some_rows(ablation: Ablation, text: str) -> Ablation:

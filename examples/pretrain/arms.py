@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from .config import Config, RunError
 from .logs import read_lines, write_json
-from .processes import Stopped
+from .processes import Stopped, lock
 from .variants import Variant
 
 ROOT = Path(__file__).parents[2]
@@ -55,11 +55,12 @@ class Study:
     jobs: int
     results: dict[Arm, dict[str, Any]] = field(default_factory=dict)
 
-    def begin(self) -> None:
-        """Make the folder, which holds the arms of one setting.
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Make the folder, which holds the arms of one setting, and keep other studies out of it.
 
         Raises:
-            RunError: where it holds those of another.
+            RunError: where it holds those of another setting, or another process is at work in it.
         """
         file = self.folder / "study.json"
         if file.exists():
@@ -67,7 +68,13 @@ class Study:
             if before != self.config_flags:
                 raise RunError(f"{self.folder} holds runs with other settings ({shlex.join(before)}): --name another")
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(file, {"flags": self.config_flags})
+        held = lock(self.folder)
+        try:
+            write_json(file, {"flags": self.config_flags})
+            yield
+        finally:
+            if held:
+                held.close()
 
     def flags(self, arm: Arm) -> list[str]:
         """Of the arm's run."""

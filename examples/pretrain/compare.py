@@ -73,19 +73,19 @@ def run(comparison: Comparison, arguments: str, console: Console) -> None:
     """All arms, table 2, and the report."""
     options, study, variants = comparison.options, comparison.study, comparison.variants
     data.open_corpus(study.config.data, console.print)  # once, before arms could make it side by side
-    study.begin()
     sweep = [Arm(variant, rate, 0) for variant in variants for rate in comparison.learning_rates[variant]]
     sweep.sort(key=lambda arm: arm.learning_rate)
     console.print(
         f"{study.config.config}: {len(sweep)} arms of {', '.join(map(str, variants))}, then {options.seeds} "
         f"seed(s) at the best learning rates; {study.config.steps:,} steps each, in {study.folder}/"
     )
-    study.run(sweep, console)
-    best = best_rates(study.results)
-    seeds = range(1, options.seeds)
-    study.run([Arm(variant, best[variant], seed) for seed in seeds for variant in variants if variant in best], console)
-    efficiency = study.efficiency(variants, options.efficiency_steps, console) if options.efficiency else None
-    report(study, best, efficiency, arguments, console)
+    with study.begun():
+        study.run(sweep, console)
+        best = best_rates(study.results)
+        others = [(seed, variant) for seed in range(1, options.seeds) for variant in variants if variant in best]
+        study.run([Arm(variant, best[variant], seed) for seed, variant in others], console)
+        efficiency = study.efficiency(variants, options.efficiency_steps, console) if options.efficiency else None
+        report(study, best, efficiency, arguments, console)
     if not best:
         raise RunError("no arm came to its end: every learning rate was too high, or see the reasons above")
 

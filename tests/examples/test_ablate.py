@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from examples.analysis import ablation_report, radial
-from examples.pretrain import ablate, ablations, configs, main
-from examples.pretrain.config import check
+from examples.pretrain import ablate, ablations, configs, main, optimizers
+from examples.pretrain.arms import environment
+from examples.pretrain.compare import make_study
+from examples.pretrain.config import RunError, check
 from normpre_optax import normpre_g, normpre_l
 from tests import reference
 
@@ -68,6 +70,10 @@ def test_some_rows_and_the_published_one():
         (["tangents"], "not 'tangents'"),
         (["tangent", "--seeds", "0"], "must be at least 1"),
         (["tangent", "--rows", "strict;weak"], "--rows must be of no tangent; strict; relaxed, got 'weak'"),
+        (["tangent", "--matrix.tangent", "none"], "--matrix.tangent is what `ablate tangent` sets itself"),
+        (["rank", "--matrix.rank=8"], "--matrix.rank is what `ablate rank` sets itself"),
+        (["all", "--optimizer", "muon"], "--optimizer is what `ablate tangent` sets itself"),
+        (["tangent", "--seed", "3"], "--seed is what `ablate tangent` sets itself"),
         (["tangent", "--resume"], "goes on where it was by itself"),
         (["tangent", "--config", "huge"], "--config must be one of"),
     ],
@@ -152,6 +158,29 @@ def test_the_preconditioner_from_x_survives_zeros_and_any_scale():
             np.testing.assert_allclose(update(scale), update(1.0), atol=2e-4)
 
 
+def test_a_folder_belongs_to_one_study_at_a_time(tmp_path):
+    first, second = (make_study("ablate", "tiny", [], tmp_path, "", 1) for _ in range(2))
+    with first.begun(), pytest.raises(RunError, match="another process is writing"), second.begun():
+        pass
+    with second.begun():
+        assert json.loads((tmp_path / "ablate-tiny" / "study.json").read_text()) == {"flags": ["--config", "tiny"]}
+
+
+@pytest.mark.parametrize("name", ["normpre_g", "normpre_l"])
+def test_the_source_reaches_the_optimizer(name):
+    grads = {"dense": {"kernel": jnp.asarray(matrices((6, 10), seed=5).T, jnp.float32)}}
+    params = jax.tree.map(jnp.ones_like, grads)
+    updates = {}
+    for source in ("psi", "x"):
+        config = configs.parse(["--config", "tiny", "--optimizer", name, "--matrix.source", source, "--clip", "none"])
+        tx = optimizers.make_optimizer(config, lambda t: jnp.float32(0.1))
+        updates[source] = tx.update(grads, tx.init(params), params)[0]["dense"]["kernel"]
+    direct = ablations.FROM_X[name](0.1)
+    expected = direct.update(grads, direct.init(params), params)[0]["dense"]["kernel"]
+    np.testing.assert_allclose(updates["x"], expected, atol=1e-6)
+    assert np.abs(updates["x"] - updates["psi"]).max() > 1e-3
+
+
 def test_the_reference_is_the_papers():
     """With X = Psi the float64 rules above are those of the reference transcription."""
     psi = matrices((6, 10), seed=4, equal_rows=True)
@@ -206,7 +235,7 @@ def test_the_verdict_is_pair_by_pair(content):
     assert "none - relaxed -0.4000 (clear), the paper +0.0200: other than in the paper" in g
     assert l == (
         "NormPre-L: 0 of 1 pairs in the paper's order. "
-        "none - relaxed -0.1000 (one seed), the paper +0.0300: other than in the paper."
+        "none - relaxed -0.1000 (one seed each), the paper +0.0300: other than in the paper."
     )
     content["arms"][0]["best_validation_loss"] = 3.0 + 0.78
     assert "none - relaxed -0.0100 (within the noise)" in ablation_report.verdicts(content)[0]
@@ -240,7 +269,7 @@ def test_rows_that_are_numbers_with_their_cost(content, tmp_path):
 def test_a_single_seed_has_no_error(content):
     content["arms"] = [arm for arm in content["arms"] if arm["seed"] == 0]
     assert math.isnan(ablation_report.cells(content, "normpre_g")["none"].error)
-    assert "(one seed)" in ablation_report.verdicts(content)[0]
+    assert "(one seed each)" in ablation_report.verdicts(content)[0]
 
 
 def radial_content(content, width: int, steps: int, relaxed: float) -> dict:
@@ -275,19 +304,20 @@ def test_when_the_tangent_pays(content, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_ablation_from_end_to_end(flags, tmp_path):
-    """Two ablations share what they have in common; the layers are chosen by path."""
-    common = [*flags, "--seeds", "1", "--jobs", "2", "--steps", "20", "--warmup-steps", "2", "--efficiency-steps", "3"]
-    said = {}
-    for name in ("source", "rank"):
-        command = [sys.executable, "-m", "examples.pretrain", "ablate", name, *common]
+    """Two rows of a table; what has run once is not run again."""
+    command = [sys.executable, "-m", "examples.pretrain", "ablate", "rank", "--rows", "1", *flags, "--jobs", "2"]
+    command += ["--seeds", "1", "--steps", "20", "--warmup-steps", "2", "--efficiency-steps", "3"]
+    said = []
+    for _ in range(2):
         done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        said[name] = done.stdout
-    folder = tmp_path / "runs" / "ablate-tiny" / "report"
-    content = json.loads((folder / "rank.json").read_text())
-    assert len(content["arms"]) == 4
-    assert content["cost"].keys() == {f"{row}/normpre_l" for row in content["rows"]}
-    assert all(arm["status"] == "finished" for arm in content["arms"])
-    losses = {arm["row"] + arm["optimizer"]: arm for arm in json.loads((folder / "source.json").read_text())["arms"]}
-    assert losses["Xnormpre_g"]["best_validation_loss"] != losses["Psinormpre_g"]["best_validation_loss"]
-    assert "was there: " not in said["source"]
+        said.append(done.stdout)
+    assert [text.count("was there: ") for text in said] == [0, 2]
+    content = json.loads((tmp_path / "runs" / "ablate-tiny" / "report" / "rank.json").read_text())
+    assert [arm["row"] for arm in content["arms"] if arm["status"] == "finished"] == ["1", "4"]
+    assert content["cost"].keys() == {"1/normpre_l", "4/normpre_l"}
+    other = subprocess.run(
+        [*command, "--batch-size", "4"], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert other.returncode == 1
+    assert "holds runs with other settings" in other.stderr
