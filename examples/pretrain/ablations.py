@@ -25,8 +25,6 @@ from normpre_optax.linalg.newton_schulz import coefficient_table, unit_frobenius
 from normpre_optax.linalg.rows import unit_rows
 from normpre_optax.transforms.oriented import chain
 
-Response = Callable[[jax.Array], jax.Array]
-
 
 def normpre_g_from_x(
     learning_rate: optax.ScalarOrSchedule,
