@@ -94,12 +94,13 @@ def combinations():
         for orientation in ORIENTATIONS:
             for tangent, radius in TANGENTS:
                 usual = orientation == "alternating" or (tangent, radius) == TANGENTS[0]
+                long = pytest.mark.thorough if orientation == "columns" else pytest.mark.slow  # rows of the transpose
                 yield pytest.param(
                     stage,
                     orientation,
                     tangent,
                     radius,
-                    marks=() if usual else pytest.mark.slow,
+                    marks=() if usual else long,
                     id=f"{stage}-{orientation}-{tangent}-{radius}",
                 )
 

@@ -124,7 +124,7 @@ def test_an_optimizer_on_a_mesh_of_three_axes_needs_no_argument():
 
 
 # Half a minute of one core each: what differs from others in no part that meshes touch is thorough.
-THOROUGH = {"2x4", "rmnp", "moga", "muoneq", "muon_plus"}
+THOROUGH = {"2x4", "rmnp", "moga", "muoneq", "muon_plus", "mano", "normuon", "swan", "normpre_g-columns"}
 
 
 def slow(names):

@@ -102,6 +102,7 @@ def test_small_eigh(tmp_path, size, shifts):
     assert all(row["tie"]["wrong"] == 0 for row in others if "filter" not in row["solver"])
 
 
+@pytest.mark.thorough
 def test_end_to_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     end_to_end.main(end_to_end.Options(warmup=1, steps=2, out=tmp_path))
