@@ -47,6 +47,8 @@ class ModelConfig:
     """llama, qwen3: base of the rotary frequencies."""
     norm_epsilon: float = 1e-6
     """Added to the variance (mean square) in every norm."""
+    hidden_std: float = 0.02
+    """Standard deviation that the entries of the hidden matrices begin with; those of tables and head have 0.02."""
     scaled_residuals: bool = True
     """Whether the last matrix of every branch starts smaller by sqrt(2 layers), as in GPT-2, or like the others."""
     scan_layers: bool = False
@@ -283,12 +285,15 @@ def from_dict(flat: dict[str, Any]) -> Config:
 
 
 def differences(stored: dict[str, Any], config: Config) -> list[str]:
-    """What keeps ``config`` from continuing the run whose flat configuration is ``stored``, one phrase per field."""
-    now = to_dict(config)
+    """What keeps ``config`` from continuing the run whose flat configuration is ``stored``, one phrase per field.
+
+    A field that is newer than the run had its default's effect.
+    """
+    was, now = to_dict(Config()) | stored, to_dict(config)
     return [
-        f"{flag(key)} was {stored.get(key)!r}, is {now.get(key)!r}"
+        f"{flag(key)} was {was[key]!r}, is {now.get(key)!r}"
         for key in dict.fromkeys([*stored, *now])
-        if key not in FREE_ON_RESUME and stored.get(key) != now.get(key)
+        if key not in FREE_ON_RESUME and was[key] != now.get(key)
     ]
 
 
@@ -344,7 +349,7 @@ MAY_BE_ZERO = frozenset(
     {"seed", "process", "warmup_steps", "sample_tokens", "matrix.oversample", "matrix.power_iterations"}
 )
 POSITIVE = (
-    *("learning_rate", "clip_norm", "model.rotary_base", "model.norm_epsilon"),
+    *("learning_rate", "clip_norm", "model.rotary_base", "model.norm_epsilon", "model.hidden_std"),
     *("matrix.rms", "matrix.tangent_radius", "matrix.muon_ratio"),
 )
 

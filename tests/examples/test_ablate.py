@@ -272,7 +272,7 @@ def test_a_single_seed_has_no_error(content):
     assert "(one seed each)" in ablation_report.verdicts(content)[0]
 
 
-def radial_content(content, width: int, steps: int, relaxed: float) -> dict:
+def radial_content(content, width: int, steps: int, relaxed: float, std: float | None = None) -> dict:
     """Two seeds of three treatments at one size."""
     losses = {"relaxed": relaxed, "bounded": 3.0, "no tangent": 3.0}
     found = [
@@ -281,20 +281,30 @@ def radial_content(content, width: int, steps: int, relaxed: float) -> dict:
         for arm in content["arms"][:2]
     ]
     config = {**content["config"], "model.width": width, "steps": steps}
+    config |= {} if std is None else {"model.hidden_std": std}
     return {**content, "name": "radial", "rows": list(losses), "published": "relaxed", "config": config, "arms": found}
 
 
 def test_when_the_tangent_pays(content, tmp_path, capsys):
-    sizes = [(128, 9, 3.1), (64, 9, 3.2), (64, 27, 2.9)]
-    files = [tmp_path / f"{width}-{steps}.json" for width, steps, _ in sizes]
+    sizes = [(128, 9, 3.1), (64, 9, 3.2), (64, 27, 2.9), (64, 9, 2.8, 0.07)]
+    files = [tmp_path / f"{i}.json" for i in range(len(sizes))]
     for file, size in zip(files, sizes, strict=True):
         file.write_text(json.dumps(radial_content(content, *size)))
     assert radial.main([*map(str, files), "--out", str(tmp_path / "out")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == "| 64 | 9 | relaxed | 2 | 3.2050 | +0.2000 | 0.50 | 10% |"
-    assert lines[3] == "| 64 | 9 | bounded | 2 | 3.0050 | +0.0000 (within the noise) | 0.50 | 10% |"
-    assert lines[5] == "| 64 | 27 | relaxed | 2 | 2.9050 | -0.1000 | 0.50 | 10% |"
+    assert lines[2] == "| 64 | 9 | 0.1 | 0.30 | relaxed | 2 | 3.2050 | +0.2000 | 0.50 | 10% |"
+    assert lines[3] == "| 64 | 9 | 0.1 | 0.30 | bounded | 2 | 3.0050 | +0.0000 (within the noise) | 0.50 | 10% |"
+    assert lines[5] == "| 64 | 9 | 0.1 | 0.30 | relaxed | 2 | 2.8050 | -0.2000 | 0.50 | 10% |"
+    assert lines[8] == "| 64 | 27 | 0.1 | 0.30 | relaxed | 2 | 2.9050 | -0.1000 | 0.50 | 10% |"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"README.md", "radial.png", "radial.svg"}
+    found = radial.points([json.loads(file.read_text()) for file in files])
+    assert radial.usual(found) == (64, 9, 0.1, 0.02)
+    width, steps, start, norms = radial.draw(found).axes  # the learning rate does not vary
+    relaxed = {axes: sorted(axes.containers[0].lines[0].get_ydata()) for axes in (width, steps, start, norms)}
+    np.testing.assert_allclose(relaxed[width], [0.1, 0.2])
+    np.testing.assert_allclose(relaxed[steps], [-0.1, 0.2])
+    np.testing.assert_allclose(relaxed[start], [-0.2, 0.2])
+    np.testing.assert_allclose(relaxed[norms], [0.5, 0.5])
     files[0].write_text(json.dumps(content))
     assert radial.main([*map(str, files), "--out", str(tmp_path / "other")]) == 1
     assert "no data of `ablate radial`" in capsys.readouterr().err

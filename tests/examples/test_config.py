@@ -136,6 +136,9 @@ def test_differences_name_what_changes_the_numbers_only():
     changed = differences(stored, dataclasses.replace(Config(), learning_rate=1.0, seed=5))
     assert changed == ["--seed was 0, is 5", f"--learning-rate was {Config().learning_rate}, is 1.0"]
     assert differences({**stored, "gone": 1}, Config()) == ["--gone was 1, is None"]
+    del stored["model.hidden_std"]  # as of a run from before the field
+    assert differences(stored, Config()) == []
+    assert differences(stored, Config(model=ModelConfig(hidden_std=0.1))) == ["--model.hidden-std was 0.02, is 0.1"]
 
 
 def test_run_error_is_no_value_error():

@@ -202,6 +202,11 @@ def test_initial_spread():
         np.testing.assert_allclose(block[branch][last]["kernel"].std(), 0.02 / 4, rtol=0.09)
     same = parameters(build(dataclasses.replace(config, scaled_residuals=False)))["blocks"][3]
     np.testing.assert_allclose(same["mlp"]["down"]["kernel"].std(), 0.02, rtol=0.09)
+    longer = parameters(build(dataclasses.replace(config, hidden_std=0.1)))
+    np.testing.assert_allclose(longer["tokens"]["embedding"], params["tokens"]["embedding"])
+    for branch, kernels in longer["blocks"][3].items():
+        for name in kernels if branch in {"attention", "mlp"} else ():
+            np.testing.assert_allclose(kernels[name]["kernel"], 5 * block[branch][name]["kernel"], rtol=1e-5)
     assert not block["mlp"]["up"]["bias"].any()
 
 

@@ -42,7 +42,7 @@ class Attention(nnx.Module):
         width, std = config.width, residual_std(config)
         self.heads = config.heads
         self.implementation: Implementation = attention_implementation(config, dtype)
-        self.qkv = linear(width, 3 * width, bias=config.bias, dtype=dtype, rngs=rngs)
+        self.qkv = linear(width, 3 * width, std=config.hidden_std, bias=config.bias, dtype=dtype, rngs=rngs)
         self.out = linear(width, width, std=std, bias=config.bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         width, hidden, std = config.width, config.mlp_width, residual_std(config)
-        self.up = linear(width, hidden, bias=config.bias, dtype=dtype, rngs=rngs)
+        self.up = linear(width, hidden, std=config.hidden_std, bias=config.bias, dtype=dtype, rngs=rngs)
         self.down = linear(hidden, width, std=std, bias=config.bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:

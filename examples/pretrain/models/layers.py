@@ -88,7 +88,7 @@ def rms_norm(width: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs) ->
 
 def residual_std(config: ModelConfig) -> float:
     """Initial standard deviation of a residual projection; every block has two."""
-    return INIT_STD / math.sqrt(2 * config.layers) if config.scaled_residuals else INIT_STD
+    return config.hidden_std / math.sqrt(2 * config.layers) if config.scaled_residuals else config.hidden_std
 
 
 def rotate(x_BxTxHxK: jax.Array, base: float) -> jax.Array:
@@ -157,9 +157,9 @@ class RotaryAttention(nnx.Module):
         self.rotary_base = config.rotary_base
         self.implementation: Implementation = attention_implementation(config, dtype)
         inside, shared = config.heads * self.head_width, (config.kv_heads or config.heads) * self.head_width
-        self.query = linear(config.width, inside, dtype=dtype, rngs=rngs)
-        self.key = linear(config.width, shared, dtype=dtype, rngs=rngs)
-        self.value = linear(config.width, shared, dtype=dtype, rngs=rngs)
+        self.query = linear(config.width, inside, std=config.hidden_std, dtype=dtype, rngs=rngs)
+        self.key = linear(config.width, shared, std=config.hidden_std, dtype=dtype, rngs=rngs)
+        self.value = linear(config.width, shared, std=config.hidden_std, dtype=dtype, rngs=rngs)
         self.out = linear(inside, config.width, std=residual_std(config), dtype=dtype, rngs=rngs)
 
     def turn(self, query_BxTxHxK: jax.Array, key_BxTxGxK: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -181,8 +181,8 @@ class GatedMLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)), with matrices (D, F), (D, F) and (F, D)."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.gate = linear(config.width, config.mlp_width, dtype=dtype, rngs=rngs)
-        self.up = linear(config.width, config.mlp_width, dtype=dtype, rngs=rngs)
+        self.gate = linear(config.width, config.mlp_width, std=config.hidden_std, dtype=dtype, rngs=rngs)
+        self.up = linear(config.width, config.mlp_width, std=config.hidden_std, dtype=dtype, rngs=rngs)
         self.down = linear(config.mlp_width, config.width, std=residual_std(config), dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
