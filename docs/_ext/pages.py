@@ -73,15 +73,16 @@ def titled(name: str, text: str) -> str:
     return f"# {name.rpartition('/')[2].replace('_', ' ')}\n\n{text}"
 
 
-def give_title(app, docname: str, source: list[str]) -> None:
-    """Give reports their heading."""
+def prepare(app, docname: str, source: list[str]) -> None:
+    """Give reports their heading; lead links to a notebook's source to its page."""
     if docname.startswith("results/"):
         source[0] = titled(docname, source[0])
+    source[0] = source[0].replace("](../examples/notebooks/", "](notebooks/")
 
 
 def setup(app) -> dict[str, Any]:
     """Copy before sources are looked for, and read reports with headings."""
     root = Path(app.srcdir)
     app.connect("builder-inited", lambda _: copy(root.parent / "examples" / "notebooks", root / "notebooks"))
-    app.connect("source-read", give_title)
+    app.connect("source-read", prepare)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

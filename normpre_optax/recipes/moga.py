@@ -44,7 +44,8 @@ def moga(
     Lengths neither overflow nor vanish and zero rows stay zero.
 
     Args:
-        learning_rate: number or schedule; 0.02 is a start (then give ``adam_learning_rate`` too).
+        learning_rate: number or schedule. Entries of the direction are 1 / n: ``0.2 n`` times AdamW's rate makes updates
+            as large as AdamW's (then give ``adam_learning_rate`` too).
         mode: ``"rows"`` (output neurons) or ``"columns"``.
         nesterov: whether the update looks one gradient ahead, ``U = G + mu M``, or is ``M`` itself.
         momentum: ``mu``.
@@ -68,7 +69,7 @@ def moga(
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import moga
-        >>> tx = moga(0.02, adam_learning_rate=3e-4)
+        >>> tx = moga(0.05, adam_learning_rate=3e-4)  # n = 768
         >>> params = {"kernel": jnp.eye(4), "bias": jnp.ones(4)}
         >>> updates, state = tx.update(params, tx.init(params), params)
 

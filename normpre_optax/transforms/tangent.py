@@ -18,7 +18,8 @@ def project_to_tangent(mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0
     Per row, with the radius c (1 in the paper):
 
     - ``relaxed``: ``x = m - <m, w> w / c^2``, which keeps the radial part times ``1 - ||w||^2 / c^2``. For a row
-      longer than c that factor is negative: the published step shrinks such a row even where the loss wants it longer;
+      longer than c that factor is negative: the published step shrinks it where the loss wants it longer, and lengthens
+      it where the loss wants it shorter;
     - ``bounded``: keeps it times ``max(0, 1 - ||w||^2 / c^2)``;
     - ``strict``: removes it;
     - ``none``: keeps it whole.
