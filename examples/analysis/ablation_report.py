@@ -8,8 +8,9 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +65,10 @@ def table(content: dict[str, Any]) -> str:
     """Losses by row, each with its difference to the published row, here and in the paper."""
     head, paper = [content["axis"] or "setting"], content["paper"]
     for optimizer in content["optimizers"]:
-        head += [NAMES[optimizer][0], "- published"] + ["paper", "- published"] * bool(paper)
+        head += [NAMES[optimizer][0], "- published"]
+        head += [f"paper's {content['axis']}"] * bool(content.get("paper_rows")) + ["paper", "- published"] * bool(
+            paper
+        )
         head += ["optimizer, ms"] * bool(content["cost"])
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in content["rows"]:
@@ -73,6 +77,7 @@ def table(content: dict[str, Any]) -> str:
             here = cells(content, optimizer)
             entries += [_loss(here[row]), _difference(here[row].mean, here[content["published"]].mean)]
             if paper:
+                entries += [content["paper_rows"].get(row, "")] if content.get("paper_rows") else []
                 theirs = paper[row][place] if row in paper else math.nan
                 entries += [_number(theirs), _difference(theirs, paper[content["published"]][place])]
             if content["cost"]:
@@ -184,7 +189,7 @@ def draw_paper(axes: Axes, content: dict[str, Any]) -> None:
         losses = [content["paper"][row][place] for row in rows]
         axes.plot(places, losses, color=colour, marker="_", markersize=14, linewidth=_line(content), label=label)
     axes.set_title("the paper, GPT-2 Small", fontsize=9)
-    _rows_below(axes, content)
+    _rows_below(axes, content, content.get("paper_rows", {}))
 
 
 def draw_frontier(axes: Axes, content: dict[str, Any]) -> None:
@@ -231,16 +236,17 @@ def _places(content: dict[str, Any]) -> list[float]:
     return [float(row) for row in content["rows"]] if content["axis"] else [*range(len(content["rows"]))]
 
 
-def _rows_below(axes: Axes, content: dict[str, Any]) -> None:
-    places = _places(content)
+def _rows_below(axes: Axes, content: dict[str, Any], names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """``names`` stand for the rows' own where they are given."""
+    places, rows = _places(content), [names.get(row, row) for row in content["rows"]]
     if content["axis"]:
         axes.set_xlabel(content["axis"])
         if content["axis"] == "rank":
             axes.set_xscale("log", base=2)
-        axes.set_xticks(places, content["rows"])
+        axes.set_xticks(places, rows)
         axes.minorticks_off()
     else:
-        axes.set_xticks(places, content["rows"], rotation=30, ha="right", fontsize=8)
+        axes.set_xticks(places, rows, rotation=30, ha="right", fontsize=8)
         axes.margins(x=0.15)
     frame(axes)
     if len(content["optimizers"]) == 1 and axes.get_legend():

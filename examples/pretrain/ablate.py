@@ -66,6 +66,7 @@ class Ablation(NamedTuple):
         optimizers: what the settings are applied to, in columns.
         shared: settings of every row.
         paper: the paper's validation losses on GPT-2 Small (one seed) by row, in the order of ``optimizers``.
+        paper_rows: the paper's names of those rows, where they are others.
         axis: what the rows' names count, where they are numbers.
         timed: whether the optimizer's time matters.
     """
@@ -76,6 +77,7 @@ class Ablation(NamedTuple):
     optimizers: tuple[str, ...] = (G, L)
     shared: tuple[str, ...] = ()
     paper: Mapping[str, tuple[float, ...]] = MappingProxyType({})
+    paper_rows: Mapping[str, str] = MappingProxyType({})
     axis: str = ""
     timed: bool = False
 
@@ -124,6 +126,9 @@ def ablations(config: Config) -> dict[str, Ablation]:
             f"{ranks[2]}",
             (L,),
             paper=dict(zip(map(str, ranks), ((3.0962,), (3.0908,), (3.0864,), (3.0827,)), strict=True)),
+            paper_rows={
+                str(r): theirs for r, theirs in zip(ranks, ("8", "16", "32", "64"), strict=True) if str(r) != theirs
+            },
             axis="rank",
             timed=True,
         ),
@@ -272,6 +277,7 @@ def run(study: Study, name: str, ablation: Ablation, options: Options, arguments
         "published": ablation.published,
         "axis": ablation.axis,
         "paper": dict(ablation.paper),
+        "paper_rows": dict(ablation.paper_rows),
         "cost": cost and {"/".join(cells[spec]): row["optimizer_ms"] for spec, row in cost["rows"].items()},
         "arms": [
             {"row": cells[str(arm.variant)][0], "optimizer": cells[str(arm.variant)][1], "seed": arm.seed}

@@ -42,7 +42,8 @@ class Arm(NamedTuple):
     @property
     def name(self) -> str:
         """Its folder."""
-        return f"{','.join((self.variant.optimizer, *self.variant.settings))}-lr{self.learning_rate:g}-seed{self.seed}"
+        variant = ",".join((self.variant.optimizer, *self.variant.settings)).replace("/", ".")
+        return f"{variant}-lr{self.learning_rate:g}-seed{self.seed}"
 
 
 @dataclass

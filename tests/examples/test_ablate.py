@@ -30,7 +30,7 @@ def test_every_row_is_a_run_of_its_own_that_can_be_asked_for(config, name):
     arms = ablate.arms(ablation, config, 2)
     assert len({arm.name for arm in arms}) == len(arms) == 2 * len(ablation.rows) * len(ablation.optimizers)
     for arm in arms:
-        check(configs.parse(["--config", config.config, *arm.variant.flags]))
+        check(configs.parse(["--config", config.config, *arm.variant.flags, "--name", arm.name]))  # a folder's name
     assert ablation.published in ablation.rows
     assert set(ablation.paper) <= set(ablation.rows)
     assert {len(losses) for losses in ablation.paper.values()} <= {len(ablation.optimizers)}
@@ -258,12 +258,14 @@ def test_a_page_can_be_drawn_again(content, tmp_path, capsys):
 def test_rows_that_are_numbers_with_their_cost(content, tmp_path):
     content |= {"rows": ["2", "8"], "published": "8", "axis": "rank", "optimizers": ["normpre_l"], "name": "rank"}
     content |= {"cost": {"2/normpre_l": 1.5, "8/normpre_l": 2.5}, "paper": {"2": (3.1,), "8": (3.0,)}}
+    content |= {"paper_rows": {"2": "16", "8": "64"}}
     for arm, row in zip(content["arms"], ["2", "2", "8", "8"], strict=False):
         arm |= {"row": row, "optimizer": "normpre_l"}
     shown = ablation_report.write(tmp_path, content)
-    assert "| rank | NormPre-L | - published | paper | - published | optimizer, ms |" in shown
-    assert "| **8** | 4.0000 ± 0.1414 |  | 3.0000 |  | 2.50 |" in shown
-    assert len(ablation_report.draw(content).axes) == 3
+    assert "| rank | NormPre-L | - published | paper's rank | paper | - published | optimizer, ms |" in shown
+    assert "| **8** | 4.0000 ± 0.1414 |  | 64 | 3.0000 |  | 2.50 |" in shown
+    here, paper, _ = ablation_report.draw(content).axes
+    assert [label.get_text() for axes in (here, paper) for label in axes.get_xticklabels()] == ["2", "8", "16", "64"]
 
 
 def test_a_single_seed_has_no_error(content):
