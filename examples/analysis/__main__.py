@@ -12,6 +12,7 @@ COMMANDS = {
     "comparison_report": "a comparison's tables, figures and report, drawn again from its comparison.json",
     "ablation_report": "an ablation's table and figure, drawn again from its data",
     "radial": "when the tangent stage pays: radial ablations at several widths and lengths, joined",
+    "lengths": "validation loss over the length of rows, for every setting of several ablations",
     "plot_loss": "the loss curves of runs",
     "theorem": "the convergence theorem held against actual runs",
 }

@@ -196,10 +196,12 @@ def draw_frontier(axes: Axes, content: dict[str, Any]) -> None:
     """Loss over what the optimizer costs."""
     for optimizer in content["optimizers"]:
         _, colour = NAMES[optimizer]
-        for row, cell in cells(content, optimizer).items():
-            cost = content["cost"][f"{row}/{optimizer}"]
+        costs = {row: content["cost"][f"{row}/{optimizer}"] for row in content["rows"]}
+        here = cells(content, optimizer)
+        for place, (row, cost) in enumerate(sorted(costs.items(), key=lambda item: item[1])):
+            cell, height = here[row], (4, -10)[place % 2]  # names of neighbours above and below
             axes.errorbar(cost, cell.mean, cell.error, color=colour, marker="o", markersize=4, capsize=2)
-            axes.annotate(row, (cost, cell.mean), xytext=(4, 4), textcoords="offset points", fontsize=7)
+            axes.annotate(row, (cost, cell.mean), xytext=(4, height), textcoords="offset points", fontsize=7)
     axes.set_xlabel("optimizer, ms a step")
     axes.set_ylabel("validation loss (nats per token)")
     axes.margins(x=0.15)

@@ -44,8 +44,8 @@ def moga(
     Lengths neither overflow nor vanish and zero rows stay zero.
 
     Args:
-        learning_rate: number or schedule. Entries of the direction are 1 / n: ``0.2 n`` times AdamW's rate makes updates
-            as large as AdamW's (then give ``adam_learning_rate`` too).
+        learning_rate: number or schedule. Entries of the direction are about 1 / n: ``0.2 n`` times AdamW's rate makes
+            updates as large as AdamW's (then give ``adam_learning_rate`` too).
         mode: ``"rows"`` (output neurons) or ``"columns"``.
         nesterov: whether the update looks one gradient ahead, ``U = G + mu M``, or is ``M`` itself.
         momentum: ``mu``.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.analysis import ablation_report, radial
+from examples.analysis import ablation_report, lengths, radial
 from examples.pretrain import ablate, ablations, configs, main, optimizers
 from examples.pretrain.arms import environment
 from examples.pretrain.compare import make_study
@@ -310,6 +310,35 @@ def test_when_the_tangent_pays(content, tmp_path, capsys):
     files[0].write_text(json.dumps(content))
     assert radial.main([*map(str, files), "--out", str(tmp_path / "other")]) == 1
     assert "no data of `ablate radial`" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_loss_over_row_length(content, tmp_path, capsys):
+    for arm in content["arms"]:
+        if arm["status"] == "finished":
+            arm["row_norm"] = [[0, 0.1, 0.0], [9, 10.0 - arm["best_validation_loss"], 0.0]]
+    other = {**content, "name": "rank", "rows": ["relaxed"], "optimizers": ["normpre_g"]}
+    found = lengths.points([content, other])
+    assert [(p.optimizer, p.ablation, p.row) for p in found] == [  # the published row is told once, lost arms never
+        *(("normpre_g", "tangent", row) for row in ("none", "strict", "relaxed")),
+        *(("normpre_l", "tangent", row) for row in ("none", "relaxed")),
+    ]
+    np.testing.assert_allclose([found[0].row_norm, found[0].loss], [6.9, 3.1])
+    assert lengths.rank_correlation(found[:3]) == pytest.approx(-1)
+    assert lengths.rank_correlation([found[0]._replace(loss=9.0), *found[1:3]]) == pytest.approx(0.5)
+    near, far = lengths.near_and_far(found[:3])
+    assert ([p.row for p in near], [p.row for p in far]) == (["none", "relaxed"], ["strict"])
+    files = [tmp_path / "tangent.json", tmp_path / "rank.json"]
+    for file, data in zip(files, (content, other), strict=True):
+        file.write_text(json.dumps(data))
+    assert lengths.main([*map(str, files), "--out", str(tmp_path / "out")]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {f"lengths.{x}" for x in ("md", "png", "svg")}
+    text = (tmp_path / "out" / "lengths.md").read_text()
+    assert "over 3 settings: -1.00. Outside the figure: tangent: strict (6.00, 4.0000)." in text
+    for wrong, said in (({**other, "settings": "tiny"}, "different settings: nano, tiny"), ({}, "no ablation's data")):
+        files[1].write_text(json.dumps(wrong))
+        assert lengths.main([*map(str, files), "--out", str(tmp_path / "other")]) == 1
+        assert said in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
