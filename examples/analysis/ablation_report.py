@@ -77,7 +77,9 @@ def table(content: dict[str, Any]) -> str:
             here = cells(content, optimizer)
             entries += [_loss(here[row]), _difference(here[row].mean, here[content["published"]].mean)]
             if paper:
-                entries += [content["paper_rows"].get(row, "")] if content.get("paper_rows") else []
+                entries += (
+                    [content["paper_rows"].get(row, row if row in paper else "")] if content.get("paper_rows") else []
+                )
                 theirs = paper[row][place] if row in paper else math.nan
                 entries += [_number(theirs), _difference(theirs, paper[content["published"]][place])]
             if content["cost"]:

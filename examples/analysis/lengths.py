@@ -36,17 +36,27 @@ class Point(NamedTuple):
 
 
 def points(contents: Sequence[dict[str, Any]]) -> list[Point]:
-    """One for every setting; what several ablations have in common belongs to the first of them."""
-    found: dict[tuple[str, float, float], Point] = {}
+    """One for every setting; what several ablations have in common belongs to the first of them.
+
+    Raises:
+        ValueError: for the ablation of layers, whose rows are partly AdamW's.
+    """
+    found: list[Point] = []
+    first: dict[tuple[str, float, tuple[float, ...]], str] = {}
     for content in contents:
+        name = content["name"]
+        if name == "layers":
+            raise ValueError("rows of `ablate layers` are partly AdamW's: leave it out")
         for optimizer in content["optimizers"]:
             for row, cell in cells(content, optimizer).items():
                 arms = [a for a in content["arms"] if (a["row"], a["optimizer"]) == (row, optimizer)]
                 norms = [a["row_norm"][-1][1] for a in arms if a["status"] == "finished"]
                 if norms:
-                    point = Point(optimizer, content["name"], row, sum(norms) / len(norms), cell.mean)
-                    found.setdefault((optimizer, point.row_norm, point.loss), point)
-    return list(found.values())
+                    point = Point(optimizer, name, row, sum(norms) / len(norms), cell.mean)
+                    key = optimizer, point.row_norm, tuple(cell.losses.tolist())
+                    if first.setdefault(key, name) == name:
+                        found.append(point)
+    return found
 
 
 def rank_correlation(found: Sequence[Point]) -> float:
@@ -95,7 +105,10 @@ def report(found: Sequence[Point], settings: str) -> str:
         far = "; ".join(f"{p.ablation}: {p.row} ({p.row_norm:.2f}, {p.loss:.4f})" for p in near_and_far(mine)[1])
         parts += [
             f"## {NAMES[optimizer][0]}\n",
-            f"Rank correlation of row norm and loss over {len(mine)} settings: {rank_correlation(mine):.2f}."
+            (
+                f"Rank correlation of row norm and loss over {len(mine)} settings: {rank_correlation(mine):.2f}."
+                * (len(mine) > 2)
+            )
             + (f" Outside the figure: {far}." if far else "")
             + "\n",
             "| ablation | setting | row norm at the end | validation loss |\n|---|---|---|---|\n"
@@ -114,10 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         contents = [json.loads(file.read_text()) for file in chosen.files]
         found = points(contents)
         settings = {content["settings"] for content in contents}
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError) as error:
         print(f"error: one of the files is no ablation's data: {error!r}", file=sys.stderr)
         return 1
-    except OSError as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if len(settings) > 1 or not found:

@@ -63,7 +63,7 @@ def points(contents: Sequence[dict[str, Any]]) -> list[Point]:
     """Of every file and row whose seeds came to their end, by setting and row.
 
     Raises:
-        ValueError: where a file is no radial ablation, or lacks the row without tangent.
+        ValueError: where a file is no radial ablation, lacks the row without tangent, or has another's setting.
     """
     found = []
     for content in contents:
@@ -77,12 +77,14 @@ def points(contents: Sequence[dict[str, Any]]) -> list[Point]:
             config["learning_rate"],
             config.get("model.hidden_std", HIDDEN_STD),  # data that is older than the field
         )
+        if any(point.setting == setting for point in found):
+            raise ValueError(f"{content['settings']}: data of the same {setting} is among the files already")
         for row, cell in here.items():
             arms = [a for a in content["arms"] if a["row"] == row and a["status"] == "finished"]
             if arms:
                 ends = [(arm["row_norm"][0][1], *arm["row_norm"][-1][1:]) for arm in arms]
                 norms = [sum(values) / len(ends) for values in zip(*ends, strict=True)]
-                error = (cell.error**2 + here[ALONE].error ** 2) ** 0.5
+                error = 0.0 if row == ALONE else math.hypot(cell.error, here[ALONE].error)
                 found.append(Point(setting, row, cell, cell.mean - here[ALONE].mean, error, *norms))
     return sorted(found, key=lambda p: p.setting)
 
@@ -108,7 +110,7 @@ def table(found: Sequence[Point]) -> str:
 def usual(found: Sequence[Point]) -> Setting:
     """The commonest value of every field, the smaller of equally common ones."""
     settings = sorted({p.setting for p in found})
-    return Setting(*(statistics.mode(values) for values in zip(*settings, strict=True)))
+    return Setting(*(min(statistics.multimode(values)) for values in zip(*settings, strict=True)))
 
 
 def draw(found: Sequence[Point]) -> Figure:
@@ -164,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         contents = [json.loads(file.read_text()) for file in chosen.files]
         found = points(contents)
-    except (KeyError, TypeError) as error:
+    except (LookupError, TypeError) as error:
         print(f"error: one of the files is no ablation's data: {error!r}", file=sys.stderr)
         return 1
     except (OSError, ValueError) as error:

@@ -307,6 +307,8 @@ def test_when_the_tangent_pays(content, tmp_path, capsys):
     np.testing.assert_allclose(relaxed[steps], [-0.1, 0.2])
     np.testing.assert_allclose(relaxed[start], [-0.2, 0.2])
     np.testing.assert_allclose(relaxed[norms], [0.5, 0.5])
+    assert radial.main([*map(str, files), str(files[0]), "--out", str(tmp_path / "twice")]) == 1
+    assert "among the files already" in capsys.readouterr().err
     files[0].write_text(json.dumps(content))
     assert radial.main([*map(str, files), "--out", str(tmp_path / "other")]) == 1
     assert "no data of `ablate radial`" in capsys.readouterr().err
@@ -335,7 +337,13 @@ def test_loss_over_row_length(content, tmp_path, capsys):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {f"lengths.{x}" for x in ("md", "png", "svg")}
     text = (tmp_path / "out" / "lengths.md").read_text()
     assert "over 3 settings: -1.00. Outside the figure: tangent: strict (6.00, 4.0000)." in text
-    for wrong, said in (({**other, "settings": "tiny"}, "different settings: nano, tiny"), ({}, "no ablation's data")):
+    layers, empty = {**other, "name": "layers"}, {**content["arms"][0], "row_norm": []}
+    for wrong, said in (
+        ({**other, "settings": "tiny"}, "different settings: nano, tiny"),
+        (layers, "leave it out"),
+        ({**content, "arms": [empty]}, "no ablation's data"),
+        ({}, "no ablation's data"),
+    ):
         files[1].write_text(json.dumps(wrong))
         assert lengths.main([*map(str, files), "--out", str(tmp_path / "other")]) == 1
         assert said in capsys.readouterr().err
