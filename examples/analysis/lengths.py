@@ -61,8 +61,8 @@ def points(contents: Sequence[dict[str, Any]]) -> list[Point]:
 
 def rank_correlation(found: Sequence[Point]) -> float:
     """Spearman's, of length and loss: -1 where longer rows always go with a lower loss."""
-    ranks = [np.argsort(np.argsort(values)) for values in zip(*((p.row_norm, p.loss) for p in found), strict=True)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    lengths, losses = (np.argsort(np.argsort(v)) for v in ([p.row_norm for p in found], [p.loss for p in found]))
+    return float(np.corrcoef(lengths, losses)[0, 1])
 
 
 def draw(found: Sequence[Point]) -> Figure:
