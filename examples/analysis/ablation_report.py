@@ -8,10 +8,10 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from matplotlib import colormaps
@@ -22,6 +22,7 @@ from examples.analysis.comparison_report import NAMES, frame, save
 
 # Two means count as different where they are this many standard errors of their difference apart.
 CLEAR = 2.0
+Found = TypeVar("Found")
 
 
 class Cell(NamedTuple):
@@ -51,24 +52,49 @@ def write(folder: Path, content: dict[str, Any]) -> str:
     return shown
 
 
+def read(
+    files: Sequence[Path], points: Callable[[Sequence[dict[str, Any]]], Found]
+) -> tuple[list[dict[str, Any]], Found]:
+    """The data of several ablations, and what ``points`` makes of it.
+
+    Raises:
+        OSError: where a file cannot be read.
+        ValueError: where one is no ablation's data, and what ``points`` raises.
+    """
+    contents = [json.loads(file.read_text()) for file in files]
+    try:
+        return contents, points(contents)
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"one of the files is no ablation's data: {error!r}") from error
+
+
+def arms_of(content: dict[str, Any], row: str, optimizer: str) -> list[dict[str, Any]]:
+    """The arms of a cell of the table."""
+    return [arm for arm in content["arms"] if (arm["row"], arm["optimizer"]) == (row, optimizer)]
+
+
+def finished_arms(content: dict[str, Any], row: str, optimizer: str) -> list[dict[str, Any]]:
+    """Those of them that came to their end."""
+    return [arm for arm in arms_of(content, row, optimizer) if arm["status"] == "finished"]
+
+
 def cells(content: dict[str, Any], optimizer: str) -> dict[str, Cell]:
     """By row."""
     found: dict[str, Cell] = {}
     for row in content["rows"]:
-        arms = [arm for arm in content["arms"] if (arm["row"], arm["optimizer"]) == (row, optimizer)]
-        losses = [arm["best_validation_loss"] for arm in arms if arm["status"] == "finished"]
+        arms = arms_of(content, row, optimizer)
+        losses = [arm["best_validation_loss"] for arm in finished_arms(content, row, optimizer)]
         found[row] = Cell(np.array(losses), len(arms) - len(losses))
     return found
 
 
 def table(content: dict[str, Any]) -> str:
     """Losses by row, each with its difference to the published row, here and in the paper."""
-    head, paper = [content["axis"] or "setting"], content["paper"]
+    head, paper, paper_rows = [content["axis"] or "setting"], content["paper"], content.get("paper_rows")
     for optimizer in content["optimizers"]:
         head += [NAMES[optimizer][0], "- published"]
-        head += [f"paper's {content['axis']}"] * bool(content.get("paper_rows")) + ["paper", "- published"] * bool(
-            paper
-        )
+        head += [f"paper's {content['axis']}"] * bool(paper_rows)
+        head += ["paper", "- published"] * bool(paper)
         head += ["optimizer, ms"] * bool(content["cost"])
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in content["rows"]:
@@ -77,9 +103,7 @@ def table(content: dict[str, Any]) -> str:
             here = cells(content, optimizer)
             entries += [_loss(here[row]), _difference(here[row].mean, here[content["published"]].mean)]
             if paper:
-                entries += (
-                    [content["paper_rows"].get(row, row if row in paper else "")] if content.get("paper_rows") else []
-                )
+                entries += [paper_rows.get(row, row if row in paper else "")] if paper_rows else []
                 theirs = paper[row][place] if row in paper else math.nan
                 entries += [_number(theirs), _difference(theirs, paper[content["published"]][place])]
             if content["cost"]:

@@ -2,11 +2,10 @@
 """Loss and row length over all ablations: ``python -m examples.analysis lengths FILE.json ... --out FOLDER``.
 
 Each ``FILE.json`` is the data of an ablation. Every setting is a point: how long the rows of its hidden matrices are at
-the end, and its loss. What changes the loss through the length of rows lies on one curve; what does not lies off it.
+the end, and its loss.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from examples.analysis.ablation_report import cells
+from examples.analysis.ablation_report import cells, finished_arms, read
 from examples.analysis.comparison_report import NAMES, frame, save
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#999933", "#777777", "#882255")
@@ -39,8 +38,11 @@ def points(contents: Sequence[dict[str, Any]]) -> list[Point]:
     """One for every setting; what several ablations have in common belongs to the first of them.
 
     Raises:
-        ValueError: for the ablation of layers, whose rows are partly AdamW's.
+        ValueError: for the ablation of layers, whose rows are partly AdamW's, and for settings that differ.
     """
+    settings = {content["settings"] for content in contents}
+    if len(settings) > 1:
+        raise ValueError(f"the ablations are of different settings: {', '.join(sorted(settings))}")
     found: list[Point] = []
     first: dict[tuple[str, float, tuple[float, ...]], str] = {}
     for content in contents:
@@ -49,13 +51,14 @@ def points(contents: Sequence[dict[str, Any]]) -> list[Point]:
             raise ValueError("rows of `ablate layers` are partly AdamW's: leave it out")
         for optimizer in content["optimizers"]:
             for row, cell in cells(content, optimizer).items():
-                arms = [a for a in content["arms"] if (a["row"], a["optimizer"]) == (row, optimizer)]
-                norms = [a["row_norm"][-1][1] for a in arms if a["status"] == "finished"]
+                norms = [arm["row_norm"][-1][1] for arm in finished_arms(content, row, optimizer)]
                 if norms:
                     point = Point(optimizer, name, row, sum(norms) / len(norms), cell.mean)
                     key = optimizer, point.row_norm, tuple(cell.losses.tolist())
                     if first.setdefault(key, name) == name:
                         found.append(point)
+    if not found:
+        raise ValueError("the ablations are without a finished run")
     return found
 
 
@@ -103,14 +106,16 @@ def report(found: Sequence[Point], settings: str) -> str:
     for optimizer in dict.fromkeys(p.optimizer for p in found):
         mine = sorted((p for p in found if p.optimizer == optimizer), key=lambda p: p.row_norm)
         far = "; ".join(f"{p.ablation}: {p.row} ({p.row_norm:.2f}, {p.loss:.4f})" for p in near_and_far(mine)[1])
+        told = []
+        if len(mine) > 2:
+            told.append(
+                f"Rank correlation of row norm and loss over {len(mine)} settings: {rank_correlation(mine):.2f}."
+            )
+        if far:
+            told.append(f"Outside the figure: {far}.")
         parts += [
             f"## {NAMES[optimizer][0]}\n",
-            (
-                f"Rank correlation of row norm and loss over {len(mine)} settings: {rank_correlation(mine):.2f}."
-                * (len(mine) > 2)
-            )
-            + (f" Outside the figure: {far}." if far else "")
-            + "\n",
+            " ".join(told) + "\n",
             "| ablation | setting | row norm at the end | validation loss |\n|---|---|---|---|\n"
             + "".join(f"| {p.ablation} | {p.row} | {p.row_norm:.2f} | {p.loss:.4f} |\n" for p in mine),
         ]
@@ -124,22 +129,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for page and figure")
     chosen = parser.parse_args(arguments)
     try:
-        contents = [json.loads(file.read_text()) for file in chosen.files]
-        found = points(contents)
-        settings = {content["settings"] for content in contents}
-    except (LookupError, TypeError) as error:
-        print(f"error: one of the files is no ablation's data: {error!r}", file=sys.stderr)
-        return 1
+        contents, found = read(chosen.files, points)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if len(settings) > 1 or not found:
-        why = f"of different settings: {', '.join(sorted(settings))}" if found else "without a finished run"
-        print(f"error: the ablations are {why}", file=sys.stderr)
-        return 1
     chosen.out.mkdir(parents=True, exist_ok=True)
     save(draw(found), chosen.out / "lengths")
-    (chosen.out / "lengths.md").write_text(report(found, settings.pop()))
+    (chosen.out / "lengths.md").write_text(report(found, contents[0]["settings"]))
     print(f"Page and figure: {chosen.out}/lengths.*")
     return 0
 

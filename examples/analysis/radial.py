@@ -7,7 +7,6 @@ gains over leaving it alone, and how long rows get.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -20,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from examples.analysis.ablation_report import CLEAR, Cell, cells, shade
+from examples.analysis.ablation_report import CLEAR, Cell, cells, finished_arms, read, shade
 from examples.analysis.comparison_report import frame, save
 from examples.pretrain.config import ModelConfig
 
@@ -80,7 +79,7 @@ def points(contents: Sequence[dict[str, Any]]) -> list[Point]:
         if any(point.setting == setting for point in found):
             raise ValueError(f"{content['settings']}: data of the same {setting} is among the files already")
         for row, cell in here.items():
-            arms = [a for a in content["arms"] if a["row"] == row and a["status"] == "finished"]
+            arms = finished_arms(content, row, OPTIMIZER)
             if arms:
                 ends = [(arm["row_norm"][0][1], *arm["row_norm"][-1][1:]) for arm in arms]
                 norms = [sum(values) / len(ends) for values in zip(*ends, strict=True)]
@@ -164,11 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("docs/results/radial"), help="folder for table and figure")
     chosen = parser.parse_args(arguments)
     try:
-        contents = [json.loads(file.read_text()) for file in chosen.files]
-        found = points(contents)
-    except (LookupError, TypeError) as error:
-        print(f"error: one of the files is no ablation's data: {error!r}", file=sys.stderr)
-        return 1
+        contents, found = read(chosen.files, points)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
