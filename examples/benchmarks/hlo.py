@@ -1,20 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one device does in a compiled program, read off its text: bytes of collectives, operations of products.
+"""What one device does in a compiled program, read off its text.
 
-Loops count as often as they turn; of a conditional's branches the most expensive one counts.
+``parse`` turns the text into computations of instructions. ``executed`` walks them from the entry: a loop counts as
+often as it turns, of a conditional's branches the dearest one counts, and what stands in the scope ``rare`` is set
+apart. What an instruction costs is the caller's matter: ``cost`` adds up bytes of collectives and operations of
+products, ``machine_cost`` the time on a TPU or GPU, from ``products`` and ``moved``.
 """
 
+import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8, "c64": 8}
-_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.+)$")
+RARE = "rare"
+# What names, groups or waits for values, and does not compute any.
+FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier"),
+    *("partition-id", "replica-id", "copy-done", "slice-done", "dynamic-slice-done", "async-update", "async-done"),
+}
+_SLICES = ("slice", "dynamic-slice", "gather")
+_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "c64": 8, "c128": 16, "token": 0}
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.+)$")
 _OPERATION = re.compile(r" ([a-z][\w\-]*)\(")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{\s*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line: ``name = shape operation(operands), rest``; ``literal`` is what stands in the parentheses."""
+
+    name: str
+    shape: str
+    operation: str
+    operands: tuple[str, ...]
+    literal: str
+    rest: str
+    root: bool
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced program it comes from, empty where that is not known."""
+        return attribute(self, r'op_name="((?:[^"\\]|\\.)*)"') or ""
+
+
+Computation = dict[str, Instruction]
+
+
+class Program(NamedTuple):
+    """All computations by name, and the name of the one that runs."""
+
+    computations: dict[str, Computation]
+    entry: str
+
+
+class Executed(NamedTuple):
+    """An instruction that is launched, in its computation, how often, and whether only in the scope ``rare``."""
+
+    instruction: Instruction
+    computation: Computation
+    times: float
+    rare: bool
+
+
+class Array(NamedTuple):
+    """An array in a shape; ``memory`` is the number of its memory space, 0 for the main one."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    memory: int
+
+    @property
+    def bytes(self) -> float:
+        """Its size, without padding."""
+        return math.prod(self.sizes) * bytes_of(self.dtype)
+
+
+class Product(NamedTuple):
+    """Operations (two a multiply-add) of a matrix product on operands of one type at one precision."""
+
+    flops: float
+    dtype: str
+    precision: str
 
 
 class Cost(NamedTuple):
@@ -29,15 +98,8 @@ class Cost(NamedTuple):
         return sum(self.collectives.values())
 
 
-class _Instruction(NamedTuple):
-    name: str
-    shape: str
-    operation: str
-    rest: str
-
-
 def cost(text: str, turns: float | None = None) -> Cost:
-    """Count a compiled program.
+    """Count a compiled program. Of a conditional, every kind of cost is that of the branch with most of it.
 
     Args:
         text: ``compiled.as_text()``.
@@ -49,92 +111,396 @@ def cost(text: str, turns: float | None = None) -> Cost:
     Raises:
         ValueError: if a loop that multiplies or communicates does not say how often it turns and ``turns`` is None.
     """
-    computations, entry = _parse(text)
-    known: dict[str, Cost] = {}
+    program = parse(text)
 
-    def of(name: str) -> Cost:
-        if name not in known:
-            shapes = {i.name: i.shape for i in computations[name]}
-            known[name] = _sum(_instruction(i, shapes, of, turns) for i in computations[name])
-        return known[name]
+    def flops(instruction: Instruction, computation: Computation) -> float:
+        return sum(product.flops for product in products(program, instruction, computation))
 
-    return of(entry)
+    def moved_by(kind: str) -> Callable[[Instruction, Computation], float]:
+        return lambda instruction, computation: sum(
+            collective_bytes(i) for i, _ in inside(program, instruction, computation) if collective(i) == kind
+        )
+
+    kinds = {collective(i) for computation in program.computations.values() for i in computation.values()}
+    weights = {kind: moved_by(kind) for kind in COLLECTIVES if kind in kinds}
+    totals = {kind: total(executed(program, weight, turns), weight) for kind, weight in weights.items()}
+    return Cost({kind: n for kind, n in totals.items() if n}, total(executed(program, flops, turns), flops))
 
 
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations: dict[str, list[_Instruction]] = {}
-    entry, current = "", []
+def total(done: list[Executed], price: Callable[[Instruction, Computation], float], rare: bool = False) -> float:
+    """The sum of ``price``, over what is always done or over what is rare."""
+    return sum(e.times * price(e.instruction, e.computation) for e in done if e.rare == rare)
+
+
+# --- Reading -----------------------------------------------------------------------------------------------------
+
+
+def parse(text: str) -> Program:
+    """The computations of ``compiled.as_text()``."""
+    computations: dict[str, Computation] = {}
+    entry, current = "", {}
     for line in text.splitlines():
         start = _COMPUTATION.match(line)
         if start and not line.startswith(" "):
-            current = computations.setdefault(start[1], [])
-            if line.startswith("ENTRY"):
-                entry = start[1]
+            current = computations.setdefault(start[1], {})
+            entry = start[1] if line.startswith("ENTRY") else entry
             continue
         found = _INSTRUCTION.match(line)
-        operation = _OPERATION.search(found[2]) if found else None
+        operation = _OPERATION.search(found[3]) if found else None
         if found and operation:
-            shape, rest = found[2][: operation.start()], found[2][operation.end() :]
-            current.append(_Instruction(found[1], shape, operation[1], rest))
-    return computations, entry
+            literal, rest = _in_parentheses(found[3][operation.end() :])
+            shape, root = found[3][: operation.start()], bool(found[1])
+            current[found[2]] = Instruction(found[2], shape, operation[1], _names(literal), literal, rest, root)
+    return Program(computations, entry)
 
 
-def _instruction(i: _Instruction, shapes: dict[str, str], of: Callable[[str], Cost], turns: float | None) -> Cost:
-    operation = i.operation.removesuffix("-start")
-    if operation in COLLECTIVES:
-        return Cost({operation: _bytes(i.shape, result_only=i.operation.endswith("-start"))}, 0)
-    if i.operation == "dot":
-        return Cost({}, _dot(i, shapes))
-    if i.operation == "custom-call" and "matmul" in i.rest:
-        raise ValueError(f"a product hidden in a custom call is not counted: {i.rest[:200]}")
-    if i.operation == "while":
-        body, count = re.search(r"body=%?([\w.\-]+)", i.rest), re.search(r'"known_trip_count":\{"n":"(\d+)"', i.rest)
-        assert body
-        inside = of(body[1])
-        if count is None and turns is None and (inside.bytes or inside.flops):
+def _in_parentheses(text: str) -> tuple[str, str]:
+    depth = 1
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return text[:i], text[i + 1 :]
+    return text, ""
+
+
+def _names(literal: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"%([\w.\-]+)", literal))
+
+
+def attribute(instruction: Instruction, pattern: str) -> str | None:
+    """The first group of ``pattern`` in what follows the operands."""
+    found = re.search(pattern, instruction.rest)
+    return found[1] if found else None
+
+
+def called(instruction: Instruction) -> str | None:
+    """The computation that a fusion, call or wrapper runs."""
+    return attribute(instruction, r"(?:calls|to_apply)=%?([\w.\-]+)")
+
+
+def inside(
+    program: Program, instruction: Instruction, computation: Computation
+) -> Iterator[tuple[Instruction, Computation]]:
+    """An instruction, or all of those that are fused in it, with their computations."""
+    name = called(instruction) if instruction.operation == "fusion" else None
+    if name is None:
+        yield instruction, computation
+        return
+    within = program.computations[name]
+    for i in within.values():
+        yield from inside(program, i, within)
+
+
+def bytes_of(dtype: str) -> float:
+    """Size of one entry."""
+    bits = re.match(r"(?:[fsuc]|f8\w*?)(\d+)", dtype)
+    return _BYTES[dtype] if dtype in _BYTES else int(bits[1]) / 8 if bits else 4
+
+
+def arrays(shape: str) -> list[Array]:
+    """The arrays of a shape, which may be a tuple."""
+    found = []
+    for dtype, sizes, layout in _ARRAY.findall(shape):
+        space = re.search(r"S\((\d+)\)", layout)
+        found.append(Array(dtype, tuple(int(s) for s in sizes.split(",") if s), int(space[1]) if space else 0))
+    return found
+
+
+def root_of(computation: Computation) -> Instruction:
+    """What a computation returns."""
+    return next(i for i in computation.values() if i.root)
+
+
+# --- Walking -----------------------------------------------------------------------------------------------------
+
+
+def executed(
+    program: Program, weight: Callable[[Instruction, Computation], float], turns: float | None = None
+) -> list[Executed]:
+    """What a run launches.
+
+    A branch, or a loop that data end, in the scope ``rare`` counts as not taken; what it would run is in the list,
+    marked. Of branches that are all rare the cheapest is taken. Conditions of loops that say how often they turn cost
+    nothing.
+
+    Args:
+        program: what runs.
+        weight: by which of the branches the dearest is chosen.
+        turns: how often loops turn on average whose bounds are data.
+
+    Raises:
+        ValueError: if such a loop has any weight, is not rare, and ``turns`` is None.
+    """
+    return _Walk(program, weight, turns).computation(program.entry, {})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    program: Program
+    weight: Callable[[Instruction, Computation], float]
+    turns: float | None
+
+    def computation(self, name: str, constants: dict[int, int]) -> list[Executed]:
+        """What ``name`` launches; ``constants`` are elements of its parameter that are known."""
+        body, found = self.program.computations[name], []
+        for i in body.values():
+            if i.operation == "while":
+                found += self.loop(i, body, constants)
+            elif i.operation == "conditional":
+                found += self.branches(i)
+            elif i.operation in ("call", "async-start") and called(i):
+                found += self.computation(called(i) or "", constants if i.operation == "call" else {})
+            elif i.operation not in FREE:
+                found.append(Executed(i, body, 1, False))
+        return found
+
+    def loop(self, i: Instruction, body: Computation, constants: dict[int, int]) -> list[Executed]:
+        condition, inner = attribute(i, r"condition=%?([\w.\-]+)"), attribute(i, r"body=%?([\w.\-]+)")
+        assert condition
+        assert inner
+        starts = _tuple_constants(i, body, constants)
+        kept = {k: v for k, v in starts.items() if k in _invariant(self.program.computations[inner])}
+        once = self.computation(inner, kept)
+        count = trips(self.program, i, starts, kept)
+        if count is not None:
+            return _times(once, count)
+        checks = self.computation(condition, kept)
+        if in_scope(i, RARE):
+            return checks + [e._replace(times=e.times * (self.turns or 1), rare=True) for e in once]
+        if self.turns is None and total(once, self.weight):
             raise ValueError(f"loop {i.name} does not say how often it turns")
-        return _times(inside, int(count[1]) if count else turns or 0)
-    if i.operation == "conditional":
-        inside = re.search(r"branch_computations=\{([^}]*)\}", i.rest)
-        names = inside[1].split(",") if inside else re.findall(r"(?:true|false)_computation=([^,\s]+)", i.rest)
-        branches = [of(name.strip().lstrip("%")) for name in names]
-        most = {k: max(b.collectives.get(k, 0) for b in branches) for k in {k for b in branches for k in b.collectives}}
-        return Cost(most, max(b.flops for b in branches))
-    if i.operation in ("fusion", "call", "async-start"):
-        called = re.search(r"(?:calls|to_apply)=%?([\w.\-]+)", i.rest)
-        return of(called[1]) if called else Cost({}, 0)
-    return Cost({}, 0)
+        turns = self.turns or 0
+        return _times(checks, turns + 1) + _times(once, turns)
+
+    def branches(self, i: Instruction) -> list[Executed]:
+        listed = attribute(i, r"branch_computations=\{([^}]*)\}")
+        names = listed.split(",") if listed else re.findall(r"(?:true|false)_computation=([^,\s]+)", i.rest)
+        names = [name.strip().lstrip("%") for name in names]
+        runs = {name: self.computation(name, {}) for name in names}
+        price = {name: total(run, self.weight) for name, run in runs.items()}
+        rare = [name for name in names if self.is_rare(name)]
+        usual = [name for name in names if name not in rare] or [min(names, key=price.__getitem__)]
+        found = runs[max(usual, key=price.__getitem__)]
+        if rare:
+            found = found + [e._replace(rare=True) for e in runs[max(rare, key=price.__getitem__)]]
+        return found
+
+    def is_rare(self, name: str) -> bool:
+        named = [i for i in self.program.computations[name].values() if i.operation not in FREE and i.op_name]
+        return bool(named) and all(in_scope(i, RARE) for i in named)
 
 
-def _dot(i: _Instruction, shapes: dict[str, str]) -> float:
-    left = re.match(r"(?:\w+\[[\d,]*\]\S* )?%?([\w.\-]+)", i.rest)
-    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)
-    assert left
-    assert contracted
-    sizes = _sizes(shapes[left[1]])
-    return 2.0 * math.prod(_sizes(i.shape)) * math.prod(sizes[int(axis)] for axis in contracted[1].split(",") if axis)
+def _times(done: list[Executed], n: float) -> list[Executed]:
+    return [e._replace(times=e.times * n) for e in done]
 
 
-def _sizes(shape: str) -> list[int]:
-    found = _ARRAY.search(shape)
-    assert found
-    return [int(size) for size in found[2].split(",") if size]
+def in_scope(instruction: Instruction, scope: str) -> bool:
+    """Whether ``jax.named_scope(scope)`` stood around it."""
+    return scope in scopes(instruction)
 
 
-def _bytes(shape: str, result_only: bool) -> float:
-    arrays = [math.prod(int(s) for s in sizes.split(",") if s) * _BYTES.get(t, 4) for t, sizes in _ARRAY.findall(shape)]
-    return sum(arrays[len(arrays) // 2 :]) if result_only else sum(arrays)
+def scopes(instruction: Instruction) -> list[str]:
+    """The names that make up ``op_name``, out of what transformations put around them: ``vmap(rows)`` is rows.
+
+    Names of jitted functions are left out.
+    """
+    parts = [part for part in instruction.op_name.split("/") if "jit(" not in part]
+    return [re.sub(r"^(?:\w+\()*|\)*$", "", part) for part in parts]
 
 
-def _times(one: Cost, n: float) -> Cost:
-    return Cost({k: v * n for k, v in one.collectives.items()}, one.flops * n)
+def trips(program: Program, loop: Instruction, starts: dict[int, int], kept: dict[int, int]) -> int | None:
+    """How often a loop turns, None where data decide.
+
+    Args:
+        program: where it stands.
+        loop: a ``while``.
+        starts: elements of the tuple it starts with that are constants, by index.
+        kept: those of them that stay as they are.
+    """
+    known = attribute(loop, r'"known_trip_count":\{"n":"(\d+)"')
+    if known:
+        return int(known)
+    condition = program.computations[attribute(loop, r"condition=%?([\w.\-]+)") or ""]
+    test, operands = root_of(condition), root_of(condition).operands
+    if test.operation == "fusion":
+        fused = program.computations[called(test) or ""]
+        test = root_of(fused)
+        outer = {i.name: operands[int(i.literal)] for i in fused.values() if i.operation == "parameter"}
+        operands = tuple(outer.get(name, name) for name in test.operands)
+        condition = fused | condition
+    if test.operation != "compare" or attribute(test, r"direction=(\w+)") != "LT":
+        return None
+    start, bound = _constant(operands[0], condition, starts), _constant(operands[1], condition, kept)
+    return None if bound is None else max(bound - (start or 0), 0)
 
 
-def _sum(costs: Iterable[Cost]) -> Cost:
-    totals: dict[str, float] = {}
-    flops = 0.0
-    for one in costs:
-        flops += one.flops
-        for kind, size in one.collectives.items():
-            totals[kind] = totals.get(kind, 0) + size
-    return Cost(totals, flops)
+def _constant(name: str, computation: Computation, parameter: dict[int, int]) -> int | None:
+    """The whole number that ``name`` is; ``parameter`` are known elements of the computation's tuple."""
+    i = computation[name]
+    if i.operation == "constant" and re.fullmatch(r"-?\d+", i.literal):
+        return int(i.literal)
+    if i.operation == "get-tuple-element" and computation[i.operands[0]].operation == "parameter":
+        return parameter.get(int(attribute(i, r"index=(\d+)") or -1))
+    if i.operation in ("copy", "bitcast", "copy-done", "copy-start"):
+        return _constant(i.operands[0], computation, parameter)
+    return None
+
+
+def _tuple_constants(loop: Instruction, computation: Computation, parameter: dict[int, int]) -> dict[int, int]:
+    start = computation[loop.operands[0]]
+    if start.operation == "parameter":
+        return parameter
+    if start.operation != "tuple":
+        return {}
+    found = {k: _constant(name, computation, parameter) for k, name in enumerate(start.operands)}
+    return {k: v for k, v in found.items() if v is not None}
+
+
+def _invariant(body: Computation) -> set[int]:
+    """Elements of a loop's tuple that its body hands on as they are."""
+    root = root_of(body)
+    if root.operation != "tuple":
+        return set()
+    results = [body[name] for name in root.operands]
+    return {
+        k
+        for k, i in enumerate(results)
+        if i.operation == "get-tuple-element"
+        and body[i.operands[0]].operation == "parameter"
+        and attribute(i, r"index=(\d+)") == str(k)
+    }
+
+
+# --- Counting ----------------------------------------------------------------------------------------------------
+
+
+def collective(instruction: Instruction) -> str | None:
+    """Which of ``COLLECTIVES`` it is, or begins."""
+    kind = instruction.operation.removesuffix("-start")
+    return kind if kind in COLLECTIVES else None
+
+
+def collective_bytes(instruction: Instruction) -> float:
+    """Output bytes; the shape of one that only begins has the operands first."""
+    sizes = [array.bytes for array in arrays(instruction.shape)]
+    return sum(sizes[len(sizes) // 2 :] if instruction.operation.endswith("-start") else sizes)
+
+
+def products(program: Program, instruction: Instruction, computation: Computation) -> list[Product]:
+    """The matrix products in an instruction and in what is fused in it.
+
+    Raises:
+        ValueError: if a custom call hides one.
+    """
+    found = []
+    for i, where in inside(program, instruction, computation):
+        if i.operation == "dot":
+            contracted = _whole_numbers(attribute(i, r"lhs_contracting_dims=\{([\d,]*)\}"))
+            found.append(_product(i, where, _contraction(i, where, contracted)))
+        elif i.operation == "convolution":
+            found.append(_product(i, where, _taps(i, where)))
+        elif i.operation == "custom-call" and attribute(i, r'custom_call_target="(__cublas\$[^"]*)"'):
+            listed = attribute(i, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+            found.append(_product(i, where, _contraction(i, where, _whole_numbers(listed))))
+        elif i.operation == "custom-call" and "matmul" in i.rest:
+            raise ValueError(f"a product hidden in a custom call is not counted: {i.rest[:200]}")
+    return found
+
+
+def _product(i: Instruction, computation: Computation, contracted: float) -> Product:
+    precision = attribute(i, r"operand_precision=\{(\w+)") or attribute(i, r'"operand_precision":\["(\w+)"')
+    algorithm = attribute(i, r"algorithm=(dot_\w+)") or attribute(i, r'"algorithm":"ALG_(DOT_\w+)"')
+    result, dtype = arrays(i.shape)[0], arrays(computation[i.operands[0]].shape)[0].dtype
+    return Product(2.0 * math.prod(result.sizes) * contracted, dtype, (algorithm or precision or "default").lower())
+
+
+def _contraction(i: Instruction, computation: Computation, axes: list[int]) -> int:
+    sizes = arrays(computation[i.operands[0]].shape)[0].sizes
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def _taps(i: Instruction, computation: Computation) -> float:
+    """Multiplications for an output of a convolution, which is how a TPU writes products.
+
+    They are the kernel's input features times its window, without the zeros that dilation puts in the window: a batch
+    of products is a convolution whose window sees one of them at a time.
+    """
+    labels = attribute(i, r"dim_labels=\w+_(\w+)->") or "io"
+    features = arrays(computation[i.operands[1]].shape)[0].sizes[labels.index("i")]
+    window = attribute(i, r"window=\{([^}]*)\}") or ""
+    sizes, dilation = _by_x(window, "size"), _by_x(window, "lhs_dilate")
+    return features * math.prod(-(-size // d) for size, d in zip(sizes, dilation or [1] * len(sizes), strict=True))
+
+
+def _by_x(window: str, name: str) -> list[int]:
+    found = re.search(rf"(?:^| ){name}=([\dx]+)", window)
+    return [int(n) for n in found[1].split("x")] if found else []
+
+
+def _whole_numbers(text: str | None) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text or "")]
+
+
+def moved(program: Program, instruction: Instruction, computation: Computation) -> float:
+    """Bytes between main memory and the chip: operands read and results written that lie in main memory.
+
+    What is only sliced, or updated in a slice, counts with the slice. An asynchronous copy counts where it begins.
+    """
+    i, results = instruction, arrays(instruction.shape)
+    if i.operation in FREE:
+        return 0
+    if i.operation == "copy-start":
+        return sum(array.bytes for array in results[:2] if array.memory == 0)
+    if i.operation in ("slice-start", "dynamic-slice-start"):
+        piece = results[1]
+        return piece.bytes * ((results[0].memory == 0) + (piece.memory == 0))
+    if i.operation == "fusion":
+        within = program.computations[called(i) or ""]
+        parameters = {int(p.literal): p.name for p in within.values() if p.operation == "parameter"}
+        read = [_read(program, within, parameters[k]) for k in range(len(i.operands))]
+        written = _written(within, root_of(within))
+    else:
+        read = [_read_by(program, i, name, computation) for name in dict.fromkeys(i.operands)]
+        written = _written(computation, i)
+    operands = [computation[name] for name in (i.operands if i.operation == "fusion" else dict.fromkeys(i.operands))]
+    reads = sum(size for size, operand in zip(read, operands, strict=True) if _in_main_memory(operand))
+    return reads + sum(size for size, array in zip(written, results, strict=False) if array.memory == 0)
+
+
+def _in_main_memory(i: Instruction) -> bool:
+    return all(array.memory == 0 for array in arrays(i.shape))
+
+
+def _read(program: Program, computation: Computation, name: str) -> float:
+    """Bytes of ``name`` that a fused computation reads."""
+    users = [i for i in computation.values() if name in i.operands]
+    read = sum(_read_by(program, user, name, computation) for user in users)
+    return min(read, sum(array.bytes for array in arrays(computation[name].shape)))
+
+
+def _read_by(program: Program, user: Instruction, name: str, computation: Computation) -> float:
+    whole = sum(array.bytes for array in arrays(computation[name].shape))
+    first_only = user.operands[0] == name and name not in user.operands[1:]
+    if user.operation in _SLICES and first_only:
+        return min(arrays(user.shape)[0].bytes, whole)
+    if user.operation == "dynamic-update-slice" and first_only:
+        return 0
+    if user.operation == "bitcast" and not user.root:
+        return _read(program, computation, user.name)
+    if user.operation == "fusion":
+        within = program.computations[called(user) or ""]
+        parameters = [p for p in within.values() if p.operation == "parameter"]
+        inner = [p.name for p in parameters if user.operands[int(p.literal)] == name]
+        return min(sum(_read(program, within, p) for p in inner), whole)
+    return whole
+
+
+def _written(computation: Computation, i: Instruction) -> list[float]:
+    """Bytes of every result of ``i``."""
+    if i.operation == "tuple":
+        return [size for name in i.operands for size in _written(computation, computation[name])]
+    if i.operation == "bitcast" and computation[i.operands[0]].operation == "dynamic-update-slice":
+        return _written(computation, computation[i.operands[0]])
+    if i.operation == "dynamic-update-slice":
+        return [arrays(computation[i.operands[1]].shape)[0].bytes]
+    return [array.bytes for array in arrays(i.shape)]
