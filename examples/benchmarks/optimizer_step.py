@@ -151,18 +151,23 @@ class TorchArm:
             self.torch.cuda.synchronize()
 
 
-def compiled(tx: optax.GradientTransformation, params: dict) -> tuple[Callable, float, int]:
-    """The step compiled ahead of time for parameters (or their shapes): with its seconds and its temporary bytes."""
+def jitted(tx: optax.GradientTransformation, params: dict) -> tuple[Any, tuple]:
+    """The step as a jitted function of gradients, state and parameters, all donated, and the shapes it is called on."""
 
     def step(grads, state, params):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    state = jax.eval_shape(tx.init, params)
+    return jax.jit(step, donate_argnums=(0, 1, 2)), (params, jax.eval_shape(tx.init, params), params)
+
+
+def compiled(tx: optax.GradientTransformation, params: dict) -> tuple[Callable, float, int]:
+    """The step compiled ahead of time for parameters (or their shapes): with its seconds and its temporary bytes."""
+    step, arguments = jitted(tx, params)
     start = time.perf_counter()
     with warnings.catch_warnings():  # There are three donated trees for two results.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        found = jax.jit(step, donate_argnums=(0, 1, 2)).lower(params, state, params).compile()
+        found = step.lower(*arguments).compile()
     seconds = time.perf_counter() - start
     memory = found.memory_analysis()
     return found, seconds, memory.temp_size_in_bytes if memory else 0

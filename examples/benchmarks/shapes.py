@@ -40,9 +40,10 @@ MODELS = {
 }
 
 
-def matrices(model: str, seed: int = 0) -> Tree:
-    """Random weights of standard deviation 0.02 in the shapes of ``model``."""
-    layers, shapes = MODELS[model]
+def matrices(model: str, seed: int = 0, layers: int | None = None) -> Tree:
+    """Random weights of standard deviation 0.02 in the shapes of ``model``, or of its first ``layers``."""
+    depth, shapes = MODELS[model]
+    layers = depth if layers is None else layers
     keys = iter(jax.random.split(jax.random.key(seed), layers * len(shapes)))
     return {
         f"block_{i}": {

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer step costs on TPUs and GPUs, estimated from programs compiled for them: none is needed.
+
+    python -m examples.benchmarks.ahead --target v5e h100 --model gpt2_small --layers 12
+    python -m examples.benchmarks.ahead --target v5e --train-step gpt2_small --optimizers adamw normpre_g
+
+The compilers of TPUs (``pip install ".[tpu-compile]"``) and NVIDIA's GPUs (``".[gpu-compile]"``) run anywhere. They get
+the step that ``optimizer_step`` measures: update and application, with gradients, state and parameters donated. From
+the compiled program ``machine_cost`` estimates its time; the compiler itself says how much memory it needs. Next to the
+optimizers stand AdamW and a matrix product of 4096 x 4096 in bfloat16, on which an estimate can be held against what is
+known. ``--train-step`` does the same with a whole step of the pretraining program. Nothing is allocated, nothing runs.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+# The version check of JAX's CUDA plugin asks the driver. Read when JAX looks for its backends.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.progress import track
+
+from examples.benchmarks import machine_cost, optimizer_step, report, shapes
+from examples.benchmarks.machine_cost import MACHINES
+from examples.pretrain import configs, models
+from examples.pretrain.optimizers import OPTIMIZERS as TRAINED
+from examples.pretrain.optimizers import make_optimizer
+from examples.pretrain.train import TrainState, make_train_step, micro_batches, schedule
+
+BASELINE, PRODUCT, WARM = "optax_muon", "matmul", "normpre_l_warm"
+SIDE = 4096
+# Newton-Schulz on the Gram matrix restarts after two of five steps: its inner loop turns once, then twice.
+TURNS = 1.5
+TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Estimate optimizer steps on TPUs and GPUs that are not there."""
+
+    target: tuple[str, ...] = ("v5e",)
+    """Chips: v5e, v5p, v6e, tpu7x, a100, h100, b200."""
+    model: str = "gpt2_small"
+    """Shapes: a name in ``shapes.MODELS``."""
+    layers: int | None = None
+    """Only so many layers; None: all."""
+    optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = (
+        *(PRODUCT, "adamw", BASELINE),
+        *("muon", "mano", "normpre_g", "normpre_l", WARM),
+    )
+    """Which, in which order; others are clean_muon and the rest of normpre_optax.families()."""
+    train_step: str = ""
+    """A configuration of examples.pretrain, such as gpt2_small: its whole step instead of the optimizer's."""
+    bfloat16: bool = False
+    """Products of the optimizer in bfloat16 with float32 sums, where it has the choice."""
+    out: Path = Path("docs/results")
+    """Folder for the reports."""
+
+
+def missing(target: str) -> str:
+    """Which extra has to be installed to compile for ``target``, empty where it can be compiled for."""
+    if isinstance(MACHINES[target], machine_cost.Tpu):
+        return "" if importlib.util.find_spec("libtpu") else "tpu-compile"
+    plugins = importlib.util.find_spec("jax_plugins")
+    found = plugins and any(importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13))
+    return "" if found else "gpu-compile"
+
+
+@functools.cache
+def device(target: str) -> Any:
+    """One device of a machine that is not there.
+
+    Raises:
+        SystemExit: where its compiler is not installed.
+    """
+    if missing(target):
+        raise SystemExit(f'no compiler for {target} here: pip install ".[{missing(target)}]"')
+    machine = MACHINES[target]
+    if isinstance(machine, machine_cost.Tpu):
+        os.environ.update({name: os.environ.get(name, value) for name, value in TPU_ENVIRONMENT.items()})
+        return topologies.get_topology_desc(platform="tpu", topology_name=machine.topology).devices[0]
+    shape = "1x1x8"
+    cuda = topologies.get_topology_desc(
+        platform="cuda", topology_name=shape, topology=shape, target_config=machine.config
+    )
+    return cuda.devices[0]
+
+
+def compiled(target: str, function: Any, arguments: tuple) -> tuple[Any, float]:
+    """A jitted function compiled for ``target`` on these shapes, and the seconds that took."""
+    machine = MACHINES[target]
+    sharding = NamedSharding(Mesh(np.array([device(target)]), ("device",)), PartitionSpec())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+    # Without a GPU there is nothing to time kernels on.
+    flags: Any = {"xla_gpu_autotune_level": 0} if machine.platform == "cuda" else {}
+    start = time.perf_counter()
+    with warnings.catch_warnings():  # There are three donated trees for two results.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        traced = function.trace(*jax.tree.map(place, arguments))
+        found = traced.lower(lowering_platforms=(machine.platform,)).compile(compiler_options=flags)
+    return found, time.perf_counter() - start
+
+
+def row_of(target: str, function: Any, arguments: tuple, weights: Any, state: Any) -> dict[str, Any]:
+    """Compile, and estimate time and memory; ``weights`` and ``state`` are what sizes are compared with."""
+    program, seconds = compiled(target, function, arguments)
+    memory = program.memory_analysis()
+    size, count = _bytes(weights), sum(x.size for x in jax.tree.leaves(weights))
+    row = machine_cost.meter(program.as_text(), MACHINES[target], TURNS)
+    return row | {
+        "compile_s": seconds,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        # Donated arguments hold the results.
+        "peak_bytes": memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes,
+        "temporaries_per_weight_byte": memory.temp_size_in_bytes / size,
+        "state_per_weight_byte": _bytes(state) / size,
+        "hbm_bytes_per_weight": row["hbm_bytes"] / count,
+    }
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+@functools.cache
+def estimate(
+    target: str, model: str, layers: int | None, optimizer_name: str, *, bfloat16: bool = False
+) -> dict[str, Any]:
+    """One row: an optimizer's step on the matrices of a model, compiled for and priced on a chip.
+
+    Args:
+        target: a name in ``machine_cost.MACHINES``.
+        model: a name in ``shapes.MODELS``.
+        layers: how many layers of it, None for all.
+        optimizer_name: a name in ``optimizer_step.KNOWN``, or ``"matmul"``: a product of 4096 x 4096 in bfloat16.
+        bfloat16: products in bfloat16, where the optimizer has the choice.
+
+    Returns:
+        What ``machine_cost.meter`` returns, and ``compile_s``, ``argument_bytes``, ``temporary_bytes``,
+        ``peak_bytes``, ``temporaries_per_weight_byte``, ``state_per_weight_byte``, ``hbm_bytes_per_weight``.
+
+    Raises:
+        SystemExit: where the compiler for ``target`` is not installed.
+    """
+    if optimizer_name == PRODUCT:
+        square = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.bfloat16)
+        return row_of(target, jax.jit(jnp.matmul), (square, square), (square, square), ())
+    params = jax.eval_shape(lambda: shapes.matrices(model, layers=layers))
+    tx = optimizer_step.KNOWN[optimizer_name](jnp.dtype(jnp.bfloat16) if bfloat16 else None)
+    step, arguments = optimizer_step.jitted(tx, params)
+    return row_of(target, step, arguments, params, arguments[1])
+
+
+@functools.cache
+def estimate_train_step(
+    target: str, config_name: str, layers: int | None, optimizer_name: str, *, bfloat16: bool = False
+) -> dict[str, Any]:
+    """One row: a whole step of ``examples.pretrain`` on one device, model arithmetic in bfloat16, attention XLA's.
+
+    Arguments and result are ``estimate``'s; ``config_name`` is a file of ``examples.pretrain.configs``.
+    """
+    config = configs.load(config_name)
+    model = dataclasses.replace(config.model, layers=layers or config.model.layers, attention="xla")
+    warm = {"warm_start": True, "power_iterations": 0} if optimizer_name == WARM else {}
+    matrix = dataclasses.replace(config.matrix, bfloat16=bfloat16 or config.matrix.bfloat16, **warm)
+    name = "normpre_l" if optimizer_name == WARM else optimizer_name
+    config = dataclasses.replace(config, model=model, matrix=matrix, optimizer=name, mesh="")
+    vocabulary = model.vocabulary or config.data.vocabulary
+    build = lambda: models.build(model, vocabulary, dtype=jnp.dtype(jnp.bfloat16), seed=0)  # noqa: E731
+    graphdef, variables = nnx.split(nnx.eval_shape(build))
+    params: Any = nnx.to_pure_dict(variables)
+    optimizer = make_optimizer(config, schedule(config))
+    state = TrainState(params, jax.eval_shape(optimizer.init, params))
+    tokens = jax.ShapeDtypeStruct((config.batch_size, model.context + 1), jnp.int32)
+    step = make_train_step(graphdef, optimizer, micro_batches(config))
+    return row_of(target, step, (state, tokens), params, state.opt_state)
+
+
+def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Rows, each over those of AdamW and of optax's Muon, where they are there."""
+    found = {}
+    for name, row in rows.items():
+        over = {f"over_{other}": row["ms"] / rows[other]["ms"] for other in ("adamw", BASELINE) if other in rows}
+        if BASELINE in rows:
+            over[f"compile_over_{BASELINE}"] = row["compile_s"] / rows[BASELINE]["compile_s"]
+        found[name] = row if name == PRODUCT else row | over
+    return found
+
+
+def result_of(options: Options, target: str, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What is written as JSON."""
+    machine = MACHINES[target]
+    result = report.header(command(options, target), device(target))
+    for package in ("libtpu",) if machine.platform == "tpu" else ("jax-cuda12-plugin", "jax-cuda13-plugin"):
+        try:
+            result["versions"][package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return result | {
+        "what": "estimated by the compiler; nothing was run",
+        "target": target,
+        "chip": machine.name,
+        "model": options.train_step or options.model,
+        "layers": options.layers,
+        "whole_train_step": bool(options.train_step),
+        "assumptions": assumptions(machine),
+        "rows": with_ratios(rows),
+    }
+
+
+def assumptions(machine: machine_cost.Machine) -> str:
+    """In words."""
+    return (
+        f"{machine.assumptions} Loops whose bounds are data turn {TURNS} times. Branches in the scope "
+        f"`rare` count as not taken; rare ms is what they would add. Collectives cost nothing here."
+    )
+
+
+def command(options: Options, target: str) -> str:
+    """How to get the report of one target again."""
+    words = ["python -m examples.benchmarks.ahead --target", target]
+    words += ["--train-step", options.train_step] if options.train_step else ["--model", options.model]
+    words += ["--layers", str(options.layers)] if options.layers else []
+    words += ["--bfloat16"] if options.bfloat16 else []
+    words += [] if options.optimizers == Options.optimizers else ["--optimizers", *options.optimizers]
+    return " ".join(words)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The report as tables: the rows, and where their time goes."""
+    versions, gpu = result["versions"], MACHINES[result["target"]].platform == "cuda"
+    compilers = ", ".join(f"{name} {version}" for name, version in versions.items() if name not in ("python", "numpy"))
+    layers = f"layers of {result['model']}: {result['layers']}" if result["layers"] else result["model"]
+    step = "a whole train step" if result["whole_train_step"] else "an optimizer step"
+    rows = result["rows"]
+    lines = [
+        f"`{result['command']}`, {result['date']}, {compilers}.",
+        "",
+        f"{step[0].upper()}{step[1:]} on one {result['chip']}, {layers}: **{result['what']}.** "
+        f"{result['assumptions']}",
+        "",
+        *_table(rows, {title: f for title, f in columns(gpu).items() if title not in _hidden(result)}),
+        "",
+        f"Where the time goes, ms ({'kernels' if gpu else 'cycles'} and eigh), by the scope that an operation has:",
+        "",
+        *_table(rows, {stage: _stage_ms(stage) for stage in (*machine_cost.STAGES, "other")}),
+    ]
+    unpriced = [
+        f"{name}: " + ", ".join(f"{what} x {times:g}" for what, times in row["unpriced"].items())
+        for name, row in rows.items()
+        if row["unpriced"]
+    ]
+    if unpriced:
+        known = "beyond their bytes and their launch" if gpu else "beyond their bytes"
+        lines += ["", f"No time is known for, and none is counted {known}: {'; '.join(unpriced)}."]
+    return "\n".join(lines) + "\n"
+
+
+def columns(gpu: bool) -> dict[str, Callable[[dict], str]]:
+    """Titles of the first table, and what stands under them."""
+    figure = lambda key: lambda row: _number(row[key])  # noqa: E731
+    scaled = lambda key, unit: lambda row: _number(row[key] / unit)  # noqa: E731
+    return {
+        "ms": figure("ms"),
+        "kernels ms" if gpu else "cycles ms": figure("compute_ms"),
+        "HBM ms": figure("hbm_ms"),
+        "eigh ms": figure("eigh_ms"),
+        "rare ms": figure("rare_ms"),
+        **({"kernels": lambda row: f"{row['kernels']:,.0f}"} if gpu else {}),
+        "/ AdamW": figure("over_adamw"),
+        "/ optax Muon": figure(f"over_{BASELINE}"),
+        "TFLOP": lambda row: ", ".join(f"{_number(n / 1e12)} {kind}" for kind, n in row["flops"].items()),
+        "bytes / weight": figure("hbm_bytes_per_weight"),
+        "peak GB": scaled("peak_bytes", 1e9),
+        "arguments GB": scaled("argument_bytes", 1e9),
+        "temporaries GB": scaled("temporary_bytes", 1e9),
+        "temporaries / weights": lambda row: f"{row['temporaries_per_weight_byte']:.2f}",
+        "state / weights": lambda row: f"{row['state_per_weight_byte']:.2f}",
+        "compile s": lambda row: f"{row['compile_s']:.1f}",
+        "compile / optax Muon": figure(f"compile_over_{BASELINE}"),
+    }
+
+
+def _hidden(result: dict[str, Any]) -> set[str]:
+    if result["whole_train_step"]:
+        return {"temporaries / weights", "state / weights", "bytes / weight"}
+    return {"peak GB", "arguments GB", "temporaries GB"}
+
+
+def _stage_ms(stage: str) -> Callable[[dict], str]:
+    return lambda row: _number(row["stages"][stage]["compute_ms"] + row["stages"][stage]["eigh_ms"])
+
+
+def _table(rows: dict[str, dict], chosen: dict[str, Callable[[dict], str]]) -> list[str]:
+    """Markdown; columns that are empty everywhere are left out."""
+    cells = {name: {title: _cell(f, row) for title, f in chosen.items()} for name, row in rows.items()}
+    titles = [title for title in chosen if any(row[title] for row in cells.values())]
+    lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+    return lines + [f"| {name} | {' | '.join(row[title] for title in titles)} |" for name, row in cells.items()]
+
+
+def _cell(f: Callable[[dict], str], row: dict) -> str:
+    try:
+        return f(row)
+    except KeyError:  # not there, such as a ratio to what is not in the table
+        return ""
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value else ""
+
+
+def chosen_names(options: Options) -> list[str]:
+    """The optimizers to estimate.
+
+    Raises:
+        SystemExit: where a target, model, configuration or optimizer is not known.
+    """
+    known = {*TRAINED, WARM} if options.train_step else {*optimizer_step.KNOWN, PRODUCT}
+    names, default = list(options.optimizers), options.optimizers == Options.optimizers
+    if default:  # optax's Muon, for one, is not among those that the pretraining program has.
+        names = [name for name in names if name in known]
+    unknown = [
+        *(target for target in options.target if target not in MACHINES),
+        *([options.model] if options.model not in shapes.MODELS else []),
+        *([options.train_step] if options.train_step and options.train_step not in configs.NAMES else []),
+        *(name for name in names if name not in known),
+    ]
+    if unknown:
+        raise SystemExit(
+            f"unknown: {', '.join(unknown)}; targets {', '.join(MACHINES)}; models {', '.join(shapes.MODELS)}; "
+            f"configurations {', '.join(configs.NAMES)}; optimizers {', '.join(sorted(known))}"
+        )
+    return names
+
+
+def main(options: Options) -> None:
+    """Compile, estimate, print, write: a report for every target."""
+    console = Console(highlight=False)
+    names = chosen_names(options)
+    for target in options.target:
+        device(target)
+    rows: dict[str, dict[str, dict]] = {target: {} for target in options.target}
+    work = [(target, name) for target in options.target for name in names]
+    for target, name in track(work, "compiling", console=console):
+        one = estimate_train_step if options.train_step else estimate
+        of = options.train_step or options.model
+        rows[target][name] = one(target, of, options.layers, name, bfloat16=options.bfloat16)
+    for target, estimated in rows.items():
+        result = result_of(options, target, estimated)
+        report.write(options.out, report_name(options, target), result, markdown(result))
+        console.print(markdown(result), soft_wrap=True)
+
+
+def report_name(options: Options, target: str) -> str:
+    """The report's file, without its ending."""
+    parts = ["ahead", target, *(["train_step", options.train_step] if options.train_step else [options.model])]
+    parts += [f"{options.layers}layers"] if options.layers else []
+    return "_".join([*parts, *(["bf16"] if options.bfloat16 else [])])
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # whatever else there is: nothing runs
+    main(tyro.cli(Options, prog="python -m examples.benchmarks.ahead"))
