@@ -260,8 +260,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         f"`{result['command']}`, {result['date']}, {compilers}.",
         "",
-        f"{step[0].upper()}{step[1:]} on one {result['chip']}, {layers}: **{result['what']}.** "
-        f"{result['assumptions']}",
+        f"{step[0].upper()}{step[1:]} on one {result['chip']}, {layers}: **{result['what']}.** {result['assumptions']}",
         "",
         *_table(rows, {title: f for title, f in columns(gpu).items() if title not in _hidden(result)}),
         "",

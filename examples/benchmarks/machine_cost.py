@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled program costs on a TPU or GPU that is not there: a model of the machine, laid over ``hlo``.
+"""What a compiled program costs on a TPU or GPU that is not there: a model of the machine.
 
-``Tpu`` and ``Gpu`` hold a machine's published figures and price an instruction; ``meter`` adds the prices up over what
-a run executes, by stage of the algorithm, and says what they rest on (``assumptions``). Nothing runs, so the figures
-are free of noise: they rank programs. They leave out what the compiler's text does not show: the cache of a GPU (every
-kernel reads and writes main memory), kernels that overlap, and collectives, which are counted in bytes only.
+``hlo`` says what is executed, ``traffic`` what it moves. ``Tpu`` and ``Gpu`` hold a machine's published figures and
+price an instruction with them; ``meter`` adds the prices up over a run, by stage of the algorithm, and ``assumptions``
+says what they rest on. Nothing runs, so the figures are free of noise: they rank programs. They leave out what the
+compiler's text does not show: the cache of a GPU (every kernel reads and writes main memory), kernels that overlap,
+and collectives, which are counted in bytes only.
 """
 
 import collections
@@ -15,7 +16,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from examples.benchmarks import hlo
+from examples.benchmarks import hlo, traffic
 
 STAGES = ("momentum", "rows", "spectral", "small", "update")
 TOP = 10
@@ -58,22 +59,17 @@ class Tpu:
 
     def price(self, program: hlo.Program, i: hlo.Instruction, computation: hlo.Computation) -> Price:
         """Cycles as the compiler estimates them; it prices products as if their operands were on the chip."""
-        cycles = hlo.attribute(i, r'"estimated_cycles":"(\d+)"')
         target = hlo.attribute(i, r'custom_call_target="([^"]*)"')
         if target in FREE_CALLS:
             return Price()
-        eigh = self.eigh_ms(i, computation) if target == "EighTpu" else 0
-        asynchronous = i.operation.endswith(("-start", "-done"))
-        entries = max((math.prod(array.sizes) for array in hlo.arrays(i.shape)), default=0)
-        unknown = cycles is None and not eigh and not asynchronous and (target or entries > 1)
-        origin = target or f"{i.operation} ({i.op_name.rpartition('/')[2]})"
-        return Price(
-            compute_ms=1e3 * int(cycles or 0) / self.clock,
-            eigh_ms=eigh,
-            bytes=hlo.moved(program, i, computation),
-            kernels=0,
-            unpriced=origin if unknown else "",
-        )
+        moved = traffic.moved(program, i, computation)
+        if target == "EighTpu":
+            return Price(0, self.eigh_ms(i, computation), moved)
+        cycles = hlo.attribute(i, r'"estimated_cycles":"(\d+)"')
+        operations = hlo.attribute(i, r'"cost_estimate":\{"flops":"(\d+)"')
+        seconds = int(cycles) / self.clock if cycles else int(operations or 0) / self.peak
+        known = cycles or operations or i.operation.endswith("-start")
+        return Price(1e3 * seconds, 0, moved, unpriced="" if known else _name_of(i, target))
 
     def eigh_ms(self, i: hlo.Instruction, computation: hlo.Computation) -> float:
         """A Jacobi eigendecomposition of matrices that come in four blocks of half their side."""
@@ -95,7 +91,8 @@ class Tpu:
         return (
             f"cycles ms: the compiler's estimated cycles of all instructions at {self.clock / 1e9:.3g} GHz (published "
             "peak over the operations of the matrix units in a cycle), loops as often as they turn, of a conditional "
-            "the dearest branch. HBM ms: bytes of all operands and results in main memory at "
+            "the dearest branch; a Pallas kernel as the operations that it says it does, at the peak. HBM ms: bytes "
+            "of all operands and results in main memory at "
             f"{self.bandwidth / 1e9:,.0f} GB/s. ms: the larger of the two, plus eigh ms. eigh ms, an assumption, as "
             f"the compiler estimates none: {EIGH_SWEEPS} sweeps of n - 1 rounds of {EIGH_CYCLES} cycles for every "
             "matrix of side n."
@@ -124,7 +121,7 @@ class Gpu:
         target = hlo.attribute(i, r'custom_call_target="([^"]*)"')
         if target in FREE_CALLS:
             return Price()
-        moved = hlo.moved(program, i, computation)
+        moved = traffic.moved(program, i, computation)
         if target and "syev" in target:
             return Price(0, self.eigh_ms(i, computation), moved, 1)
         computing = sum(1e3 * p.flops * self.seconds(p) for p in hlo.products(program, i, computation))
@@ -166,6 +163,12 @@ class Gpu:
             f"ms plus eigh ms. eigh ms, an assumption: {EIGH_CALL_MS} ms a call for up to {EIGH_BATCH} matrices of "
             f"side up to {EIGH_SIDE} (published: 0.26 ms for batches up to 32 x 32, jax issue 31368)."
         )
+
+
+def _name_of(i: hlo.Instruction, target: str | None) -> str:
+    """What to call an instruction without a price; numbers by themselves need none."""
+    entries = max((math.prod(array.sizes) for array in hlo.arrays(i.shape)), default=0)
+    return target or (f"{i.operation} ({i.op_name.rpartition('/')[2]})" if entries > 1 else "")
 
 
 Machine = Tpu | Gpu

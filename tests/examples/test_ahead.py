@@ -286,6 +286,13 @@ def test_what_has_no_price_is_named():
     assert machine_cost.meter(text, TPU)["unpriced"] == {"Cholesky": 1}
 
 
+def test_a_pallas_kernel_takes_the_operations_that_it_says():
+    config = 'backend_config={"custom_call_config":{"cost_estimate":{"flops":"20000000","transcendentals":"0"}}}'
+    row = machine_cost.meter(one(f'ROOT %y = f32[1000]{{0}} custom-call(%x), custom_call_target="k", {config}'), TPU)
+    assert row["compute_ms"] == pytest.approx(0.02)
+    assert (row["unpriced"], row["hbm_bytes"]) == ({}, 8000)
+
+
 def test_a_program_compiled_here():
     """The CPU's text, on the model of a GPU: 3 turns of 2 x 16 x 16 x 16 operations."""
     f = lambda x: jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y) @ y, x)  # noqa: E731
@@ -384,5 +391,5 @@ def test_the_report(target, tmp_path):
 @compiles("v5e")
 def test_a_train_step():
     row = ahead.estimate_train_step("v5e", "tiny", 1, "adamw")
-    assert row["peak_bytes"] > row["temporary_bytes"] > 0
+    assert row["peak_bytes"] >= row["argument_bytes"] > 0
     assert row["flops"]
