@@ -248,7 +248,8 @@ class _Walk:
             elif i.operation == "conditional":
                 found += self.branches(i)
             elif i.operation in ("call", "async-start") and called(i):
-                found += self.computation(called(i) or "", constants if i.operation == "call" else {})
+                handed = _tuple_constants(i, body, constants) if len(i.operands) == 1 else {}
+                found += self.computation(called(i) or "", handed)
             elif i.operation not in FREE:
                 found.append(Executed(i, body, 1, False))
         return found
@@ -345,8 +346,9 @@ def _constant(name: str, computation: Computation, parameter: dict[int, int]) ->
     return None
 
 
-def _tuple_constants(loop: Instruction, computation: Computation, parameter: dict[int, int]) -> dict[int, int]:
-    start = computation[loop.operands[0]]
+def _tuple_constants(i: Instruction, computation: Computation, parameter: dict[int, int]) -> dict[int, int]:
+    """The elements, of the tuple that ``i`` takes, that are constants."""
+    start = computation[i.operands[0]]
     if start.operation == "parameter":
         return parameter
     if start.operation != "tuple":
