@@ -19,7 +19,7 @@ import optax
 
 from normpre_optax.assemble import RestOptions, assemble
 from normpre_optax.transforms.checks import float_dtype, transformation
-from normpre_optax.transforms.oriented import chain
+from normpre_optax.transforms.oriented import Rescalable, chain
 from normpre_optax.transforms.precondition import precondition_globally, precondition_locally
 from normpre_optax.transforms.scale import scale_to_rms
 from normpre_optax.transforms.sharding import maybe_divided
@@ -90,6 +90,9 @@ def scale_by_normpre(
         raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
     # X_t and Psi_t: project_to_tangent and normalize_rows in one.
     normalized = normalize_tangent_rows(tangent, tangent_radius)
+    stage = in_dtype(compute_dtype, precondition)
+    if isinstance(stage, Rescalable) and not isinstance(rms, jax.Array):  # R_k without a pass over T_t
+        stage, rms = stage.at_rms(rms), None
     return at_least_float32(
         optax.chain(
             optax.trace(momentum, accumulator_dtype=mu_dtype),  # M_t
@@ -97,7 +100,7 @@ def scale_by_normpre(
                 matrix_dims,
                 chain(
                     _oriented(normalized, orientation),  # O_k ... O_k^-1
-                    in_dtype(compute_dtype, precondition),  # T_t
+                    stage,  # T_t
                     scale_to_rms(rms),  # R_k(T_t)
                 ),
             ),
@@ -248,7 +251,8 @@ def normpre_g(
         orientation: see ``normpre``.
         rms: see ``normpre``.
         mu_dtype: see ``normpre``.
-        compute_dtype: dtype of the Newton-Schulz products' operands, with sums in float32; None means float32.
+        compute_dtype: dtype of the Newton-Schulz products' operands, with sums in float32. None is the device's usual
+            product: one pass in bfloat16 on a TPU, TF32 on a GPU, float32 on a CPU. ``jnp.float32`` is true float32.
         matrix_dims: see ``normpre``.
         adam_learning_rate: see ``normpre``.
         adam_b1: see ``normpre``.
@@ -349,8 +353,8 @@ def normpre_l(
         orientation: see ``normpre``.
         rms: see ``normpre``.
         mu_dtype: see ``normpre``.
-        compute_dtype: dtype of the operands of the sketch's products with ``Psi``, with sums in float32; None means
-            float32. Everything small stays in float32.
+        compute_dtype: dtype of the operands of the sketch's products with ``Psi``, with sums in float32. None is
+            bfloat16 on a TPU and a GPU, float32 on a CPU. ``jnp.float32`` is true float32; what is small always is.
         matrix_dims: see ``normpre``.
         adam_learning_rate: see ``normpre``.
         adam_b1: see ``normpre``.

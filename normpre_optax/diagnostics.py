@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from normpre_optax.linalg.eigenspace import Modes, leading_modes_exact, leading_modes_sketch
 from normpre_optax.linalg.lapack import singular_values
 from normpre_optax.linalg.newton_schulz import unit_frobenius
-from normpre_optax.linalg.precision import product, working_dtype
+from normpre_optax.linalg.precision import exact_product, working_dtype
 from normpre_optax.linalg.rows import TANGENT_MODES, row_norms, tangent_rows, unit_rows
 from normpre_optax.parameters.dims import MatrixDims, to_matrices
 
@@ -379,7 +379,7 @@ def sketch_error(psi: jax.Array, omega: jax.Array, rank: int = 32, power_iterati
     psi, omega = _lifted(psi), _lifted(omega)
     wide = psi.mT if psi.shape[-2] > psi.shape[-1] else psi
     draws = omega[..., : wide.shape[-2], :]
-    found = leading_modes_sketch(wide, draws, rank, power_iterations)
+    found = leading_modes_sketch(wide, draws, rank, power_iterations, wide.dtype)
     exact = leading_modes_exact(wide, found.values.shape[-1])
     distance = singular_values(preconditioner(found) - preconditioner(exact))[..., 0]
     return SketchError(principal_angles(found.vectors, exact.vectors), distance)
@@ -404,7 +404,7 @@ def preconditioner(modes: Modes) -> jax.Array:
     """
     change = 1 / jnp.sqrt(jnp.maximum(modes.values, 1)) - 1
     identity = jnp.eye(modes.vectors.shape[-1], dtype=modes.vectors.dtype)
-    return identity + product((modes.vectors * change[..., None]).mT, modes.vectors)
+    return identity + exact_product((modes.vectors * change[..., None]).mT, modes.vectors)
 
 
 def principal_angles(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -427,9 +427,9 @@ def principal_angles(a: jax.Array, b: jax.Array) -> jax.Array:
         [0.     0.9273]
     """
     a, b = _lifted(a), _lifted(b)
-    overlap = product(a, b.mT)
+    overlap = exact_product(a, b.mT)
     cosines = jnp.minimum(singular_values(overlap), 1)
-    sines = jnp.minimum(singular_values(a - product(overlap, b))[..., ::-1], 1)
+    sines = jnp.minimum(singular_values(a - exact_product(overlap, b))[..., ::-1], 1)
     return jnp.where(sines**2 < 0.5, jnp.arcsin(sines), jnp.arccos(cosines))
 
 
@@ -466,7 +466,7 @@ def convergence_constants(gradient: jax.Array, weight: jax.Array) -> Constants:
     full = values.shape[-1] == psi.shape[-2]
     return Constants(
         gamma=jnp.min(jnp.where(defined, sines, 1), axis=(-2, -1)),
-        gamma_prime=jnp.max(row_norms(product(along, psi.mT)), axis=(-2, -1)),
+        gamma_prime=jnp.max(row_norms(exact_product(along, psi.mT)), axis=(-2, -1)),
         nu=jnp.max(jnp.where(defined, ratio, 0), axis=(-2, -1)),
         chi_global=_condition_number(values) if full else jnp.full(values.shape[:-1], jnp.inf, values.dtype),
         chi_local=values[..., 0],

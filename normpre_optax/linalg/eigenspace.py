@@ -8,13 +8,16 @@ Thin factors are kept as rows, ``(l, s)`` and ``(l, n)``, so that ``Psi`` is onl
 there it may lie either way, ``psi`` or ``stored.mT``, and nothing large is transposed.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from normpre_optax.linalg.lapack import eigh
-from normpre_optax.linalg.orthonormal import orthonormal_rows
-from normpre_optax.linalg.precision import product
+from normpre_optax.linalg.newton_schulz import inverse_root
+from normpre_optax.linalg.orthonormal import inverse_cholesky
+from normpre_optax.linalg.precision import exact_product, product
 
 
 class Modes(NamedTuple):
@@ -47,10 +50,10 @@ def leading_modes_exact(psi: jax.Array, rank: int) -> Modes:
         >>> print(leading_modes_exact(jnp.diag(jnp.array([1.0, 3.0, 2.0])), 2).values)
         [9. 4.]
     """
-    values, vectors = eigh(product(psi, psi.mT))
+    values, vectors = eigh(exact_product(psi, psi.mT))
     k = min(rank, psi.shape[-2])
     vectors = vectors[..., :k].mT
-    return Modes(values[..., :k], vectors, product(vectors, psi))
+    return Modes(values[..., :k], vectors, exact_product(vectors, psi))
 
 
 def leading_modes_sketch(
@@ -59,22 +62,20 @@ def leading_modes_sketch(
     rank: int,
     power_iterations: int = 1,
     compute_dtype: jax.typing.DTypeLike | None = None,
-    short_is_sharded: bool = False,
 ) -> Modes:
     """The ``rank`` leading modes as seen from a random subspace: Algorithm 2 of the paper.
 
     ``Y = Psi Omega``, ``p`` times ``Y = Psi Psi^T Y``, ``Q = qr(Y)``, then the eigenpairs of
-    ``(Q^T Psi)(Q^T Psi)^T`` (Rayleigh-Ritz), lifted by ``Q``. The basis is made orthonormal before every power step
-    too: the same span, without losing its smaller directions to rounding.
+    ``(Q^T Psi)(Q^T Psi)^T`` (Rayleigh-Ritz), lifted by ``Q``. The basis is made nearly orthonormal before every power
+    step too: the same span, without losing its smaller directions to rounding. ``Q`` need not be exactly orthonormal
+    either: its Gram matrix enters the eigenproblem.
 
     Args:
         psi: wide matrices ``(..., s, n)``, ``s <= n``.
         omega: Gaussian draws ``(..., l, n)``, ``l = min(s, rank + oversampling)``: the paper's Omega^T.
         rank: number of modes; at most ``l`` are returned.
         power_iterations: ``p``.
-        compute_dtype: dtype of the operands of the products with ``psi``; None: that of ``psi``.
-        short_is_sharded: the rows of ``psi`` are spread over devices and its columns are not: bases between power
-            steps are made orthonormal on the long side, which every device holds whole.
+        compute_dtype: dtype of the operands of the products with ``psi``; None: the device's usual product.
 
     Returns:
         ``Modes`` with ``k = min(rank, l)``.
@@ -90,15 +91,107 @@ def leading_modes_sketch(
     References:
         Halko, Martinsson and Tropp, arXiv 0909.4061.
     """
-    y = product(omega, psi.mT, compute_dtype)  # Y^T of the paper, as all factors here are transposed
+    squares = jnp.sum(psi**2, axis=(-2, -1), keepdims=True)
+    return leading_modes_sketches([psi], [omega], [squares], rank, power_iterations, compute_dtype)[0]
+
+
+def leading_modes_sketches(
+    psis: Sequence[jax.Array],
+    omegas: Sequence[jax.Array],
+    squares: Sequence[jax.Array],
+    rank: int,
+    power_iterations: int = 1,
+    compute_dtype: jax.typing.DTypeLike | None = None,
+    short_is_sharded: Sequence[bool] | None = None,
+) -> list[Modes]:
+    """``leading_modes_sketch`` of stacks of several shapes, their small problems solved together.
+
+    What is ``l x l`` is the same size for all of them: one factorisation and one eigensolver serve the whole list.
+
+    Args:
+        psis: wide matrices ``(..., s, n)``, ``s <= n``.
+        omegas: draws ``(..., l, n)`` for each.
+        squares: sums of squares of ``psis``, ``(..., 1, 1)``.
+        rank: see ``leading_modes_sketch``.
+        power_iterations: see ``leading_modes_sketch``.
+        compute_dtype: see ``leading_modes_sketch``.
+        short_is_sharded: for matrices on a mesh: whether the rows are spread over devices and the columns are not.
+            Bases between power steps are then made orthonormal on the long side, which every device holds whole, and
+            nothing is solved together.
+
+    Returns:
+        ``Modes`` of each.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from normpre_optax.linalg.eigenspace import leading_modes_sketches
+        >>> psis = [jnp.diag(jnp.array([5.0, 3.0, 1.0])), jnp.eye(3, 6)]
+        >>> omegas = [jax.random.normal(jax.random.key(0), (2, n)) for n in (3, 6)]
+        >>> found = leading_modes_sketches(psis, omegas, [jnp.array([[35.0]]), jnp.array([[3.0]])], 1, 4)
+        >>> print([modes.values.round(2).item() for modes in found])
+        [25.0, 1.0]
+    """
+    together = _together if short_is_sharded is None else _one_by_one
+    on_long_side = short_is_sharded or [False] * len(psis)
+
+    def thin(factors: list[jax.Array], wide: Sequence[jax.Array]) -> list[jax.Array]:
+        return [product(f, x, compute_dtype) for f, x in zip(factors, wide, strict=True)]
+
+    def basis(ys: list[jax.Array]) -> list[jax.Array]:
+        inverses = together(lambda g: inverse_cholesky(g, spare=True), [exact_product(y, y.mT) for y in ys])
+        return [exact_product(inverse, y) for inverse, y in zip(inverses, ys, strict=True)]
+
+    def basis_where(ys: list[jax.Array], chosen: list[bool]) -> list[jax.Array]:
+        made = iter(basis([y for y, here in zip(ys, chosen, strict=True) if here]))
+        return [next(made) if here else y for y, here in zip(ys, chosen, strict=True)]
+
+    def shorter(factors: Sequence[jax.Array]) -> list[jax.Array]:
+        # As if the matrices had Frobenius norm one, so that no power overflows; the last product sees psi itself.
+        return [f * inverse_root(square) for f, square in zip(factors, squares, strict=True)]
+
+    turned = [psi.mT for psi in psis]
+    y = shorter(thin(list(omegas), turned))  # Y^T of the paper, as all factors here are transposed
     for _ in range(power_iterations):
-        if short_is_sharded:
-            back = orthonormal_rows(product(y, psi, compute_dtype))
-        else:
-            back = product(orthonormal_rows(y), psi, compute_dtype)
-        y = product(back, psi.mT, compute_dtype)
-    q = orthonormal_rows(y)
-    seen = product(q, psi, compute_dtype)
-    values, z = eigh(product(seen, seen.mT))
-    z = z[..., : min(rank, omega.shape[-2])].mT
-    return Modes(values[..., : z.shape[-2]], product(z, q), product(z, seen))
+        back = thin(shorter(basis_where(y, [not long for long in on_long_side])), psis)
+        y = thin(shorter(basis_where(back, list(on_long_side))), turned)
+    q = basis(y)
+    seen = thin(q, psis)
+    grams = [(exact_product(a, a.mT), exact_product(b, b.mT)) for a, b in zip(q, seen, strict=True)]
+    pairs = together(lambda pair: _rayleigh_ritz(pair[0], pair[1], rank), grams)
+    return [
+        Modes(values, exact_product(z, a), exact_product(z, b))
+        for (values, z), a, b in zip(pairs, q, seen, strict=True)
+    ]
+
+
+def _rayleigh_ritz(gram: jax.Array, interaction: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
+    """Leading ``lambda`` and ``z`` (rows) of ``interaction z = lambda gram z``, with ``z gram z^T = 1``."""
+    inverse = inverse_cholesky(gram)
+    values, z = eigh(exact_product(exact_product(inverse, interaction), inverse.mT))
+    k = min(rank, values.shape[-1])
+    return values[..., :k], exact_product(z[..., :k].mT, inverse)
+
+
+def _one_by_one(f: Callable, problems: Sequence[Any]) -> list[Any]:
+    return [f(problem) for problem in problems]
+
+
+def _together(f: Callable, problems: Sequence[Any]) -> list[Any]:
+    """``f`` of trees of arrays ``(..., l, l)``, called once for all of one size."""
+    sizes: dict[Any, list[int]] = {}
+    for i, problem in enumerate(problems):
+        sizes.setdefault(tuple(x.shape[-2:] for x in jax.tree.leaves(problem)), []).append(i)
+    results: list[Any] = [None] * len(problems)
+    for members in sizes.values():
+        if len(members) == 1:
+            results[members[0]] = f(problems[members[0]])
+            continue
+        leads = [jax.tree.leaves(problems[i])[0].shape[:-2] for i in members]
+        flat = [jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:]), problems[i]) for i in members]
+        solved = f(jax.tree.map(lambda *xs: jnp.concatenate(xs), *flat))
+        start = 0
+        for i, lead, part in zip(members, leads, flat, strict=True):
+            end = start + len(jax.tree.leaves(part)[0])
+            results[i] = jax.tree.map(lambda x, s=start, e=end, lead=lead: x[s:e].reshape(*lead, *x.shape[1:]), solved)
+            start = end
+    return results

@@ -12,6 +12,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from normpre_optax.platforms import by_platform
+
 
 def _walk(f, x: jax.Array):
     """``f`` of each matrix of a stack ``(..., m, n)``, in turn."""
@@ -36,7 +38,7 @@ def eigh(a: jax.Array) -> tuple[jax.Array, jax.Array]:
         >>> print(eigh(jnp.diag(jnp.array([1.0, 3.0, 2.0])))[0])
         [3. 2. 1.]
     """
-    values, vectors = jax.lax.platform_dependent(
+    values, vectors = by_platform(
         a, cpu=lambda x: _walk(lambda y: tuple(jnp.linalg.eigh(y)), x), default=lambda x: tuple(jnp.linalg.eigh(x))
     )
     return values[..., ::-1], vectors[..., ::-1]
@@ -63,7 +65,7 @@ def svd(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         u, s, vt = jnp.linalg.svd(y, full_matrices=False)
         return u, s, vt
 
-    return jax.lax.platform_dependent(x, cpu=lambda y: _walk(thin, y), default=thin)
+    return by_platform(x, cpu=lambda y: _walk(thin, y), default=thin)
 
 
 @jax.jit
@@ -86,4 +88,4 @@ def singular_values(x: jax.Array) -> jax.Array:
     def values(y: jax.Array) -> jax.Array:
         return jnp.linalg.svd(y, compute_uv=False)
 
-    return jax.lax.platform_dependent(x, cpu=lambda y: _walk(values, y), default=values)
+    return by_platform(x, cpu=lambda y: _walk(values, y), default=values)

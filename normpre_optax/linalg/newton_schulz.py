@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from normpre_optax.linalg.precision import product, working_dtype
+from normpre_optax.platforms import by_platform
 
 Triple = tuple[float, float, float]
 FORMS = ("auto", "plain", "gram")
@@ -79,6 +80,8 @@ def newton_schulz(
     coefficients: str | Sequence = "muon",
     compute_dtype: jax.typing.DTypeLike | None = None,
     form: str = "auto",
+    bounded: bool = False,
+    unit: bool = False,
 ) -> jax.Array:
     """Approximate ``msign(x) = U V^T`` by Newton-Schulz iterations on the shorter side.
 
@@ -86,10 +89,13 @@ def newton_schulz(
         x: matrices ``(..., m, n)``.
         steps: number of iterations.
         coefficients: a name in ``COEFFICIENTS``, one triple, or one triple a step.
-        compute_dtype: dtype of the products' operands (sums are kept in float32); None: the dtype of ``x``, at its
-            full precision on every device.
+        compute_dtype: dtype of the products' operands (sums and everything between are kept in float32); None: the
+            device's usual product, see ``precision.product``.
         form: ``"plain"`` iterates on the matrix, ``"gram"`` on its Gram matrix: fewer operations from an aspect of
-            about 1.5 on, in at least float32; ``"auto"`` chooses.
+            about 1.5 on; ``"auto"`` chooses.
+        bounded: whether rows or columns are known to be of length one or zero, so that no square can overflow or
+            vanish: that saves two passes over the matrix.
+        unit: whether the result is divided by its Frobenius norm.
 
     Returns:
         Matrices ``(..., m, n)``; a zero matrix stays zero.
@@ -112,62 +118,120 @@ def newton_schulz(
         raise ValueError(f"{form=} is not one of {FORMS}")
     table = coefficient_table(coefficients, steps)
     headroom = _HEADROOM.get(coefficients, 1.0) if isinstance(coefficients, str) else 1.0
-    dtype = jnp.dtype(compute_dtype) if compute_dtype is not None else x.dtype
+    y = x.astype(working_dtype(x.dtype))
+    y = y if bounded else unit_frobenius(y)
+    plain, gram = (
+        functools.partial(f, headroom=headroom, table=table, operand_dtype=compute_dtype, unit=unit)
+        for f in (_iterate, _iterate_gram)
+    )
     if form == "auto":
-        wide_enough = max(x.shape[-2:]) >= 1.5 * min(x.shape[-2:])
-        form = "gram" if wide_enough and dtype == working_dtype(dtype) else "plain"
-    iterate = _iterate_gram if form == "gram" else _iterate
-    return iterate((unit_frobenius(x) / headroom).astype(dtype), table).astype(x.dtype)
+        form = "gram" if table and max(x.shape[-2:]) >= 1.5 * min(x.shape[-2:]) else "plain"
+        if form == "gram" and table[0][0] > _STEEP and (compute_dtype is None or jnp.dtype(compute_dtype).itemsize < 4):
+            # Rounded operands and a steep first step: the Gram matrix loses what the step is to bring up.
+            half = compute_dtype is not None
+            return (plain(y) if half else by_platform(y, cpu=gram, default=plain)).astype(x.dtype)
+    return (gram if form == "gram" else plain)(y).astype(x.dtype)
 
 
-def _iterate(y: jax.Array, table: Sequence[Triple]) -> jax.Array:
+# With products in bfloat16 and a first coefficient of 3.4 the two forms end equally far from msign, with 4.1 the Gram
+# form up to 0.02 further on steep spectra, with 8.2 up to 0.2 (docs/results/accuracy_cpu.md).
+_STEEP = 4.5
+
+
+def _iterate(
+    y: jax.Array,
+    headroom: float,
+    table: Sequence[Triple],
+    operand_dtype: jax.typing.DTypeLike | None,
+    unit: bool,
+) -> jax.Array:
     """``Y <- a Y + (b A + c A^2) Y`` with ``A = Y Y^T``: ``20 s^2 t + 10 s^3`` operations at five steps, s <= t."""
-    dtype, tall = y.dtype, y.shape[-2] > y.shape[-1]
-
-    def step(y: jax.Array, abc: jax.Array) -> tuple[jax.Array, None]:
-        a, b, c = abc
-        gram = symmetric_product(y.mT, y, dtype) if tall else symmetric_product(y, y.mT, dtype)
-        poly = b * gram + c * symmetric_product(gram, gram, dtype)
-        turned = product(y, poly, dtype) if tall else product(poly, y, dtype)
-        return (a * y + turned).astype(dtype), None
-
-    triples = jnp.asarray(table, working_dtype(dtype)).reshape(len(table), 3)
-    return jax.lax.scan(step, y, triples)[0]
+    symmetric = functools.partial(symmetric_product, operand_dtype=operand_dtype)
+    for i, (a, b, c) in enumerate(table):
+        gram = symmetric(*_beside(y))
+        start = 1.0 if i else _inverse_norm(gram) / headroom
+        gram = gram * jnp.square(start)
+        y = (a * start) * y + _times(start * (b * gram + c * symmetric(gram, gram)), y, operand_dtype)
+    return _unit(y) if unit else y
 
 
-def _iterate_gram(y: jax.Array, table: Sequence[Triple]) -> jax.Array:
-    """The same on ``R = Y Y^T``: a step is ``Y <- P Y`` with ``P = a + b R + c R^2``, hence ``R <- P R P``.
+def _iterate_gram(
+    y: jax.Array,
+    headroom: float,
+    table: Sequence[Triple],
+    operand_dtype: jax.typing.DTypeLike | None,
+    unit: bool,
+) -> jax.Array:
+    """The same on ``R = Y Y^T``: with ``Z = b R + c R^2`` a step is ``Y <- a Y + Z Y``, ``R <- (a + Z) R (a + Z)``.
 
-    The factors are gathered in ``Q`` and applied at the end: ``8 s^2 t + 28 s^3`` operations at five steps, the small
+    The factors are gathered in Q and applied at the end: ``8 s^2 t + 28 s^3`` operations at five steps, the small
     products all with symmetric results. Rounding in R grows from step to step, so R is taken anew from Y after the
-    second one. Loops, not straight code: a step is compiled once.
+    second one. On an accelerator the size of the result is taken from ``Q R Q``, without a pass over it; with rounded
+    operands that is off by a fifth for a matrix of rank one, by a thousandth where the others have a thousandth of it.
     """
-    if not table:
-        return y
-    y, tall = y.astype(working_dtype(y.dtype)), y.shape[-2] > y.shape[-1]
+    symmetric = functools.partial(symmetric_product, operand_dtype=operand_dtype)
     identity = jnp.eye(min(y.shape[-2:]), dtype=y.dtype)
-    triples = jnp.asarray(table, y.dtype).reshape(len(table), 3)
+    parts = [part for part in (table[:2], table[2:]) if part]
+    for part in parts:
+        r = symmetric(*_beside(y))
+        start = _inverse_norm(r) / headroom if part is parts[0] else 1.0
+        r = whole = r * jnp.square(start)
+        q = identity
+        for i, (a, b, c) in enumerate(part):
+            z = b * r + c * symmetric(r, r)
+            q = a * q + (symmetric(q, z) if i else z)
+            if i < len(part) - 1:
+                turned = a * r + symmetric(r, z)
+                r = a * turned + symmetric(z, turned)
+        if not unit or part is not parts[-1]:
+            y = _times(q * start, y, operand_dtype)
+            continue
 
-    def factor(i: jax.Array, r: jax.Array) -> jax.Array:
-        a, b, c = triples[i]
-        return a * identity + b * r + c * symmetric_product(r, r)
+        def measured(q: jax.Array, whole: jax.Array, y: jax.Array) -> jax.Array:
+            del whole
+            return _unit(_times(q, y, operand_dtype))
 
-    def step(i: jax.Array, rpq: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        r, p, q = rpq
-        r = symmetric_product(p, symmetric_product(r, p))
-        p = factor(i, r)
-        return r, p, symmetric_product(q, p)
+        def known(q: jax.Array, whole: jax.Array, y: jax.Array) -> jax.Array:
+            squares = jnp.sum(symmetric(q, whole) * q, axis=(-2, -1), keepdims=True)
+            return _times(q * inverse_root(squares), y, operand_dtype)
 
-    def steps(ends: jax.Array, y: jax.Array) -> jax.Array:
-        first, last = ends
-        r = product(y.mT, y) if tall else product(y, y.mT)
-        p = factor(first, r)
-        _, _, q = jax.lax.fori_loop(first + 1, last, step, (r, p, p))
-        return product(y, q) if tall else product(q, y)
+        y = by_platform(q * start, whole, y, cpu=measured, default=known)
+    return y
 
-    split = min(2, len(table))
-    parts = jnp.asarray([[0, split], [split, len(table)]])
-    return jax.lax.fori_loop(0, 1 + (len(table) > 2), lambda k, y: steps(parts[k], y), y)
+
+def _unit(y: jax.Array) -> jax.Array:
+    return y * inverse_root(jnp.sum(y**2, axis=(-2, -1), keepdims=True))
+
+
+def _inverse_norm(gram: jax.Array) -> jax.Array:
+    """One over the Frobenius norm of a matrix, from its Gram matrix; 0 for a zero matrix."""
+    return inverse_root(jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None])
+
+
+def inverse_root(squares: jax.Array) -> jax.Array:
+    """``squares^(-1/2)``, and 0 where there is nothing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.newton_schulz import inverse_root
+        >>> print(inverse_root(jnp.array([4.0, 0.0])))
+        [0.5 0. ]
+    """
+    return jnp.where(squares <= 0, 0, 1 / jnp.sqrt(jnp.where(squares <= 0, 1, squares)))
+
+
+def _is_tall(y: jax.Array) -> bool:
+    return y.shape[-2] > y.shape[-1]
+
+
+def _beside(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The factors of the Gram matrix of the shorter side."""
+    return (y.mT, y) if _is_tall(y) else (y, y.mT)
+
+
+def _times(small: jax.Array, y: jax.Array, operand_dtype: jax.typing.DTypeLike | None) -> jax.Array:
+    """``small`` times ``y``, along its shorter side."""
+    return product(y, small, operand_dtype) if _is_tall(y) else product(small, y, operand_dtype)
 
 
 def symmetric_product(a: jax.Array, b: jax.Array, operand_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -191,7 +255,7 @@ def symmetric_product(a: jax.Array, b: jax.Array, operand_dtype: jax.typing.DTyp
     whole = functools.partial(product, operand_dtype=operand_dtype)
     if a.shape[-2] < _LOWER_FROM:
         return whole(a, b)
-    return jax.lax.platform_dependent(a, b, cpu=lambda a, b: _lower_blocks(a, b, whole), default=whole)
+    return by_platform(a, b, cpu=lambda a, b: _lower_blocks(a, b, whole), default=whole)
 
 
 # Below this side half a product is too small to fill two cores.

@@ -6,23 +6,26 @@ diagonal keeps the factorisation alive on rank-deficient input, at the price of 
 repeating the pass lengthens them (shifted Cholesky-QR 3). What is missing at the end is rounding noise of the input:
 such a row is shorter than one, never a duplicate of another.
 
-No QR, Cholesky or triangular solve of LAPACK is called: see ``lapack`` for why.
+On CPU no QR, Cholesky or triangular solve of LAPACK is called: see ``lapack`` for why.
 """
 
 import jax
 import jax.numpy as jnp
 
-from normpre_optax.linalg.precision import product
+from normpre_optax.linalg.precision import exact_product
+from normpre_optax.platforms import by_platform
 
 
-def inverse_cholesky(g: jax.Array) -> jax.Array:
-    """``L^-1`` of ``g = L L^T``, by elimination on ``[g | I]``, all matrices of the stack at once.
+def inverse_cholesky(g: jax.Array, spare: bool = False) -> jax.Array:
+    """``L^-1`` of ``g = L L^T``, all matrices of the stack at once: by elimination on CPU, by one call elsewhere.
 
-    A pivot at or below ``l eps`` times the largest diagonal entry is rounding noise: its row comes out zero, and the
-    elimination goes on without it.
+    Directions that are rounding noise of ``g`` are left out or come out too short, and nothing becomes NaN: see
+    ``eliminated`` and ``factored``, which are the two ways.
 
     Args:
         g: symmetric positive semidefinite matrices ``(..., l, l)``.
+        spare: whether directions of which little is left come out too short on a CPU too, to be lengthened by another
+            pass, where they are left out otherwise.
 
     Returns:
         Lower triangular matrices ``(..., l, l)``.
@@ -33,6 +36,29 @@ def inverse_cholesky(g: jax.Array) -> jax.Array:
         >>> print(inverse_cholesky(jnp.array([[4.0, 2.0], [2.0, 2.0]])))
         [[ 0.5  0. ]
          [-0.5  1. ]]
+    """
+    return by_platform(g, cpu=lambda g: eliminated(shifted(g) if spare else g), default=factored)
+
+
+def eliminated(g: jax.Array) -> jax.Array:
+    """``inverse_cholesky`` in plain array operations: elimination on ``[g | I]``, a loop of ``l`` short steps.
+
+    A pivot at or below ``l eps`` times the largest diagonal entry is rounding noise: its row comes out zero, and the
+    elimination goes on without it. Safe from the CPU's hang (``lapack``); on an accelerator every step of the loop
+    costs as much as a product.
+
+    Args:
+        g: symmetric positive semidefinite matrices ``(..., l, l)``.
+
+    Returns:
+        Lower triangular matrices ``(..., l, l)``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.orthonormal import eliminated
+        >>> print(eliminated(jnp.array([[4.0, 0.0], [0.0, 0.0]])))
+        [[0.5 0. ]
+         [0.  0. ]]
     """
     size = g.shape[-1]
     index = jnp.arange(size)[:, None]
@@ -49,6 +75,60 @@ def inverse_cholesky(g: jax.Array) -> jax.Array:
 
     identity = jnp.broadcast_to(jnp.eye(size, dtype=g.dtype), g.shape)
     return jax.lax.fori_loop(0, size, eliminate, jnp.concatenate([g, identity], axis=-1))[..., size:]
+
+
+def factored(g: jax.Array) -> jax.Array:
+    """``inverse_cholesky`` by one Cholesky factorisation and one triangular solve of the whole stack.
+
+    ``g`` is first brought to a unit diagonal, and what is off the diagonal is shortened by ``2 l eps``: more than the
+    rounding of ``g`` and of the factorisation, so that no pivot fails however dependent the rows are. A direction of
+    which less than that is left comes out too short.
+
+    Args:
+        g: symmetric positive semidefinite matrices ``(..., l, l)``.
+
+    Returns:
+        Lower triangular matrices ``(..., l, l)``; rows and columns of zero diagonal entries are zero.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.orthonormal import factored
+        >>> print(factored(jnp.array([[4.0, 0.0], [0.0, 0.0]])))
+        [[0.5 0. ]
+         [0.  0. ]]
+    """
+    size = g.shape[-1]
+    diagonal = jnp.diagonal(g, axis1=-2, axis2=-1)
+    inverse = jnp.where(diagonal > 0, jax.lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1)), 0 * diagonal)
+    unit = inverse[..., :, None] * g * inverse[..., None, :] / (1 + 2 * size * jnp.finfo(g.dtype).eps)
+    identity = jnp.eye(size, dtype=g.dtype)
+    lower = jax.lax.linalg.cholesky(jnp.where(identity == 1, 1, unit), symmetrize_input=False)
+    solved = jax.lax.linalg.triangular_solve(
+        lower, jnp.broadcast_to(identity, g.shape), left_side=True, lower=True, transpose_a=False
+    )
+    return solved * inverse[..., None, :]
+
+
+def shifted(g: jax.Array) -> jax.Array:
+    """``g`` with ``4 l eps`` times its trace added to the diagonal: a few times its rounding error.
+
+    With ``L^-1`` of that, directions of which little is left come out too short instead of being left out.
+
+    Args:
+        g: symmetric positive semidefinite matrices ``(..., l, l)``.
+
+    Returns:
+        Matrices ``(..., l, l)``, positive definite unless zero.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.orthonormal import shifted
+        >>> bool(jnp.linalg.eigvalsh(shifted(jnp.ones((3, 3))))[0] > 1e-6)
+        True
+    """
+    size = g.shape[-1]
+    trace = jnp.trace(g, axis1=-2, axis2=-1)[..., None, None]
+    return g + 4 * size * jnp.finfo(g.dtype).eps * trace * jnp.eye(size, dtype=g.dtype)
 
 
 def orthonormal_rows(y: jax.Array, passes: int = 3) -> jax.Array:
@@ -73,14 +153,10 @@ def orthonormal_rows(y: jax.Array, passes: int = 3) -> jax.Array:
     References:
         Fukaya, Kannan, Nakatsukasa, Yamamoto and Yanagisawa, Shifted Cholesky QR, SIAM J. Sci. Comput. 42, 2020.
     """
-    size = y.shape[-2]
-    # The rounding error of g is a few eps times its trace; a shift well above it keeps every pivot positive.
-    shift = 4 * size * jnp.finfo(y.dtype).eps * jnp.eye(size, dtype=y.dtype)
     peak = jnp.max(jnp.abs(y), axis=(-2, -1), keepdims=True, initial=0)
 
-    def one_pass(i: jax.Array, y: jax.Array) -> jax.Array:
-        g = product(y, y.mT)
-        trace = jnp.trace(g, axis1=-2, axis2=-1)[..., None, None]
-        return product(inverse_cholesky(g + jnp.where(i < passes - 1, trace, 0) * shift), y)
+    def one_pass(y: jax.Array, spare: bool) -> jax.Array:
+        return exact_product(inverse_cholesky(exact_product(y, y.mT), spare), y)
 
-    return jax.lax.fori_loop(0, passes, one_pass, y / jnp.where(peak == 0, 1, peak))
+    y = y / jnp.where(peak == 0, 1, peak)
+    return one_pass(jax.lax.fori_loop(0, passes - 1, lambda _, y: one_pass(y, spare=True), y), spare=False)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from normpre_optax.platforms import by_platform
+
 
 def working_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """The dtype to compute in: float32, or wider where the data is wider.
@@ -52,14 +54,14 @@ def in_working_dtype(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def product(a: jax.Array, b: jax.Array, operand_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """Matrix product with sums in at least float32, and no silent rounding of float32 operands.
-
-    GPUs and TPUs round the operands of a float32 product to TF32 or bfloat16 unless told otherwise; this one is told.
+    """Matrix product with sums in at least float32, at the speed that ``operand_dtype`` says.
 
     Args:
         a: matrices ``(..., m, k)``.
         b: matrices ``(..., k, n)``.
-        operand_dtype: dtype to which the operands are rounded; None leaves them.
+        operand_dtype: dtype to which the operands are rounded. float32 is true float32 on every device. None leaves
+            them to the device's usual product: of float32 operands one pass in bfloat16 on a TPU, TF32 on a GPU, true
+            float32 on a CPU (``jax.default_matmul_precision`` decides otherwise where it is set).
 
     Returns:
         Matrices ``(..., m, n)`` in at least float32.
@@ -72,15 +74,30 @@ def product(a: jax.Array, b: jax.Array, operand_dtype: jax.typing.DTypeLike | No
     """
     if operand_dtype is not None:
         a, b = a.astype(operand_dtype), b.astype(operand_dtype)
+        if a.dtype == working_dtype(a.dtype):
+            return exact_product(a, b)
     sums = working_dtype(a.dtype)
-    exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=sums)
+    usual = functools.partial(jnp.matmul, preferred_element_type=sums)
     if a.dtype == sums:
-        return exact(a, b)
-
-    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
-        return exact(a.astype(sums), b.astype(sums))
-
+        return usual(a, b)
     # XLA's CPU backend has no half-precision products with float32 sums in every place where one may stand.
-    return jax.lax.platform_dependent(
-        a, b, cpu=widened, default=functools.partial(jnp.matmul, preferred_element_type=sums)
-    )
+    return by_platform(a, b, cpu=lambda a, b: exact_product(a.astype(sums), b.astype(sums)), default=usual)
+
+
+def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Matrix product in the operands' own precision on every device: for small problems and yardsticks.
+
+    Args:
+        a: matrices ``(..., m, k)`` in at least float32.
+        b: matrices ``(..., k, n)`` likewise.
+
+    Returns:
+        Matrices ``(..., m, n)``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.precision import exact_product
+        >>> print(exact_product(jnp.array([[1.0, 1e-6]]), jnp.ones((2, 1))))
+        [[1.000001]]
+    """
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

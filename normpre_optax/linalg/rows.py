@@ -4,11 +4,18 @@
 A row runs along ``axis``: -1, or -2 for the rows of a matrix that is stored transposed.
 
 Lengths are taken of rows divided by their largest entry, so that squares neither overflow nor vanish: a row of
-entries near 1e-30 or 1e30 is measured as well as one near 1. Zero rows stay zero and NaN stays NaN.
+entries near 1e-30 or 1e30 is measured as well as one near 1. Zero rows stay zero and NaN stays NaN. The
+optimizers' own way, ``tangent_factors``, does without that where it can.
 """
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from normpre_optax.platforms import by_platform
 
 TANGENT_MODES = ("relaxed", "bounded", "strict", "none")
 
@@ -152,14 +159,48 @@ def tangent_rows(
         return m
     assert w is not None
     peak = _peak(m, axis)
-    x, size = _tangent(m / peak, w, mode, radius, axis)
-    return x * (size * peak)
+    x, shrink, _ = _tangent(m / peak, w, mode, radius, axis)
+    return x * (peak / shrink)
+
+
+class RowFactors(NamedTuple):
+    """Two numbers a row: ``Psi = momentum M - weights W``.
+
+    Attributes:
+        momentum: of a row of the momentum, ``(..., m, 1)``, along axis -2 ``(..., 1, n)``; 0 where nothing is left.
+        weights: of the same row of the weights, in the same shape.
+    """
+
+    momentum: jax.Array
+    weights: jax.Array
+
+
+def scaled_rows(m: jax.Array, w: jax.Array | None, factors: RowFactors) -> jax.Array:
+    """``momentum M - weights W``; without W, ``momentum M``.
+
+    Args:
+        m: momentum ``(..., m, n)``.
+        w: weights ``(..., m, n)``, or None.
+        factors: of its rows.
+
+    Returns:
+        Matrices ``(..., m, n)``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.rows import scaled_rows, tangent_factors
+        >>> m = jnp.array([[3.0, 4.0], [0.0, 0.0]])
+        >>> print(scaled_rows(m, None, tangent_factors(m, None, "none")))
+        [[0.6 0.8]
+         [0.  0. ]]
+    """
+    return m * factors.momentum if w is None else m * factors.momentum - w * factors.weights
 
 
 def unit_tangent_rows(
     m: jax.Array, w: jax.Array | None, mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0, axis: int = -1
 ) -> jax.Array:
-    """``unit_rows(tangent_rows(m, w, ...))`` in fewer passes over memory: ``X`` is not brought back to its scale.
+    """``unit_rows(tangent_rows(m, w, ...))`` in two passes over memory: sums of both, then ``scaled_rows``.
 
     Args:
         m: momentum ``(..., m, n)``.
@@ -174,34 +215,172 @@ def unit_tangent_rows(
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.rows import unit_tangent_rows
-        >>> print(unit_tangent_rows(jnp.array([[3e-20, 4e-20]]), jnp.array([[0.0, 1.0]])))
+        >>> print(unit_tangent_rows(jnp.array([[3e-20, 4e-20]]), jnp.array([[0.0, 1.0]])).round(6))
         [[1. 0.]]
     """
-    if mode == "none":
-        return unit_rows(m, axis)
-    assert w is not None
-    # No peak is taken again: X comes with entries near one, and rounding noise is the least that is left of them.
-    x, _ = _tangent(m / _peak(m, axis), w, mode, radius, axis)
+    w = None if mode == "none" else w
+    return scaled_rows(m, w, tangent_factors(m, w, mode, radius, axis))
+
+
+def tangent_factors(
+    m: jax.Array, w: jax.Array | None, mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0, axis: int = -1
+) -> RowFactors:
+    """What makes rows of ``Psi`` of the momentum and the weights, from one pass over both.
+
+    ``<m, m>``, ``<m, w>`` and ``<w, w>`` give the length of x: the square of its part across w is
+    ``<m, m> - <m, w>^2 / <w, w>``, and its part along w is that of m times a known number. That difference cancels
+    m lies along w. On a CPU rows for which it does are measured again with care, as are those whose squares overflow or
+    vanish; an accelerator has no time for a branch. There a part across w of less than ``4 sqrt(eps) ||m||`` counts as
+    rounding noise, and the length of a row of which a share q is left is off by ``eps / q^2``.
+
+    Args:
+        m: momentum ``(..., m, n)``.
+        w: weights ``(..., m, n)``; None for the mode ``none``.
+        mode: see ``tangent_rows``.
+        radius: see ``tangent_rows``.
+        axis: along which a row runs.
+
+    Returns:
+        The factors of every row.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.rows import tangent_factors
+        >>> factors = tangent_factors(jnp.array([[3.0, 4.0]]), jnp.array([[0.0, 0.5]]), "strict")
+        >>> print(factors.momentum.round(4), factors.weights.round(4))
+        [[0.3333]] [[2.6667]]
+    """
+
+    def straight(m: jax.Array, w: jax.Array | None, sums: Callable) -> RowFactors:
+        squares = [(m * scale) ** 2 for scale in _SCALES]
+        if w is None:
+            of_m, mw, ww = _one_by_one(squares, axis), None, None
+        else:
+            *of_m, mw, ww = sums([*squares, m * w, w * w], axis)
+        scale, mm = _in_range(of_m)
+        return _one_pass(mm, mw, ww, scale, mode, radius)[0]
+
+    def checked(m: jax.Array, w: jax.Array | None) -> RowFactors:
+        mm, *of_w = _one_by_one([m * m] if w is None else [m * m, m * w, w * w], axis)
+        mw, ww = of_w or (None, None)
+        quick, xx = _one_pass(mm, mw, ww, jnp.ones_like(mm), mode, radius)
+        outside = lambda square: (square < _LEAST_SQUARE) | (square > _LARGEST_SQUARE)  # noqa: E731
+        doubtful = outside(mm) | ~(xx >= _LEAST_SHARE * mm)
+        if ww is not None:
+            doubtful |= outside(ww)
+        doubtful &= jnp.any(m != 0, axis=axis, keepdims=True) & ~jnp.isnan(mm)  # zero is zero, NaN has no better way
+
+        @jax.named_scope("rare")
+        def careful() -> RowFactors:
+            found = _careful_factors(m, w, mode, radius, axis)
+            return RowFactors(*(jnp.where(doubtful, good, fast) for good, fast in zip(found, quick, strict=True)))
+
+        return jax.lax.cond(jnp.any(doubtful), careful, lambda: quick)
+
+    return by_platform(
+        m,
+        w,
+        cpu=checked,
+        tpu=functools.partial(straight, sums=_one_by_one),
+        default=functools.partial(straight, sums=_in_pairs),
+    )
+
+
+# Sums of squares outside of these are not trusted: they, or squares in them, may have overflowed or lost digits.
+_LEAST_SQUARE, _LARGEST_SQUARE = 1e-24, 1e30
+# Less than this share of <m, m> is a difference of numbers that much larger: off by 16 eps and more.
+_LEAST_SHARE = 1 / 16
+
+
+# Powers of two at which squares are taken: one of the two is in range for every row of entries from 1e-30 to 1e26.
+_SCALES = (2.0**-30, 2.0**40)
+
+
+def _one_by_one(arrays: Sequence[jax.Array], axis: int) -> list[jax.Array]:
+    """Sums of arrays of one shape along an axis; a TPU takes them in one pass by itself."""
+    return [jnp.sum(x, axis=axis, keepdims=True) for x in arrays]
+
+
+def _in_pairs(arrays: Sequence[jax.Array], axis: int) -> list[jax.Array]:
+    """The same for a GPU, whose compiler makes a pass of every sum: two are the parts of a complex one."""
+    pairs = [jnp.sum(jax.lax.complex(*arrays[i : i + 2]), axis=axis, keepdims=True) for i in range(0, len(arrays), 2)]
+    return [part for pair in pairs for part in (pair.real, pair.imag)]
+
+
+def _in_range(squares: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Of sums of squares at ``_SCALES``, for every row: the scale to use, and the sum at it."""
+    (below, above), (down, up) = squares, _SCALES
+    small = below < _LEAST_SQUARE
+    return jnp.where(small, up, down).astype(below.dtype), jnp.where(small, above, below)
+
+
+def _one_pass(
+    mm: jax.Array,
+    mw: jax.Array | None,
+    ww: jax.Array | None,
+    scale: jax.Array,
+    mode: str,
+    radius: jax.typing.ArrayLike,
+) -> tuple[RowFactors, jax.Array]:
+    """Factors from sums alone, and the squared lengths of x; ``mm`` and x are those of ``scale m``."""
+    if mw is None or ww is None:
+        along, xx = jnp.zeros_like(mm), mm
+    else:
+        mw = scale * mw
+        radial = jnp.where(ww == 0, 0, mw / jnp.where(ww == 0, 1, ww))  # the part along w is radial * w
+        kept = _kept(ww, mode, radius)
+        along = mw / jnp.square(jnp.asarray(radius, mm.dtype)) if mode == "relaxed" else (1 - kept) * radial
+        across, inside = mm - radial * mw, (kept * radial) * (kept * mw)
+        eps = jnp.finfo(mm.dtype).eps
+        xx = jnp.where(across < 16 * eps * mm, 0, across) + inside
+        xx = jnp.where((mm == 0) | (xx <= (8 * eps) ** 2 * mm), 0, xx)
+    size = jnp.where(xx == 0, 0, 1 / jnp.sqrt(jnp.where(xx == 0, 1, xx)))
+    return RowFactors(scale * size, along * size), xx
+
+
+def _careful_factors(
+    m: jax.Array, w: jax.Array | None, mode: str, radius: jax.typing.ArrayLike, axis: int
+) -> RowFactors:
+    """``tangent_factors`` of rows that are first divided by their largest entry; noise counts as zero."""
+    peak = _peak(m, axis)
+    scaled = m / peak
+    if w is None:
+        shrink, along, x = jnp.ones_like(peak), jnp.zeros_like(peak), scaled
+    else:
+        x, shrink, along = _tangent(scaled, w, mode, radius, axis)
     norm = jnp.sqrt(jnp.sum(x**2, axis=axis, keepdims=True))
-    return x / jnp.where(norm == 0, 1, norm)
+    size = jnp.where(norm == 0, 0, 1 / jnp.where(norm == 0, 1, norm))
+    most = jnp.finfo(m.dtype).max / 4  # finite for the smallest numbers, too
+    return RowFactors(jnp.minimum(size * shrink / peak, most), jnp.clip(size * along, -most, most))
+
+
+def _kept(ww: jax.Array, mode: str, radius: jax.typing.ArrayLike) -> jax.Array | float:
+    """What is kept of the radial part, given the squared lengths of the weights' rows."""
+    if mode == "strict":
+        return 0.0
+    relaxed = 1 - ww / jnp.square(jnp.asarray(radius, ww.dtype))
+    return jnp.maximum(relaxed, 0) if mode == "bounded" else relaxed
 
 
 def _tangent(
     m: jax.Array, w: jax.Array, mode: str, radius: jax.typing.ArrayLike, axis: int
-) -> tuple[jax.Array, jax.Array]:
-    """``tangent_rows`` of rows whose largest entry is one, divided by a size that keeps squares from overflowing."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``tangent_rows`` of rows whose largest entry is one: ``x = shrink m - along w``, shrink and along.
+
+    ``x / shrink`` is what was asked for; squares of x do not overflow.
+    """
     if mode == "relaxed":
-        along, amount = w, 1 / jnp.square(jnp.asarray(radius, m.dtype))
+        length, amount = jnp.ones((), m.dtype), 1 / jnp.square(jnp.asarray(radius, m.dtype))
     else:
-        along, amount = unit_rows(w, axis), jnp.ones((), m.dtype)
+        norm = row_norms(w, axis)
+        length, amount = jnp.where(norm == 0, 1, norm), jnp.ones((), m.dtype)
     if mode == "bounded":
         amount = jnp.minimum(1, jnp.square(row_norms(w, axis) / radius)).astype(m.dtype)
-    radial = amount * jnp.sum(m * along, axis=axis, keepdims=True)
+    radial = amount * jnp.sum(m * (w / length), axis=axis, keepdims=True)
     # X is as long as m, or as the radial part times w: about the square of that part where it is the longer one.
-    size = jnp.maximum(1, jnp.abs(radial))
-    inverse = 1 / size
-    shrink = inverse * inverse
-    x = shrink * m - (radial * inverse * inverse) * along
+    inverse = 1 / jnp.maximum(1, jnp.abs(radial))
+    shrink, along = inverse * inverse, radial * inverse * inverse / length
+    x = shrink * m - along * w
     noise = 8 * jnp.finfo(m.dtype).eps * shrink
     gone = jnp.sum(x**2, axis=axis, keepdims=True) <= noise**2 * jnp.sum(m**2, axis=axis, keepdims=True)
-    return jnp.where(gone, 0, x), size * size
+    return jnp.where(gone, 0, x), shrink, along

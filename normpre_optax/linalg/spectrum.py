@@ -6,7 +6,8 @@ import jax.numpy as jnp
 
 from normpre_optax.linalg.eigenspace import Modes
 from normpre_optax.linalg.lapack import svd
-from normpre_optax.linalg.precision import product
+from normpre_optax.linalg.precision import exact_product, product
+from normpre_optax.platforms import by_platform
 
 
 def clip_modes(
@@ -17,7 +18,7 @@ def clip_modes(
     Args:
         psi: wide matrices ``(..., s, n)``; their transposes ``(..., n, s)`` if ``columns``.
         modes: leading modes of the wide matrices.
-        compute_dtype: dtype of the product's operands; None: that of ``psi``.
+        compute_dtype: dtype of the product's operands; None: the device's usual product.
         columns: the modes belong to the transpose of ``psi``, which is clipped from the right.
 
     Returns:
@@ -35,7 +36,57 @@ def clip_modes(
     change = 1 / jnp.sqrt(jnp.maximum(modes.values, 1)) - 1
     scaled = modes.vectors * change[..., None]
     left, right = (modes.coordinates, scaled) if columns else (scaled, modes.coordinates)
-    return psi + product(left.mT, right, compute_dtype)
+    return psi.astype(left.dtype) + product(left.mT, right, compute_dtype)
+
+
+def clipped_squares(
+    psi: jax.Array,
+    squares: jax.Array,
+    modes: Modes,
+    compute_dtype: jax.typing.DTypeLike | None = None,
+    columns: bool = False,
+) -> jax.Array:
+    """Sum of squares of ``clip_modes(psi, modes)``, from that of ``psi`` and the eigenvalues: no pass over the result.
+
+    ``||T||^2 = ||Psi||^2 - sum (lambda - 1)`` over the modes with ``lambda > 1``. Where little is left of ``||Psi||^2``
+    that difference is not exact: there a CPU measures the result, and an accelerator takes no less than one clipped
+    mode has.
+
+    Args:
+        psi: wide matrices ``(..., s, n)``; their transposes ``(..., n, s)`` if ``columns``.
+        squares: sums of squares of ``psi``, ``(..., 1, 1)``.
+        modes: leading modes of the wide matrices.
+        compute_dtype: see ``clip_modes``.
+        columns: see ``clip_modes``.
+
+    Returns:
+        ``(..., 1, 1)``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.eigenspace import leading_modes_exact
+        >>> from normpre_optax.linalg.spectrum import clipped_squares
+        >>> psi = jnp.diag(jnp.array([3.0, 2.0, 0.5]))
+        >>> print(f"{clipped_squares(psi, jnp.array([[13.25]]), leading_modes_exact(psi, rank=1)).item():.3f}")
+        5.250
+    """
+    left = squares - jnp.sum(jnp.maximum(modes.values - 1, 0), axis=-1)[..., None, None]
+
+    def checked(psi: jax.Array, squares: jax.Array, modes: Modes, left: jax.Array) -> jax.Array:
+        unsure = left < squares / 8
+
+        @jax.named_scope("rare")
+        def measured() -> jax.Array:
+            clipped = clip_modes(psi, modes, compute_dtype, columns)
+            return jnp.where(unsure, jnp.sum(clipped**2, axis=(-2, -1), keepdims=True), left)
+
+        return jax.lax.cond(jnp.any(unsure), measured, lambda: left)
+
+    def bounded(psi: jax.Array, squares: jax.Array, modes: Modes, left: jax.Array) -> jax.Array:
+        del psi, modes
+        return jnp.maximum(left, jnp.minimum(squares, 1))
+
+    return by_platform(psi, squares, modes, left, cpu=checked, default=bounded)
 
 
 def exact_msign(x: jax.Array) -> jax.Array:
@@ -57,4 +108,4 @@ def exact_msign(x: jax.Array) -> jax.Array:
     u, s, vt = svd(x)
     noise = max(x.shape[-2:]) * jnp.finfo(x.dtype).eps * s[..., :1]
     kept = jnp.where(s <= noise, 0, 1).astype(x.dtype)
-    return product(u * kept[..., None, :], vt)
+    return exact_product(u * kept[..., None, :], vt)

@@ -46,7 +46,7 @@ def dion(
         weight_decay: see ``normpre``, as all that follow.
         weight_decay_mask: see ``normpre``.
         mu_dtype: see ``normpre``.
-        compute_dtype: dtype of the operands of products with M, with sums in float32; None means float32.
+        compute_dtype: dtype of the operands of products with M, sums in float32; None: the device's usual product.
         matrix_dims: see ``normpre``.
         adam_learning_rate: see ``normpre``.
         adam_b1: see ``normpre``.

@@ -5,8 +5,6 @@ import jax
 import optax
 
 from normpre_optax.assemble import RestOptions, assemble
-from normpre_optax.transforms.oriented import chain
-from normpre_optax.transforms.scale import scale_by_shape
 from normpre_optax.transforms.tangent import normalize_tangent_rows
 from normpre_optax.transforms.wrappers import alternate_orientation, as_matrices, in_dtype
 
@@ -74,10 +72,7 @@ def mano(
     """
     if isinstance(version, jax.Array) or version not in TANGENTS:
         raise ValueError(f"{version=} is neither 1 nor 2 (under optax.inject_hyperparams it must be a static argument)")
-    vectors = chain(
-        normalize_tangent_rows(TANGENTS[version]),
-        scale_by_shape(lambda rows, columns: 0.2 * columns**0.5),
-    )
+    vectors = normalize_tangent_rows(TANGENTS[version], length=lambda rows, columns: 0.2 * columns**0.5)
 
     def direction(dims):
         return optax.chain(

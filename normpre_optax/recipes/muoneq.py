@@ -63,7 +63,7 @@ def muoneq(
         weight_decay: see ``normpre``, as all that follow.
         weight_decay_mask: see ``normpre``.
         mu_dtype: see ``normpre``.
-        compute_dtype: dtype of the Newton-Schulz products' operands, with sums in float32; None means float32.
+        compute_dtype: dtype of the Newton-Schulz products' operands, sums in float32; None: the device's usual product.
         matrix_dims: see ``normpre``.
         adam_learning_rate: see ``normpre``.
         adam_b1: see ``normpre``.

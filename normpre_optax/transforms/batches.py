@@ -1,31 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a transformation over all matrices of a model: one compiled copy for every distinct shape.
+"""Running a transformation over all matrices of a model, arranged as suits the device.
 
-``inner`` treats every matrix by itself, so it may be run on one matrix at a time, or on many as one stack. A CPU is
-fastest one matrix at a time, in a loop: no batch axis in the products, nothing copied into a stack, few temporaries.
-Accelerators want the stack.
+``inner`` treats every matrix by itself, so it may be run on one matrix at a time, or on many. It is handed lists of
+stacks and may put together what small problems they have in common.
+
+- A **CPU** is fastest one matrix at a time, in a loop: one compiled copy for every shape, no batch axis in the
+  products, nothing copied into a stack, few temporaries.
+- A **TPU** keeps a matrix's whole chain on chip if it is straight code on that matrix alone; a stack of twelve goes
+  through its main memory at every stage. Parameters are taken a few at a time, no more than fit on chip, each as a
+  stack of its own.
+- A **GPU** pays for every kernel that is launched, and fuses the stacking into what reads the stack: all parameters of
+  one kind are one stack.
+
+What each of them costs, as its compiler sees it, stands in docs/performance.md.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from normpre_optax.parameters.dims import MatrixDims, from_matrices, stored_transposed, to_matrices
+from normpre_optax.platforms import by_platform
 
-# An accelerator takes no more than this of one shape at once: the temporaries of a stage are a few times as large.
-CHUNK_BYTES = 2**31
+# How many bytes of parameters are taken at once. A stage's temporaries are a few times as large.
+TPU_BYTES = 2**26
+GPU_BYTES = 2**31
 
-Stage = Callable[..., tuple[jax.Array, list[Any], list[Any]]]
+Stage = Callable[..., tuple[list[jax.Array], list[Any], list[Any]]]
 """``(matrices, shared state, transposed=stored as (in, out)?)`` to new update, new states, new shared state."""
 
 
 class Matrices(NamedTuple):
-    """Matrices of one shape with what belongs to each, all with the same leading axes (or none).
+    """Stacks of matrices with what belongs to each.
 
-    On a mesh every field is a list instead, with an entry for every shape.
+    Of a single stack every field is an array with the same leading axes (or none); a stage is handed lists of them,
+    with an entry for every stack.
 
     Attributes:
         update: ``(..., out, in)``, or ``(..., in, out)`` where it is stored that way.
@@ -38,6 +50,16 @@ class Matrices(NamedTuple):
     weight: Any
     ids: Any
     state: list[Any]
+
+
+def in_lists(stacks: Sequence[Matrices]) -> Matrices:
+    """Several stacks as a stage is handed them."""
+    return Matrices(
+        [s.update for s in stacks],
+        None if stacks[0].weight is None else [s.weight for s in stacks],
+        [s.ids for s in stacks],
+        [list(parts) for parts in zip(*(s.state for s in stacks), strict=True)],
+    )
 
 
 class Parameter(NamedTuple):
@@ -85,25 +107,134 @@ def run(
     Returns:
         The parameters' new updates in their own layouts, their new states, and the new shared state.
     """
+    dims = [p.dims for p in parameters]
+
+    def arranged(how: Callable) -> Callable:
+        def on_platform(bare: list[Parameter], shared: list[Any]):
+            return how(stage, [p._replace(dims=d) for p, d in zip(bare, dims, strict=True)], shared)
+
+        return on_platform
+
+    new, states, shared = by_platform(
+        [p._replace(dims=None) for p in parameters],
+        shared,
+        cpu=arranged(_in_turn),
+        tpu=arranged(functools.partial(_in_pools, limit=TPU_BYTES, stacked=False)),
+        default=arranged(functools.partial(_in_pools, limit=GPU_BYTES, stacked=True)),
+    )
+    return new, states, shared
+
+
+def _by_kind(parameters: Sequence[Parameter]) -> list[list[int]]:
     kinds: dict[Hashable, list[int]] = {}
     for i, parameter in enumerate(parameters):
         kinds.setdefault(parameter.kind(), []).append(i)
+    return list(kinds.values())
+
+
+def _in_turn(stage: Stage, parameters: Sequence[Parameter], shared: list[Any]):
+    """One matrix after the other, in a loop for every kind."""
     results: list[Any] = [None] * len(parameters)
-    new_shared = shared
-    for members in kinds.values():
-        group = [parameters[i] for i in members]
-        dims = group[0].dims
-        new, new_shared = jax.lax.platform_dependent(
-            [p._replace(dims=None) for p in group],
-            cpu=functools.partial(_in_turn, stage, dims, shared),
-            default=functools.partial(_at_once, stage, dims, shared),
-        )
+    now = shared
+    for members in _by_kind(parameters):
+        group = [parameters[i]._replace(dims=None) for i in members]
+        new, now = _kind_in_turn(stage, parameters[members[0]].dims, shared, group)
         for i, result in zip(members, new, strict=True):
             results[i] = result
-    return [update for update, _ in results], [state for _, state in results], new_shared
+    return [new for new, _ in results], [state for _, state in results], now
 
 
-def _in_turn(stage: Stage, dims: MatrixDims, shared: list[Any], group: list[Parameter]):
+def _in_pools(stage: Stage, parameters: Sequence[Parameter], shared: list[Any], limit: int, stacked: bool):
+    """Several parameters at once, up to ``limit`` bytes of them, those of one kind as one stack if ``stacked``."""
+    new: list[Any] = [None] * len(parameters)
+    states: list[Any] = [None] * len(parameters)
+    now, traced, found = shared, {}, None
+    for pool in _pools(parameters, limit, stacked):
+        flat = [i for members in pool for i in members]
+        kinds = tuple(tuple(parameters[i].kind() for i in members) for members in pool)
+        if kinds not in traced:  # Pools of one kind are traced once.
+            traced[kinds] = jax.jit(functools.partial(_pool, stage, pool, [parameters[i].dims for i in flat]))
+        bare = [parameters[i]._replace(dims=None) for i in flat]
+        if found is not None:  # Draws wait for the pool before, so that its temporaries are gone by then.
+            ids, _ = jax.lax.optimization_barrier(([p.ids for p in bare], found[0][0].ravel()[0]))
+            bare = [p._replace(ids=i) for p, i in zip(bare, ids, strict=True)]
+        found = traced[kinds](bare, shared)
+        for i, update, state in zip(flat, *found[:2], strict=True):
+            new[i], states[i] = update, state
+        now = found[2]
+    return new, states, now
+
+
+def _pools(parameters: Sequence[Parameter], limit: int, stacked: bool) -> Iterator[list[list[int]]]:
+    """Lists of stacks, each a list of parameters. Matrices that lie the other way are a pool of their own."""
+    for transposed in (False, True):
+        pool, size = [], 0
+        chosen = [i for i, p in enumerate(parameters) if p.stored_transposed() == transposed]
+        groups = _by_kind([parameters[i] for i in chosen]) if stacked else [[k] for k in range(len(chosen))]
+        for members in groups:
+            each = parameters[chosen[members[0]]].update.nbytes
+            per_stack = max(1, limit // max(1, each))
+            for start in range(0, len(members), per_stack):
+                stack = [chosen[k] for k in members[start : start + per_stack]]
+                if pool and size + each * len(stack) > limit:
+                    yield pool
+                    pool, size = [], 0
+                pool.append(stack)
+                size += each * len(stack)
+        if pool:
+            yield pool
+
+
+def _pool(
+    stage: Stage, pool: list[list[int]], dims: list[MatrixDims], bare: list[Parameter], shared: list[Any]
+) -> tuple[list[jax.Array], list[list[jax.Array]], list[Any]]:
+    parameters = [p._replace(dims=d) for p, d in zip(bare, dims, strict=True)]
+    places = iter(range(len(parameters)))
+    return on_stacks(stage, parameters, shared, [[next(places) for _ in members] for members in pool])
+
+
+def on_stacks(
+    stage: Stage,
+    parameters: Sequence[Parameter],
+    shared: list[Any],
+    groups: Sequence[Sequence[int]],
+    place: Callable[[jax.Array, int], jax.Array] = lambda x, group: x,
+    **told: Any,
+) -> tuple[list[jax.Array], list[list[jax.Array]], list[Any]]:
+    """Run ``stage`` once, on the stacks of some groups of parameters.
+
+    Args:
+        stage: treats every matrix by itself.
+        parameters: the parameters.
+        shared: state that belongs to no matrix.
+        groups: which parameters are put together in one stack.
+        place: puts a group's stack where it is to lie on a mesh.
+        told: more for the stage to know.
+
+    Returns:
+        As ``run``.
+    """
+    transposed = all(p.stored_transposed() for p in parameters)
+    stacks = []
+    for k, members in enumerate(groups):
+        laid = [parameters[i].matrices(transposed) for i in members]
+        stack = jax.tree.map(lambda x, *more: jnp.concatenate([x, *more]) if more else x, *laid)
+        weight = None if stack.weight is None else place(stack.weight, k)
+        stacks.append(stack._replace(update=place(stack.update, k), weight=weight))
+    new, state, shared = stage(in_lists(stacks), shared, transposed=transposed, **told)
+    updates: list[Any] = [None] * len(parameters)
+    states: list[Any] = [None] * len(parameters)
+    for k, members in enumerate(groups):
+        batch = len(stacks[k].ids) // len(members)
+        whole = place(new[k], k)
+        for at, i in enumerate(members):
+            part = slice(at * batch, (at + 1) * batch)
+            updates[i] = parameters[i].from_matrices(whole[part], transposed)
+            states[i] = [kept[k][part] for kept in state]
+    return updates, states, shared
+
+
+def _kind_in_turn(stage: Stage, dims: MatrixDims, shared: list[Any], group: list[Parameter]):
     """One parameter after the other in a loop, and one matrix after the other within each."""
 
     def one(parameter: Parameter):
@@ -131,31 +262,14 @@ def _in_turn(stage: Stage, dims: MatrixDims, shared: list[Any], group: list[Para
 
 def _each_slice(stage: Callable, matrices: Matrices, shared: list[Any]):
     """``stage`` on each matrix ``(m, n)`` of a stack ``(batch, m, n)``."""
+
+    def one(matrix: Matrices):
+        new, state, now = stage(in_lists([matrix]), shared)
+        return new[0], [kept[0] for kept in state], now
+
     batch = matrices.update.shape[0]
     if batch == 1:
-        new, state, now = stage(jax.tree.map(lambda x: x[0], matrices), shared)
+        new, state, now = one(jax.tree.map(lambda x: x[0], matrices))
         return new[None], [x[None] for x in state], now
-
-    def body(_: None, matrix: Matrices):
-        new, state, now = stage(matrix, shared)
-        return None, (new, state, now)
-
-    _, (new, state, now) = jax.lax.scan(body, None, matrices)
+    _, (new, state, now) = jax.lax.scan(lambda _, matrix: (None, one(matrix)), None, matrices)
     return new, state, [x[-1] for x in now]
-
-
-def _at_once(stage: Stage, dims: MatrixDims, shared: list[Any], group: list[Parameter]):
-    """All matrices as one stack, or as a few large ones."""
-    per_chunk = max(1, CHUNK_BYTES // max(1, group[0].update.nbytes))
-    results, now = [], shared
-    for start in range(0, len(group), per_chunk):
-        chunk = [p._replace(dims=dims) for p in group[start : start + per_chunk]]
-        transposed = chunk[0].stored_transposed()
-        stacks = [p.matrices(transposed) for p in chunk]
-        joined = jax.tree.map(lambda *xs: jnp.concatenate(xs), *stacks) if len(stacks) > 1 else stacks[0]
-        new, state, now = stage(joined, shared, transposed=transposed)
-        batch = stacks[0].update.shape[0]
-        for i, parameter in enumerate(chunk):
-            part = slice(i * batch, (i + 1) * batch)
-            results.append((parameter.from_matrices(new[part], transposed), [x[part] for x in state]))
-    return results, now

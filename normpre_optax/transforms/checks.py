@@ -58,6 +58,20 @@ def number(name: str, value) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}")
 
 
+def check_rms(rms) -> None:
+    """Refuse what is no root mean square; None passes.
+
+    Example:
+        >>> from normpre_optax.transforms.checks import check_rms
+        >>> check_rms(0)
+        Traceback (most recent call last):
+        ...
+        ValueError: rms must be positive, or None for no scaling; got 0
+    """
+    if isinstance(rms, int | float) and not rms > 0:
+        raise ValueError(f"rms must be positive, or None for no scaling; got {rms}")
+
+
 def transformation(name: str, value) -> None:
     """Refuse what is no optax transformation.
 

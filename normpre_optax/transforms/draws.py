@@ -3,7 +3,8 @@
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,45 @@ def for_each_matrix(draw: Callable[[jax.Array], jax.Array], ids: jax.Array) -> j
     for _ in ids.shape[:-1]:
         draw = jax.vmap(draw)
     return draw(ids)
+
+
+def draws_of_stacks(
+    seed: int, step: jax.typing.ArrayLike, ids: Sequence[jax.Array], shapes: Sequence[tuple[int, int]]
+) -> list[jax.Array]:
+    """``sketch_draws`` of every matrix of several stacks, drawn together where they have one shape.
+
+    Args:
+        seed: the optimizer's seed.
+        step: steps taken before this one.
+        ids: identities of the matrices, ``(..., 2)`` for each stack.
+        shapes: of the draws, one for each stack.
+
+    Returns:
+        float32 ``(..., *shape)`` for each stack.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.transforms.draws import draws_of_stacks
+        >>> ids = [jnp.zeros((5, 2), jnp.uint32), jnp.ones((2,), jnp.uint32)]
+        >>> [x.shape for x in draws_of_stacks(0, 0, ids, [(2, 6), (2, 6)])]
+        [(5, 2, 6), (2, 6)]
+    """
+    members: dict[tuple[int, int], list[int]] = {}
+    for i, shape in enumerate(shapes):
+        members.setdefault(shape, []).append(i)
+    drawn: list[Any] = [None] * len(shapes)
+    for shape, chosen in members.items():
+        draw = lambda i, shape=shape: sketch_draws(seed, step, i[0], i[1], shape)  # noqa: E731
+        if len(chosen) == 1:
+            drawn[chosen[0]] = for_each_matrix(draw, ids[chosen[0]])
+            continue
+        flat = for_each_matrix(draw, jnp.concatenate([ids[i].reshape(-1, 2) for i in chosen]))
+        start = 0
+        for i in chosen:
+            count = math.prod(ids[i].shape[:-1])
+            drawn[i] = flat[start : start + count].reshape(*ids[i].shape[:-1], *shape)
+            start += count
+    return drawn
 
 
 def identities(tree):

@@ -45,7 +45,7 @@ def orthogonalize_low_rank(
         rank: number of directions; no more than the shorter side.
         seed: of the Gaussian draws with which ``Q`` starts; they depend on it, the parameter's path and the matrix's
             place in its stack, and on nothing else.
-        compute_dtype: dtype of the operands of products with the matrix, with sums in float32; None means float32.
+        compute_dtype: dtype of the operands of products with it, sums in float32; None: the device's usual product.
 
     Returns:
         A transformation on matrices in the last two axes, for use in ``error_feedback``: ``discount_low_rank`` brings
@@ -106,7 +106,7 @@ def discount_low_rank(
 
     Args:
         share: how much of it, between 0 and 1.
-        compute_dtype: dtype of the product's operands, with sums in float32; None means float32.
+        compute_dtype: dtype of the product's operands, sums in float32; None: the device's usual product.
 
     Returns:
         A transformation that reads the state of ``orthogonalize_low_rank`` and has no ``init`` of its own.

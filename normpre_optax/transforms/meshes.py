@@ -11,13 +11,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, matrix_spec, to_matrices
 from normpre_optax.parameters.sharing import check_spec
-from normpre_optax.transforms.batches import Matrices, Parameter, Stage, is_per_parameter
+from normpre_optax.transforms.batches import Parameter, Stage, is_per_parameter, on_stacks
 from normpre_optax.transforms.sharding import Layout
 
 
@@ -32,7 +31,7 @@ def run(
     """Run ``stage`` once, on stacks of the matrices of all parameters.
 
     Args:
-        stage: as ``batches.run`` takes it, but on lists of stacks; it is told their ``layout``.
+        stage: as ``batches.run`` takes it; it is told the ``layout`` of the stacks.
         parameters: the parameters.
         shared: state that belongs to no matrix.
         mesh: where they live.
@@ -69,43 +68,27 @@ def _on_stacks(
     specs: list[PartitionSpec],
     groups: list[list[int]],
     is_told: bool,
-    parameters: list[Parameter],
+    bare: list[Parameter],
     shared: list[Any],
 ):
-    parameters = [p._replace(dims=dims) for p, dims in zip(parameters, axes, strict=True)]
+    parameters = [p._replace(dims=dims) for p, dims in zip(bare, axes, strict=True)]
+    if not is_told:
+        return on_stacks(stage, parameters, shared, groups)
     transposed = all(p.stored_transposed() for p in parameters)
-    stacks, lie = [], []
-    for members in groups:
-        first = parameters[members[0]]
-        laid = [parameters[i].matrices(transposed) for i in members]
-        stacks.append(jax.tree.map(lambda x, *more: jnp.concatenate([x, *more]) if more else x, *laid))
-        lie.append(matrix_spec(specs[members[0]], first.update.shape, first.dims, transposed))
-    here = jax.typeof(stacks[0].update).sharding.mesh
+    firsts = [parameters[members[0]] for members in groups]
+    lie = [
+        matrix_spec(specs[members[0]], first.update.shape, first.dims, transposed)
+        for members, first in zip(groups, firsts, strict=True)
+    ]
+    here = jax.typeof(bare[0].update).sharding.mesh
 
     def placed(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(here, spec)) if is_told else x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(here, spec))
 
-    new, state, shared = stage(
-        Matrices(
-            [placed(s.update, spec) for s, spec in zip(stacks, lie, strict=True)],
-            None if stacks[0].weight is None else [placed(s.weight, spec) for s, spec in zip(stacks, lie, strict=True)],
-            [s.ids for s in stacks],
-            [list(parts) for parts in zip(*(s.state for s in stacks), strict=True)],
-        ),
-        shared,
-        transposed=transposed,
-        **({"layout": Layout(here, lie)} if is_told else {}),
+    new, states, shared = on_stacks(
+        stage, parameters, shared, groups, lambda x, group: placed(x, lie[group]), layout=Layout(here, lie)
     )
-    updates: list[Any] = [None] * len(parameters)
-    states: list[Any] = [None] * len(parameters)
-    for k, members in enumerate(groups):
-        batch = len(stacks[k].ids) // len(members)
-        whole = placed(new[k], lie[k])
-        for place, i in enumerate(members):
-            part = slice(place * batch, (place + 1) * batch)
-            updates[i] = placed(parameters[i].from_matrices(whole[part], transposed), specs[i])
-            states[i] = [kept[k][part] for kept in state]
-    return updates, states, shared
+    return [placed(x, spec) for x, spec in zip(new, specs, strict=True)], states, shared
 
 
 def _lies_on(mesh: AbstractMesh, x: jax.Array) -> bool:

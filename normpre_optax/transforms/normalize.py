@@ -11,6 +11,7 @@ from normpre_optax.linalg.precision import in_working_dtype
 from normpre_optax.linalg.rows import equalize, unit_rows
 from normpre_optax.linalg.rows import standardize_rows as standardized
 from normpre_optax.transforms.oriented import OrientedTransformation
+from normpre_optax.transforms.row_scaling import row_scaling
 
 
 def normalize_rows(eps: float = 0.0) -> OrientedTransformation:
@@ -40,7 +41,7 @@ def normalize_rows(eps: float = 0.0) -> OrientedTransformation:
     """
     if not eps >= 0:
         raise ValueError(f"eps must not be negative, got {eps}")
-    return _on_rows(functools.partial(unit_rows, eps=eps))
+    return _on_rows(functools.partial(unit_rows, eps=eps)) if eps else row_scaling("none")
 
 
 def standardize_rows() -> OrientedTransformation:

@@ -6,6 +6,8 @@ other axis, or do the same to a matrix and to its transpose. Such a stage is an 
 by ``transposed`` how the matrix lies. Everything else is wrapped by ``oriented`` and sees (rows, columns).
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -51,8 +53,55 @@ def oriented(tx: optax.GradientTransformation) -> OrientedTransformation:
     return OrientedTransformation(inner.init, update)
 
 
+class Normalizing(OrientedTransformation):
+    """A stage after which every row (or every column) has a length of its choice, or is zero.
+
+    ``chain`` tells the next stage so, ``bounded=True``: its squares neither overflow nor vanish.
+    """
+
+
+class RowScaling(Normalizing):
+    """A stage without state that makes every row by a few numbers, which it finds first.
+
+    Whoever has the numbers can choose between rows and columns without making either result, as
+    ``alternate_orientation`` does.
+
+    Attributes:
+        factors: ``(updates, params, transposed)`` to those numbers, in a tree of arrays that broadcast to a matrix.
+        apply: ``(updates, params, factors)`` to the result.
+    """
+
+    factors: Callable
+    apply: Callable
+
+    def __new__(cls, factors: Callable, apply: Callable) -> "RowScaling":
+        """A stage of those two functions."""
+
+        def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
+            del extra_args
+            return apply(updates, params, factors(updates, params, transposed)), state
+
+        self = super().__new__(cls, lambda params: optax.EmptyState(), update)
+        self.factors, self.apply = factors, apply
+        return self
+
+
+class Rescalable(OrientedTransformation):
+    """A stage whose results can be had at a given root mean square, without a pass over them: ``at_rms(rms)``."""
+
+    at_rms: Callable
+
+    def __new__(cls, build: Callable) -> "Rescalable":
+        """A stage that ``build(rms)`` makes, for rms None or a number."""
+        self = super().__new__(cls, *build(None))
+        self.at_rms = build
+        return self
+
+
 def chain(*stages: optax.GradientTransformation) -> OrientedTransformation:
     """``optax.chain`` of stages that are all told how the matrices lie.
+
+    A stage that comes after a ``Normalizing`` one is told so, too.
 
     Args:
         stages: transformations that read the last two axes as (rows, columns).
@@ -70,7 +119,17 @@ def chain(*stages: optax.GradientTransformation) -> OrientedTransformation:
         [[0.6 0. ]
          [0.8 1. ]]
     """
-    return OrientedTransformation(*optax.chain(*map(oriented, stages)))
+    parts = [oriented(stage) for stage in stages]
+
+    def update(updates, state, params=None, **extra_args):
+        new_state, known = [], {}
+        for stage, own in zip(parts, state, strict=True):
+            updates, own = stage.update(updates, own, params, **known, **extra_args)
+            known = {"bounded": True} if isinstance(stage, Normalizing) else {}
+            new_state.append(own)
+        return updates, tuple(new_state)
+
+    return OrientedTransformation(optax.chain(*parts).init, update)
 
 
 def in_context(x):

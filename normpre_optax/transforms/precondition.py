@@ -6,6 +6,7 @@ and need no orientation.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax.linalg.eigenspace import leading_modes_exact, leading_modes_sketch
-from normpre_optax.linalg.newton_schulz import coefficient_table, newton_schulz
+from normpre_optax.linalg.eigenspace import Modes, leading_modes_exact, leading_modes_sketches
+from normpre_optax.linalg.newton_schulz import coefficient_table, inverse_root, newton_schulz, unit_frobenius
 from normpre_optax.linalg.precision import in_working_dtype, working_dtype
-from normpre_optax.linalg.spectrum import clip_modes, exact_msign
+from normpre_optax.linalg.spectrum import clip_modes, clipped_squares, exact_msign
 from normpre_optax.linalg.whitening import whiten as whitened
-from normpre_optax.transforms.checks import float_dtype, static_int
-from normpre_optax.transforms.draws import for_each_matrix, identities, sketch_draws
-from normpre_optax.transforms.oriented import OrientedTransformation
+from normpre_optax.platforms import by_platform
+from normpre_optax.transforms.checks import check_rms, float_dtype, static_int
+from normpre_optax.transforms.draws import draws_of_stacks, identities
+from normpre_optax.transforms.oriented import OrientedTransformation, Rescalable, in_context
 
 METHODS = ("sketch", "exact")
 
@@ -29,15 +31,15 @@ def precondition_globally(
     ns_steps: int | None = 5,
     ns_coefficients: str | Sequence = "muon",
     compute_dtype: jax.typing.DTypeLike | None = None,
-) -> OrientedTransformation:
+) -> Rescalable:
     """Bring every singular value near one: ``T = msign(Psi)`` by Newton-Schulz iterations.
 
     Args:
         ns_steps: number of iterations; None computes ``msign`` exactly by singular value decomposition.
         ns_coefficients: ``"muon"``, ``"you"``, ``"polar_express"``, one triple ``(a, b, c)``, or a triple a step. A
             table shorter than ``ns_steps`` goes on with its last triple.
-        compute_dtype: dtype of the products' operands, with sums in float32; None means float32 on every device.
-            ``jnp.bfloat16`` is what Muon uses on accelerators.
+        compute_dtype: dtype of the products' operands, with sums in float32. None is the device's usual product (one
+            pass in bfloat16 on a TPU, TF32 on a GPU, float32 on a CPU); ``jnp.float32`` is true float32 everywhere.
 
     Returns:
         A stateless transformation on matrices in the last two axes.
@@ -59,20 +61,32 @@ def precondition_globally(
         Normalize-Then-Precondition, "NormPre-G"; coefficient sources stand in ``linalg.newton_schulz``.
     """
     float_dtype("compute_dtype", compute_dtype)
-    if ns_steps is None:
-        orthogonalize = exact_msign
-    else:
-        steps = static_int("ns_steps", ns_steps, least=1)
-        coefficient_table(ns_coefficients, steps)
-        orthogonalize = functools.partial(
-            newton_schulz, steps=steps, coefficients=ns_coefficients, compute_dtype=compute_dtype
-        )
+    if ns_steps is not None:
+        ns_steps = static_int("ns_steps", ns_steps, least=1)
+        coefficient_table(ns_coefficients, ns_steps)
 
-    def update(updates, state, params=None, **extra_args):
-        del params, extra_args
-        return jax.tree.map(in_working_dtype(_unbatched(orthogonalize)), updates), state
+    def orthogonalized(x: jax.Array, bounded: bool, unit: bool) -> jax.Array:
+        if ns_steps is None:
+            t = exact_msign(x)
+            return unit_frobenius(t) if unit else t
+        return newton_schulz(x, ns_steps, ns_coefficients, compute_dtype, bounded=bounded, unit=unit)
 
-    return OrientedTransformation(lambda params: optax.EmptyState(), update)
+    def at_rms(rms: jax.typing.ArrayLike | None) -> optax.GradientTransformation:
+        check_rms(rms)
+
+        def update(updates, state, params=None, *, bounded: bool = False, **extra_args):
+            del params, extra_args
+
+            def one(x: jax.Array) -> jax.Array:
+                t = orthogonalized(x, bounded, unit=rms is not None)
+                return t if rms is None else t * _full(x, rms)
+
+            with jax.named_scope("spectral"):
+                return jax.tree.map(in_working_dtype(_unbatched(one)), updates), state
+
+        return OrientedTransformation(lambda params: optax.EmptyState(), update)
+
+    return Rescalable(at_rms)
 
 
 def whiten(steps: int = 6, compute_dtype: jax.typing.DTypeLike | None = None) -> OrientedTransformation:
@@ -80,7 +94,7 @@ def whiten(steps: int = 6, compute_dtype: jax.typing.DTypeLike | None = None) ->
 
     Args:
         steps: coupled Newton-Schulz iterations for the inverse root.
-        compute_dtype: dtype of the products' operands, with sums in float32; None means float32 on every device.
+        compute_dtype: dtype of the products' operands, with sums in float32; None is the device's usual product.
 
     Returns:
         A stateless transformation on matrices in the last two axes. It does not bring singular values to one but to
@@ -140,7 +154,7 @@ def precondition_locally(
     seed: int = 0,
     compute_dtype: jax.typing.DTypeLike | None = None,
     warm_start: bool = False,
-) -> OrientedTransformation:
+) -> Rescalable:
     """Clip the leading singular values above one to one and leave the rest: ``T = P Psi`` of NormPre-L.
 
     With the ``rank`` largest eigenvalues ``lambda_i`` of ``Psi Psi^T`` and their eigenvectors ``u_i``,
@@ -154,8 +168,9 @@ def precondition_locally(
             the shorter side).
         seed: of the sketch's Gaussian draws, which depend on it, the step, the parameter's path and the matrix's place
             in its stack, and on nothing else.
-        compute_dtype: dtype of the operands of the sketch's products with ``Psi``, with sums in float32; None means
-            float32. Everything small stays in float32, and so does ``method="exact"``.
+        compute_dtype: dtype of the operands of the sketch's products with ``Psi``, with sums in float32. None is
+            bfloat16 on a TPU and a GPU and float32 on a CPU; ``jnp.float32`` is true float32 everywhere. Everything
+            small stays in float32, and so does ``method="exact"``.
         warm_start: start the sketch from the modes of the step before instead of from draws; the ``oversample``
             directions (at least one) are drawn anew on every step, so that new modes are found. From the third step or
             so on ``power_iterations=0`` is then as close to exact clipping as 1 without it. A departure from the paper;
@@ -194,66 +209,122 @@ def precondition_locally(
     if warm_start and oversample == 0:
         raise ValueError("warm_start needs oversample >= 1: new modes are found in the directions drawn anew")
 
-    def clip_exactly(psi: jax.Array, columns: bool) -> jax.Array:
-        return clip_modes(psi, leading_modes_exact(psi.mT if columns else psi, rank), columns=columns)
-
-    def clip_sketched(psi: jax.Array, omega: jax.Array, columns: bool, spread: bool) -> tuple[jax.Array, jax.Array]:
-        lifted = psi.astype(working_dtype(psi.dtype))
-        wide = lifted.mT if columns else lifted
-        modes = leading_modes_sketch(wide, omega, rank, power_iterations, compute_dtype, short_is_sharded=spread)
-        return clip_modes(lifted, modes, compute_dtype, columns).astype(psi.dtype), modes.coordinates
-
     def width(psi: jax.Array) -> int:
         return min(*psi.shape[-2:], rank + oversample)
 
-    def draws(psi: jax.Array, ids: jax.Array, step: jax.typing.ArrayLike, rows: int) -> jax.Array:
-        draw = lambda i: sketch_draws(seed, step, i[0], i[1], (rows, max(psi.shape[-2:])))  # noqa: E731
-        return for_each_matrix(draw, ids).astype(working_dtype(psi.dtype))
+    def draws(
+        psis: list[jax.Array], ids: list[jax.Array], step: jax.typing.ArrayLike, rows: list[int], on_mesh: bool = False
+    ) -> list[jax.Array]:
+        shapes = [(r, max(psi.shape[-2:])) for psi, r in zip(psis, rows, strict=True)]
+        if on_mesh:  # drawn together, they would be shared out as one stack wants them and gathered for the other
+            drawn = [draws_of_stacks(seed, step, [i], [shape])[0] for i, shape in zip(ids, shapes, strict=True)]
+        else:
+            drawn = draws_of_stacks(seed, step, ids, shapes)
+        return [x.astype(working_dtype(psi.dtype)) for psi, x in zip(psis, drawn, strict=True)]
 
     def init(params):
         count = jnp.zeros((), jnp.int32)
         if not warm_start:
             return PreconditionLocallyState(count)
+        leaves, treedef = jax.tree.flatten(params)
         # What the first step would draw beyond its fresh directions: it is the step without warm start.
-        beyond = lambda w, ids: draws(w, ids, 0, width(w))[..., oversample:, :]  # noqa: E731
-        return WarmStartState(count, jax.tree.map(beyond, params, identities(params)))
+        drawn = draws(leaves, jax.tree.leaves(identities(params)), 0, [width(w) for w in leaves])
+        return WarmStartState(count, treedef.unflatten([x[..., oversample:, :] for x in drawn]))
 
-    def update(updates, state, params=None, *, matrix_ids=None, transposed=False, layout=None, **extra_args):
-        del params, extra_args
-        if isinstance(state, WarmStartState) != warm_start:
-            raise ValueError(
-                f"this state was made with warm_start={not warm_start}, the optimizer has warm_start={warm_start}: "
-                "build the optimizer as the state's was, or call init again"
-            )
-        count = optax.safe_increment(state.count)
-        if method == "exact":
-            exactly = in_working_dtype(_unbatched(_on_shorter_side(clip_exactly, transposed)))
-            return jax.tree.map(exactly, updates), PreconditionLocallyState(count)
+    def at_rms(rms: jax.typing.ArrayLike | None) -> optax.GradientTransformation:
+        check_rms(rms)
 
-        def clip(psi: jax.Array, omega: jax.Array, spread: bool) -> tuple[jax.Array, jax.Array]:
-            f = functools.partial(clip_sketched, spread=spread)
-            return _unbatched(_on_shorter_side(f, transposed))(psi, omega)
+        def clipped(
+            psi: jax.Array, squares: jax.Array, modes: Modes, dtype, columns: bool, on_mesh: bool = False
+        ) -> jax.Array:
+            t = clip_modes(psi, modes, dtype, columns)
+            if rms is None:
+                return t
+            # On a mesh the result is measured: a branch would gather what it may need.
+            left = _squares(t) if on_mesh else clipped_squares(psi, squares, modes, dtype, columns)
+            return t * (inverse_root(left) * _full(psi, rms))
 
-        spread = jax.tree.map(lambda _: False, updates)
-        if layout is not None:
-            spread = [
-                _is_short_side_sharded(x, spec, transposed) for x, spec in zip(updates, layout.specs, strict=True)
-            ]
-        ids = matrix_ids if matrix_ids is not None else identities(updates)
-        if not warm_start:
-            cold = lambda psi, i, spread: clip(psi, draws(psi, i, state.count, width(psi)), spread)[0]  # noqa: E731
-            return jax.tree.map(cold, updates, ids, spread), PreconditionLocallyState(count)
+        def sketched(psis: list[jax.Array], omegas: list[jax.Array], transposed: bool, layout, dtype):
+            """Clipped matrices, and the modes' coordinates."""
+            columns = [_works_on_columns(psi, transposed) for psi in psis]
+            wide = [psi.mT if along else psi for psi, along in zip(psis, columns, strict=True)]
+            squares = [_squares(psi) for psi in psis]
+            spread = None
+            if layout is not None:
+                spread = [_is_short_side_sharded(x, s, transposed) for x, s in zip(psis, layout.specs, strict=True)]
+            found = leading_modes_sketches(wide, omegas, squares, rank, power_iterations, dtype, spread)
+            each = zip(psis, squares, found, columns, strict=True)
+            new = [clipped(psi, s, modes, dtype, along, layout is not None) for psi, s, modes, along in each]
+            return new, [modes.coordinates for modes in found]
 
-        def warm(psi: jax.Array, i: jax.Array, spread: bool, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
-            fresh = draws(psi, i, state.count, width(psi) - kept.shape[-2])
-            new, seen = clip(psi, jnp.concatenate([fresh, kept.astype(fresh.dtype)], axis=-2), spread)
-            return new, seen[..., : kept.shape[-2], :].astype(kept.dtype)
+        def sketched_in_half(psis: list[jax.Array], omegas: list[jax.Array], transposed: bool, layout):
+            # The barrier keeps XLA from undoing the rounding, and so from storing Psi twice.
+            rounded = jax.lax.optimization_barrier([psi.astype(jnp.bfloat16) for psi in psis])
+            return sketched(rounded, omegas, transposed, layout, jnp.bfloat16)
 
-        pairs = jax.tree.map(warm, updates, ids, spread, state.subspace)
-        new, subspace = (jax.tree.map(lambda _, pair, k=k: pair[k], updates, pairs) for k in (0, 1))
-        return new, WarmStartState(count, subspace)
+        def clip_by_sketch(psis: list[jax.Array], omegas: list[jax.Array], transposed: bool, layout):
+            usual = functools.partial(sketched, transposed=transposed, layout=layout, dtype=compute_dtype)
+            if compute_dtype is not None or any(psi.dtype != jnp.float32 for psi in psis):
+                return usual(psis, omegas)
+            # What these products cost a GPU is reading Psi: it reads half of it. A TPU rounds operands by itself.
+            half = functools.partial(sketched_in_half, transposed=transposed, layout=layout)
+            return by_platform(psis, omegas, cpu=usual, tpu=usual, default=half)
 
-    return OrientedTransformation(init, update)
+        def clip_exactly(psi: jax.Array, transposed: bool) -> jax.Array:
+            columns = _works_on_columns(psi, transposed)
+            modes = leading_modes_exact(psi.mT if columns else psi, rank)
+            return clipped(psi, _squares(psi), modes, psi.dtype, columns)
+
+        def update(updates, state, params=None, *, matrix_ids=None, transposed=False, layout=None, **extra_args):
+            del params, extra_args
+            if isinstance(state, WarmStartState) != warm_start:
+                raise ValueError(
+                    f"this state was made with warm_start={not warm_start}, the optimizer has warm_start={warm_start}: "
+                    "build the optimizer as the state's was, or call init again"
+                )
+            count = optax.safe_increment(state.count)
+            leaves, treedef = jax.tree.flatten(updates)
+            psis = [x.astype(working_dtype(x.dtype)).reshape(_bare(x.shape)) for x in leaves]
+            ids = treedef.flatten_up_to(identities(updates) if matrix_ids is None else matrix_ids)
+            ids = [i.reshape(*psi.shape[:-2], 2) for i, psi in zip(ids, psis, strict=True)]
+            new_state: Any = PreconditionLocallyState(count)
+            with jax.named_scope("spectral"):
+                if method == "exact":
+                    new = [clip_exactly(psi, transposed) for psi in psis]
+                elif not warm_start:
+                    omegas = draws(psis, ids, state.count, [width(psi) for psi in psis], layout is not None)
+                    new, _ = clip_by_sketch(psis, omegas, transposed, layout)
+                else:
+                    old = treedef.flatten_up_to(state.subspace)
+                    kept = [k.reshape(_bare(k.shape)) for k in old]
+                    rows = [width(psi) - k.shape[-2] for psi, k in zip(psis, kept, strict=True)]
+                    fresh = draws(psis, ids, state.count, rows, layout is not None)
+                    omegas = [
+                        jnp.concatenate([f, k.astype(f.dtype)], axis=-2) for f, k in zip(fresh, kept, strict=True)
+                    ]
+                    new, seen = clip_by_sketch(psis, omegas, transposed, layout)
+                    seen = [
+                        x[..., : o.shape[-2], :].astype(o.dtype).reshape(o.shape)
+                        for x, o in zip(seen, old, strict=True)
+                    ]
+                    new_state = WarmStartState(count, treedef.unflatten(seen))
+            return treedef.unflatten(
+                [t.reshape(x.shape).astype(x.dtype) for t, x in zip(new, leaves, strict=True)]
+            ), new_state
+
+        return OrientedTransformation(init, update)
+
+    return Rescalable(at_rms)
+
+
+def _squares(psi: jax.Array) -> jax.Array:
+    """Sum of squares of every matrix, ``(..., 1, 1)``, in at least float32."""
+    return jnp.sum(psi.astype(working_dtype(psi.dtype)) ** 2, axis=(-2, -1), keepdims=True)
+
+
+def _full(x: jax.Array, rms: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+    """Frobenius norm of a matrix in the shape of ``x`` with that root mean square."""
+    return in_context(rms) * math.sqrt(x.shape[-2] * x.shape[-1])
 
 
 def _works_on_columns(x: jax.Array, transposed: bool) -> bool:
@@ -262,27 +333,19 @@ def _works_on_columns(x: jax.Array, transposed: bool) -> bool:
     return across < above or (across == above and transposed)
 
 
-def _on_shorter_side(f: Callable[..., Any], transposed: bool) -> Callable[..., Any]:
-    """``f`` told which side of a matrix to work on."""
-    return lambda x, *rest: f(x, *rest, columns=_works_on_columns(x, transposed))
-
-
 def _is_short_side_sharded(x: jax.Array, spec: jax.sharding.PartitionSpec, transposed: bool) -> bool:
     """Whether the shorter side of a stack's matrices is spread over devices and the longer one is not."""
     long, short = spec[-2:] if _works_on_columns(x, transposed) else spec[:-3:-1]
     return bool(short) and not long
 
 
-def _unbatched(f: Callable[..., Any]) -> Callable[..., Any]:
-    """``f`` without leading axes of size one: XLA's CPU backend multiplies a plain matrix twice as fast."""
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without leading axes of size one: XLA's CPU backend multiplies a plain matrix twice as fast."""
+    if len(shape) < 2:
+        raise ValueError(f"a spectral stage needs matrices in the last two axes, got a leaf of shape {shape}")
+    return shape[-2:] if all(size == 1 for size in shape[:-2]) else shape
 
-    def squeezed(x: jax.Array, *rest: jax.Array) -> Any:
-        if x.ndim < 2:
-            raise ValueError(f"a spectral stage needs matrices in the last two axes, got a leaf of shape {x.shape}")
-        lead = x.shape[:-2]
-        if not lead or any(size != 1 for size in lead):
-            return f(x, *rest)
-        found = f(*(y.reshape(y.shape[-2:]) for y in (x, *rest)))
-        return jax.tree.map(lambda y: y.reshape(*lead, *y.shape), found)
 
-    return squeezed
+def _unbatched(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``f`` of arrays in their ``_bare`` shapes."""
+    return lambda x, *rest: f(*(y.reshape(_bare(y.shape)) for y in (x, *rest))).reshape(x.shape)

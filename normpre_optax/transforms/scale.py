@@ -9,6 +9,7 @@ import optax
 
 from normpre_optax.linalg.newton_schulz import unit_frobenius
 from normpre_optax.linalg.precision import in_working_dtype
+from normpre_optax.transforms.checks import check_rms
 from normpre_optax.transforms.oriented import OrientedTransformation, in_context
 
 
@@ -36,8 +37,7 @@ def scale_to_rms(rms: jax.typing.ArrayLike | None = 0.2) -> OrientedTransformati
     References:
         Normalize-Then-Precondition, "Consistent Update RMS"; Liu et al., arXiv 2502.16982.
     """
-    if isinstance(rms, int | float) and not rms > 0:
-        raise ValueError(f"rms must be positive, or None for no scaling; got {rms}")
+    check_rms(rms)
 
     def scale(t: jax.Array) -> jax.Array:
         return t if rms is None else unit_frobenius(t) * (in_context(rms) * math.sqrt(t.shape[-2] * t.shape[-1]))

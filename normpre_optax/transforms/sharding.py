@@ -17,8 +17,9 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from normpre_optax.parameters.sharing import Team, Work, flat_index, newton_schulz_work, plan, stack_of
+from normpre_optax.platforms import by_platform
 from normpre_optax.transforms.checks import transformation
-from normpre_optax.transforms.oriented import OrientedTransformation, oriented
+from normpre_optax.transforms.oriented import OrientedTransformation, Rescalable, oriented
 
 
 class Layout(NamedTuple):
@@ -71,9 +72,13 @@ def divided(inner: optax.GradientTransformation, work: Work | None = None) -> Or
     transformation("inner", inner)
     if work is not None and not callable(work):
         raise TypeError(f"work must be a function (rows, columns) -> cost, or None; got {work!r}")
-    inner = oriented(inner)
     weigh = work or newton_schulz_work
+    if isinstance(inner, Rescalable):
+        return Rescalable(lambda rms: _divided(inner.at_rms(rms), weigh))
+    return _divided(oriented(inner), weigh)
 
+
+def _divided(inner: OrientedTransformation, weigh: Work) -> OrientedTransformation:
     def update(updates, state, params=None, *, layout: Layout | None = None, matrix_ids: Any = None, **extra_args):
         stateful = any(jnp.ndim(x) > 0 for x in jax.tree.leaves(state))
         if layout is None or stateful:
@@ -82,9 +87,7 @@ def divided(inner: optax.GradientTransformation, work: Work | None = None) -> Or
 
         def treat(stack: jax.Array, ids: jax.Array) -> Any:
             one = lambda x, i: inner.update(x, state, None, matrix_ids=i, **extra_args)[0]  # noqa: E731
-            return jax.lax.platform_dependent(
-                stack, ids, cpu=lambda x, i: jax.lax.map(lambda pair: one(*pair), (x, i)), default=one
-            )
+            return by_platform(stack, ids, cpu=lambda x, i: jax.lax.map(lambda pair: one(*pair), (x, i)), default=one)
 
         new = _exchange(treat, updates, matrix_ids, layout, weigh)
         return new, inner.update([], state, None, matrix_ids=[], **extra_args)[1]

@@ -8,8 +8,9 @@ import jax
 import optax
 
 from normpre_optax.linalg.precision import in_working_dtype
-from normpre_optax.linalg.rows import TANGENT_MODES, tangent_rows, unit_tangent_rows
-from normpre_optax.transforms.oriented import OrientedTransformation, in_context
+from normpre_optax.linalg.rows import TANGENT_MODES, tangent_rows
+from normpre_optax.transforms.oriented import OrientedTransformation, RowScaling, in_context
+from normpre_optax.transforms.row_scaling import row_scaling, weights_of
 
 
 def project_to_tangent(mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0) -> OrientedTransformation:
@@ -45,15 +46,29 @@ def project_to_tangent(mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0
     References:
         Normalize-Then-Precondition, "Relaxed Tangent Momentum"; ``bounded`` and the radius are this library's.
     """
-    return _on_rows(tangent_rows, mode, radius)
+    _check(mode, radius)
+
+    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
+        del extra_args
+        if mode == "none":
+            return updates, state
+        of_row = functools.partial(tangent_rows, mode=mode, radius=in_context(radius), axis=-2 if transposed else -1)
+        return jax.tree.map(in_working_dtype(of_row), updates, weights_of(params)), state
+
+    return OrientedTransformation(lambda params: optax.EmptyState(), update)
 
 
-def normalize_tangent_rows(mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0) -> OrientedTransformation:
-    """``chain(project_to_tangent(mode, radius), normalize_rows())`` in fewer passes over memory.
+def normalize_tangent_rows(
+    mode: str = "relaxed",
+    radius: jax.typing.ArrayLike = 1.0,
+    length: Callable[[int, int], float] = lambda rows, columns: 1.0,
+) -> RowScaling:
+    """``chain(project_to_tangent(mode, radius), normalize_rows())`` in two passes over memory: sums, then the result.
 
     Args:
         mode: see ``project_to_tangent``.
         radius: see ``project_to_tangent``.
+        length: ``(rows, columns) -> length`` of the rows afterwards.
 
     Returns:
         A stateless transformation. It reads the last two axes of every leaf as (rows, columns) and needs ``params``.
@@ -69,26 +84,12 @@ def normalize_tangent_rows(mode: str = "relaxed", radius: jax.typing.ArrayLike =
         >>> print(tx.update(m, tx.init(w), w)[0])
         [[0.8 0.6]]
     """
-    return _on_rows(unit_tangent_rows, mode, radius)
+    _check(mode, radius)
+    return row_scaling(mode, radius, length)
 
 
-def _on_rows(f: Callable[..., jax.Array], mode: str, radius: jax.typing.ArrayLike) -> OrientedTransformation:
+def _check(mode: str, radius: jax.typing.ArrayLike) -> None:
     if mode not in TANGENT_MODES:
         raise ValueError(f"tangent={mode!r} is not one of {TANGENT_MODES}")
     if isinstance(radius, int | float) and not radius > 0:
         raise ValueError(f"tangent_radius must be positive, got {radius}")
-
-    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
-        del extra_args
-        of_row = functools.partial(f, mode=mode, radius=in_context(radius), axis=-2 if transposed else -1)
-        if mode == "none":
-            return jax.tree.map(in_working_dtype(lambda m: of_row(m, None)), updates), state
-        if params is None:
-            raise ValueError(
-                "the tangent projection needs the weights: call update(grads, state, params). In an Equinox loop that "
-                "is optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array)); a loop that never passes "
-                "params (brax, for one) needs that third argument added, or tangent='none'."
-            )
-        return jax.tree.map(in_working_dtype(of_row), updates, params), state
-
-    return OrientedTransformation(lambda params: optax.EmptyState(), update)

@@ -18,20 +18,29 @@ from jax.sharding import PartitionSpec
 
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, to_matrices
 from normpre_optax.parameters.rules import resolve
+from normpre_optax.platforms import by_platform
 from normpre_optax.transforms import batches, meshes
 from normpre_optax.transforms.batches import Matrices, Parameter, is_per_parameter
 from normpre_optax.transforms.checks import float_dtype
-from normpre_optax.transforms.oriented import OrientedTransformation, chain, in_context, oriented, turned
+from normpre_optax.transforms.oriented import (
+    Normalizing,
+    OrientedTransformation,
+    RowScaling,
+    chain,
+    in_context,
+    oriented,
+    turned,
+)
 from normpre_optax.transforms.sharding import mesh_of
 
 
 def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Let ``inner`` see every parameter as a stack of matrices ``(batch, out, in)``.
 
-    ``inner`` must treat every matrix by itself: it is run on one matrix ``(out, in)`` at a time, or on many of one
-    shape as a stack, whichever suits the device (see ``batches``). State that it keeps for matrices is held as a tree
-    like the parameters', in stacks. It is handed the matrices' identities as the extra argument ``matrix_ids``, uint32
-    ``(..., 2)``: crc32 of the parameter's path, and the place in its stack.
+    ``inner`` must treat every matrix by itself: it is run on one matrix ``(out, in)`` at a time, or on stacks of many,
+    whichever suits the device (see ``batches``): its updates are a list of them. State that it keeps for matrices is
+    held as a tree like the parameters', in stacks. It is handed the matrices' identities as the extra argument
+    ``matrix_ids``, uint32 ``(..., 2)``: crc32 of the parameter's path, and the place in its stack.
 
     Args:
         dims: which axes are inputs and outputs: everything that ``matrix_dims`` of the finished optimizers may be. None
@@ -179,17 +188,60 @@ def alternate_orientation(inner: optax.GradientTransformation, *, first: str = "
         _refuse_oriented_state(inner, params)
         return AlternateOrientationState(jnp.zeros((), jnp.int32), inner.init(params))
 
+    def is_by_rows(state) -> jax.Array:
+        return (state.count % 2 == 0) == (first == "rows")
+
+    if isinstance(inner, RowScaling):
+
+        def choose(updates, state, params=None, *, transposed: bool = False, **extra_args):
+            del extra_args
+            found = _factors_of_either(inner, updates, params, transposed, is_by_rows(state))
+            count = optax.safe_increment(state.count)
+            return inner.apply(updates, params, found), AlternateOrientationState(count, state.inner_state)
+
+        return Normalizing(init, choose)
+
     def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
-        def by(orientation: str):
-            turn = transposed if orientation == "rows" else not transposed
+        def by(turn: bool):
             return lambda u, s, p: inner.update(u, s, p, transposed=turn, **extra_args)
 
-        others = "columns" if first == "rows" else "rows"
-        is_even = state.count % 2 == 0
-        new, inner_state = jax.lax.cond(is_even, by(first), by(others), updates, state.inner_state, params)
+        new, inner_state = jax.lax.cond(
+            is_by_rows(state), by(transposed), by(not transposed), updates, state.inner_state, params
+        )
         return new, AlternateOrientationState(optax.safe_increment(state.count), inner_state)
 
     return OrientedTransformation(init, update)
+
+
+def _factors_of_either(inner: RowScaling, updates, params, transposed: bool, by_rows: jax.Array):
+    """The factors of rows, or those of columns, as they broadcast to a matrix.
+
+    A TPU takes both from one pass over memory, which costs it less than a branch (docs/performance.md). A CPU would
+    compute twice, a GPU read twice: they branch.
+    """
+
+    def of(turn: bool):
+        return lambda updates, params: inner.factors(updates, params, turn)
+
+    rows, columns = of(transposed), of(not transposed)
+
+    def both(updates, params):
+        return rows(updates, params), columns(updates, params)
+
+    def one(updates, params):
+        def nothing(f):
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, updates, params))
+
+        return jax.lax.cond(
+            by_rows,
+            lambda u, p: (rows(u, p), nothing(columns)),
+            lambda u, p: (nothing(rows), columns(u, p)),
+            updates,
+            params,
+        )
+
+    pair = by_platform(updates, params, cpu=one, tpu=both, default=one)
+    return jax.tree.map(lambda r, c: jnp.where(by_rows, r, c), *pair)
 
 
 def fixed_orientation(inner: optax.GradientTransformation, orientation: str = "rows") -> OrientedTransformation:
@@ -219,6 +271,9 @@ def fixed_orientation(inner: optax.GradientTransformation, orientation: str = "r
     inner = oriented(inner)
     if orientation == "rows":
         return inner
+    if isinstance(inner, RowScaling):
+        turned_factors = lambda updates, params, transposed: inner.factors(updates, params, not transposed)  # noqa: E731
+        return RowScaling(turned_factors, inner.apply)
 
     def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
         return inner.update(updates, state, params, transposed=not transposed, **extra_args)
