@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import normpre_optax as npo
-from normpre_optax.transforms import precondition
+from normpre_optax.transforms import draws
 
 EPS32 = float(np.finfo(np.float32).eps)
 EPS64 = float(np.finfo(np.float64).eps)
@@ -69,13 +69,20 @@ def gradients(steps, seed=1, shapes=SHAPES):
 def omega(seed, step, path, slice_index, shape, width):
     """Omega (longer side, l) for a matrix of this (out, in) shape, from the library's draws, in float64."""
     drawn = (min(*shape, width), max(shape))
-    return np.asarray(
-        precondition.sketch_draws(seed, step, zlib.crc32(path.encode()), slice_index, drawn), np.float64
-    ).T
+    return np.asarray(draws.sketch_draws(seed, step, zlib.crc32(path.encode()), slice_index, drawn), np.float64).T
 
 
 # Compiling without LLVM's optimisations is two to three times faster, and most tests here compile more than they run.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+# For what accelerators are given and a CPU should not be: batched LAPACK calls side by side, which can stop for ever
+# (docs/cpu_hang.md). One operation after the other, they return.
+one_by_one_jit = functools.partial(
+    jax.jit,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_cpu_enable_concurrency_optimized_scheduler": False,
+    },
+)
 
 
 @functools.cache

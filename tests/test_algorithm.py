@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import normpre_optax as npo
-from normpre_optax.transforms import precondition
+from normpre_optax.transforms import draws as drawing
 from tests import cases, reference
 from tests.cases import EPS32, EPS64
 
@@ -142,8 +142,8 @@ def test_twelve_steps_agree_with_the_reference(stage, orientation, tangent, radi
 def test_twelve_free_steps_agree_in_float64(monkeypatch, stage, orientation, tangent):
     # Normal draws are float32 and may differ by a unit in the last place from one compiled program to the next, which
     # is far above 1e-10. Rounded to sixteenths they are the same for both sides.
-    fine = precondition.sketch_draws
-    monkeypatch.setattr(precondition, "sketch_draws", lambda *where: jnp.round(16 * fine(*where)) / 16)
+    fine = drawing.sketch_draws
+    monkeypatch.setattr(drawing, "sketch_draws", lambda *where: jnp.round(16 * fine(*where)) / 16)
     oracle = reference.NormPre(stage, orientation, tangent, rank=RANK, eps=EPS64)
     w, gradients = cases.weights(), cases.gradients(STEPS)
     *_, (_, _, expected) = run_reference(oracle, STEPS, w, gradients)

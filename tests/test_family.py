@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import normpre_optax as npo
+from normpre_optax.platforms import on
 from normpre_optax.transforms import batches
 from normpre_optax.transforms.draws import sketch_draws
 from tests import cases
@@ -201,14 +202,13 @@ def test_a_kernel_stored_as_out_in_is_the_same_matrix(variant):
 
 @pytest.mark.slow
 def test_dion_in_stacks_as_accelerators_run_it(monkeypatch):
-    """Its state is wider between its two stages: slices and chunks of stacks must bear that, too."""
+    """Its state is wider between its two stages: slices and pools of stacks must bear that, too."""
     paths = []
-    for chunk in (None, 2**31, 200):
-        if chunk:
-            monkeypatch.setattr(batches, "CHUNK_BYTES", chunk)
-            monkeypatch.setattr(batches.jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    for platform, limit in (("cpu", None), ("tpu", 2**31), ("gpu", 2**31), ("gpu", 200)):
+        if limit:
+            monkeypatch.setattr(batches, "TPU_BYTES" if platform == "tpu" else "GPU_BYTES", limit)
         tx, params = members("dion"), numbers()
-        state, update, seen = tx.init(params), cases.quick_jit(tx.update), []
+        state, update, seen = tx.init(params), on(platform, cases.one_by_one_jit(tx.update)), []
         for seed in (1, 2, 3):
             updates, state = update(numbers(seed), state, params)
             seen.append(updates)

@@ -16,13 +16,23 @@ THIRD_PARTY = {"jax", "optax", "numpy"}
 # Folder or file: (third-party packages it may import, parts of the package it may import). The longest match counts.
 # `transforms/batches.py` carries out what the wrappers arrange, and so may know layouts as they do.
 TABLE = {
-    "linalg/": ({"jax"}, {"linalg"}),
+    "platforms.py": ({"jax"}, set()),
+    "linalg/": ({"jax"}, {"linalg", "platforms"}),
     "parameters/": (THIRD_PARTY, {"parameters"}),
-    "transforms/": (THIRD_PARTY, {"linalg", "transforms.checks", "transforms.draws", "transforms.oriented"}),
+    "transforms/": (
+        THIRD_PARTY,
+        {"linalg", "platforms", "transforms.checks", "transforms.draws", "transforms.oriented"},
+    ),
+    **{
+        f"transforms/{name}.py": (THIRD_PARTY, {"linalg", "transforms.oriented", "transforms.row_scaling"})
+        for name in ("tangent", "normalize")
+    },
+    "transforms/row_scaling.py": (THIRD_PARTY, {"linalg", "transforms.oriented"}),
     "transforms/wrappers.py": (
         THIRD_PARTY,
         {
             "parameters",
+            "platforms",
             "transforms.batches",
             "transforms.checks",
             "transforms.meshes",
@@ -32,8 +42,11 @@ TABLE = {
     ),
     "transforms/monitor.py": (THIRD_PARTY, {"diagnostics", "parameters", "transforms.checks"}),
     "transforms/draws.py": ({"jax"}, set()),
-    "transforms/batches.py": (THIRD_PARTY, {"parameters"}),
-    "transforms/sharding.py": (THIRD_PARTY, {"parameters.sharing", "transforms.checks", "transforms.oriented"}),
+    "transforms/batches.py": (THIRD_PARTY, {"parameters", "platforms"}),
+    "transforms/sharding.py": (
+        THIRD_PARTY,
+        {"parameters.sharing", "platforms", "transforms.checks", "transforms.oriented"},
+    ),
     "transforms/meshes.py": (
         THIRD_PARTY,
         {"parameters.dims", "parameters.sharing", "transforms.batches", "transforms.sharding"},
@@ -110,9 +123,13 @@ def test_recipes_do_not_import_each_other(file):
     ("file", "source"),
     [
         ("linalg/rows.py", "import optax"),
+        ("platforms.py", "from normpre_optax.linalg import rows"),
+        ("recipes/muon.py", "from normpre_optax.platforms import by_platform"),
         ("linalg/rows.py", "from normpre_optax.transforms import scale"),
         ("transforms/scale.py", "from normpre_optax.parameters.dims import MatrixDims"),
         ("transforms/scale.py", "from normpre_optax.transforms.tangent import project_to_tangent"),
+        ("transforms/scale.py", "from normpre_optax.transforms.row_scaling import row_scaling"),
+        ("transforms/row_scaling.py", "from normpre_optax.transforms.tangent import project_to_tangent"),
         ("transforms/wrappers.py", "from normpre_optax.linalg.rows import unit_rows"),
         ("algorithm.py", "from normpre_optax.linalg import rows"),
         ("assemble.py", "from normpre_optax.recipes import muon"),

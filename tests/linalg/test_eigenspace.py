@@ -10,7 +10,7 @@ import pytest
 
 from normpre_optax.linalg import eigenspace
 from normpre_optax.linalg.spectrum import clip_modes
-from tests import reference
+from tests import cases, reference
 
 # Compiled whole: run eagerly, every inner loop would compile anew at every call.
 leading_modes_exact = jax.jit(eigenspace.leading_modes_exact, static_argnums=1)
@@ -130,3 +130,37 @@ def test_a_bad_matrix_spoils_no_neighbour():
         clean, hurt = (np.asarray(clip_modes(jnp.asarray(x), find(jnp.asarray(x)))) for x in (psi, bad))
         np.testing.assert_allclose(hurt[[0, 2]], clean[[0, 2]], rtol=0, atol=4 * EPS32)
         assert np.isnan(hurt[1]).any()
+
+
+def test_matrices_of_several_shapes_are_sketched_together_as_each_by_itself():
+    """One small factorisation and one eigensolver serve all of one width, in whatever stacks they come."""
+    shapes, widths = [(8, 20), (3, 6, 9), (4, 30), (8, 20)], [5, 5, 4, 5]
+    psis = [jnp.asarray(reference.unit_rows(gaussian(s, i)), jnp.float32) for i, s in enumerate(shapes)]
+    omegas = [jnp.asarray(gaussian((*s[:-2], w, s[-1]), 9), jnp.float32) for s, w in zip(shapes, widths, strict=True)]
+    squares = [jnp.sum(x**2, axis=(-2, -1), keepdims=True) for x in psis]
+    together = cases.quick_jit(lambda *given: eigenspace.leading_modes_sketches(*given, 3))(psis, omegas, squares)
+    sketch = cases.quick_jit(lambda psi, omega: eigenspace.leading_modes_sketch(psi, omega, 3))
+    for psi, omega, modes in zip(psis, omegas, together, strict=True):
+        alone = sketch(psi, omega)
+        assert [x.shape for x in modes] == [x.shape for x in alone]
+        # The products of small matrices run over a stack instead of over one: other sums, times cond(Y) of below 1e2.
+        np.testing.assert_allclose(modes.values, alone.values, rtol=1e-5)
+        clip = [np.asarray(clip_modes(psi, found)) for found in (modes, alone)]
+        np.testing.assert_allclose(*clip, rtol=0, atol=2e-5)
+
+
+def test_bases_on_the_long_side_span_the_same():
+    """What a mesh asks for where rows are spread over devices: other bases between the power steps, the same modes."""
+    psis = [jnp.asarray(reference.unit_rows(gaussian(s, 3)), jnp.float32) for s in ((8, 20), (6, 24))]
+    omegas = [jnp.asarray(gaussian((5, x.shape[-1]), 4), jnp.float32) for x in psis]
+    squares = [jnp.sum(x**2, keepdims=True) for x in psis]
+    short, long = (
+        cases.quick_jit(lambda *given, s=spread: eigenspace.leading_modes_sketches(*given, 3, 2, short_is_sharded=s))(
+            psis, omegas, squares
+        )
+        for spread in ([False, False], [True, False])
+    )
+    for psi, a, b in zip(psis, short, long, strict=True):
+        np.testing.assert_allclose(clip_modes(psi, a), clip_modes(psi, b), rtol=0, atol=2e-5)
+    assert jnp.any(short[0].vectors != long[0].vectors)
+    np.testing.assert_array_equal(short[1].vectors, long[1].vectors)

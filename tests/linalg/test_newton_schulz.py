@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from normpre_optax.linalg.newton_schulz import COEFFICIENTS, newton_schulz, symmetric_product
+from normpre_optax.platforms import on
 from tests import reference
 
 SHAPES = [(4, 9), (9, 4), (6, 6), (1, 5), (5, 1), (1, 1), (16, 64)]
@@ -150,20 +151,97 @@ def test_a_table_that_is_none_is_refused(bad):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "same"),
+    ("shape", "dtype", "table", "platform", "same"),
     [
-        ((8, 16), None, "gram"),
-        ((16, 8), None, "gram"),
-        ((8, 11), None, "plain"),
-        ((8, 8), None, "plain"),
-        ((8, 32), jnp.bfloat16, "plain"),  # half precision loses the Gram form (its powers square the condition)
+        ((8, 16), None, "muon", "cpu", "gram"),
+        ((16, 8), None, "muon", "cpu", "gram"),
+        ((8, 11), None, "muon", "cpu", "plain"),
+        ((8, 8), None, "muon", "cpu", "plain"),
+        ((8, 32), jnp.bfloat16, "muon", "cpu", "gram"),
+        ((8, 32), jnp.bfloat16, "you", "tpu", "gram"),
+        # A steep first step and rounded operands; float32 operands are rounded where the usual product rounds them.
+        ((8, 32), jnp.bfloat16, "polar_express", "cpu", "plain"),
+        ((8, 32), None, "polar_express", "cpu", "gram"),
+        ((8, 32), None, "polar_express", "tpu", "plain"),
+        ((8, 32), None, "polar_express", "gpu", "plain"),
+        ((8, 32), jnp.float32, "polar_express", "tpu", "gram"),
     ],
 )
-def test_which_form_is_taken_by_itself(shape, dtype, same):
+def test_which_form_is_taken_by_itself(shape, dtype, table, platform, same):
     x = jnp.asarray(gaussian(shape), jnp.float32)
-    found = {form: newton_schulz(x, compute_dtype=dtype, form=form) for form in ("auto", "plain", "gram")}
+    found = {form: on(platform, newton_schulz)(x, 5, table, dtype, form) for form in ("auto", "plain", "gram")}
     np.testing.assert_array_equal(found["auto"], found[same])
     assert jnp.any(found["plain"] != found["gram"])
+
+
+def hard_cases():
+    """Name to matrices of aspect four: the spectra that momentum has, from flat to dominated by a few modes."""
+    m, n = 64, 256
+    left, right = (np.linalg.qr(gaussian((size, m), size))[0] for size in (m, n))
+    spiked = np.where(np.arange(m) < 8, 30.0, 1.0)
+    return {
+        "gaussian": reference.unit_rows(gaussian((m, n))),
+        "power law": (left / np.arange(1, m + 1)) @ right.T,
+        "spiked": (left * spiked) @ right.T,
+    }
+
+
+@pytest.mark.parametrize(("table", "error"), [("muon", 0.01), ("you", 0.02)])
+@pytest.mark.parametrize("name", ["gaussian", "power law", "spiked"])
+def test_the_gram_form_bears_bfloat16_operands_unless_the_first_step_is_steep(name, table, error):
+    """What ``_STEEP`` claims: with these tables it ends as near to msign as true float32 does.
+
+    A hundredth: bfloat16 rounds operands by 2^-9, and the modes in Newton-Schulz's band, where nearly all of the
+    distance is, see a slope of a few. Twice that for You's, which brings small modes up in fewer steps. Polar Express's
+    first slope of 8.2 breaks both (the next test).
+    """
+    x = hard_cases()[name]
+    truth = reference.msign(x)
+
+    def distance(**how):
+        got = np.asarray(newton_schulz(jnp.asarray(x, jnp.float32), 5, table, **how), np.float64)
+        return np.linalg.norm(got - truth) / np.linalg.norm(truth)
+
+    half, whole = distance(compute_dtype=jnp.bfloat16), distance(compute_dtype=jnp.float32)
+    assert half != whole
+    assert half <= whole + error
+
+
+def test_the_gram_form_does_not_bear_them_where_it_is_steep():
+    x = hard_cases()["power law"]
+    truth = reference.msign(x)
+    plain, gram = (
+        np.asarray(newton_schulz(jnp.asarray(x, jnp.float32), 5, "polar_express", jnp.bfloat16, form), np.float64)
+        for form in ("plain", "gram")
+    )
+    assert np.linalg.norm(gram - truth) > np.linalg.norm(plain - truth) + 0.02 * np.linalg.norm(truth)
+
+
+@pytest.mark.parametrize("form", ["plain", "gram"])
+@pytest.mark.parametrize("table", ["muon", "polar_express"])
+@pytest.mark.parametrize("shape", [(4, 9), (9, 4), (3, 6, 6)])
+def test_bounded_changes_nothing_and_unit_only_the_length(form, table, shape):
+    x = reference.unit_rows(gaussian(shape)).astype(np.float32)
+    x[..., 0, :] = 0  # a row may be zero
+    x = x if len(shape) == 2 else np.concatenate([x[:2], 0 * x[:1]])  # and so may a matrix
+    usual = np.asarray(newton_schulz(jnp.asarray(x), 5, table, form=form), np.float64)
+    bounded = newton_schulz(jnp.asarray(x), 5, table, form=form, bounded=True)
+    norm = np.linalg.norm(usual, axis=(-2, -1), keepdims=True)
+    # The start is scaled by other roundings, amplified by the slope at zero.
+    error = 4 * slope(reference.TABLES[table]) * EPS32
+    assert np.linalg.norm(bounded - usual) <= error
+    for known in (False, True):
+        unit = newton_schulz(jnp.asarray(x), 5, table, form=form, bounded=known, unit=True)
+        np.testing.assert_allclose(unit, usual / np.where(norm == 0, 1, norm), rtol=0, atol=error)
+        # The Gram form has the length from Q R Q: Newton-Schulz's results have a condition that leaves it 1e-5.
+        length = np.linalg.norm(np.asarray(unit, np.float64), axis=(-2, -1), keepdims=True)
+        np.testing.assert_allclose(length, np.where(norm == 0, 0, 1), rtol=1e-5)
+
+
+def test_bounded_leaves_out_the_two_passes_that_bring_squares_into_range():
+    x = jnp.full((2, 3), 1e-30, jnp.float32)
+    assert newton_schulz(x).any()
+    assert not newton_schulz(x, bounded=True).any()  # squares vanish: it is told what is not so
 
 
 @pytest.mark.parametrize("tall", [False, True])

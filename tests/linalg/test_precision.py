@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from normpre_optax.linalg.precision import in_working_dtype, product, working_dtype
+from normpre_optax.linalg.precision import exact_product, in_working_dtype, product, working_dtype
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,36 @@ def products(jaxpr):
 
 
 @pytest.mark.parametrize("operand", [None, jnp.bfloat16, jnp.float16, jnp.float32])
-def test_every_product_sums_in_float32_and_rounds_no_float32_operand(operand):
+def test_every_product_sums_in_float32_and_is_true_float32_where_that_is_asked_for(operand):
     x = jnp.ones((3, 3))
     found = list(products(jax.make_jaxpr(lambda a, b: product(a, b, operand))(x, x).jaxpr))
-    assert found
+    halves = [eqn for eqn in found if eqn.invars[0].aval.dtype == operand != jnp.float32]
+    wholes = [eqn for eqn in found if eqn.invars[0].aval.dtype == jnp.float32]
+    assert len(halves) == (operand in (jnp.bfloat16, jnp.float16))  # what an accelerator is given; the CPU lifts them
+    assert len(wholes) == 1
+    assert len(found) == len(halves) + len(wholes)
     for eqn in found:
         assert eqn.params["preferred_element_type"] == jnp.float32
-        if eqn.invars[0].aval.dtype == jnp.float32:
-            assert set(eqn.params["precision"]) == {jax.lax.Precision.HIGHEST}
-    halves = [eqn for eqn in found if eqn.invars[0].aval.dtype == operand != jnp.float32]
-    assert bool(halves) == (operand in (jnp.bfloat16, jnp.float16))  # what an accelerator is given
+    highest = None if operand is None else (jax.lax.Precision.HIGHEST,) * 2  # None: as the device usually does
+    assert [eqn.params["precision"] for eqn in wholes] == [highest]
+    assert all(eqn.params["precision"] is None for eqn in halves)
+
+
+def test_the_usual_product_follows_the_default_matmul_precision():
+    x = jnp.ones((3, 3))
+    with jax.default_matmul_precision("highest"):
+        (eqn,) = products(jax.make_jaxpr(product)(x, x).jaxpr)
+    assert set(eqn.params["precision"]) == {jax.lax.Precision.HIGHEST}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_an_exact_product_is_in_the_operands_own_precision(x64, dtype):
+    """On every device: it has one branch, and a default that is lower does not reach it."""
+    x = jnp.ones((2, 3, 3), dtype)
+    with jax.default_matmul_precision("bfloat16"):
+        (eqn,) = products(jax.make_jaxpr(exact_product)(x, x).jaxpr)
+    assert set(eqn.params["precision"]) == {jax.lax.Precision.HIGHEST}
+    assert [v.aval.dtype for v in (*eqn.invars, *eqn.outvars)] == [dtype] * 3
 
 
 @pytest.mark.parametrize("operand", [jnp.bfloat16, jnp.float16])

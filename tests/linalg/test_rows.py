@@ -6,7 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from normpre_optax.linalg.rows import row_norms, tangent_rows, unit_rows, unit_tangent_rows
+from normpre_optax.linalg.rows import (
+    row_norms,
+    scaled_rows,
+    tangent_factors,
+    tangent_rows,
+    unit_rows,
+    unit_tangent_rows,
+)
+from normpre_optax.platforms import on
 from tests import reference
 
 SHAPES = [(3, 8), (8, 3), (5, 5), (1, 6), (6, 1), (1, 1)]
@@ -148,12 +156,20 @@ def test_normalised_rounding_noise_counts_as_zero(mode):
     assert not np.any(unit_tangent_rows(jnp.asarray(m, jnp.float32), jnp.asarray(w, jnp.float32), mode))
 
 
-@pytest.mark.parametrize("size", [2e-38, 3e38])
-def test_the_largest_and_smallest_normal_numbers_are_measured_too(size):
+# A row's factor is one over its length, 5.2e38 for three entries of 3e38: that is below the smallest normal number,
+# 1.2e-38, and a CPU flushes it to zero. Up to lengths of 8e37 it is a normal number.
+@pytest.mark.parametrize(
+    ("f", "size"),
+    [
+        (unit_rows, 2e-38),
+        (unit_rows, 3e38),
+        (lambda x: unit_tangent_rows(x, jnp.zeros_like(x)), 2e-38),
+        (lambda x: unit_tangent_rows(x, jnp.zeros_like(x)), 8e37 / 3**0.5),
+    ],
+)
+def test_the_largest_and_smallest_normal_numbers_are_measured_too(f, size):
     x = jnp.full((2, 3), size, jnp.float32)
-    w = jnp.zeros_like(x)
-    for f in (unit_rows, lambda x: unit_tangent_rows(x, w)):
-        np.testing.assert_allclose(jax.jit(f)(x), 3**-0.5, rtol=8 * EPS32)
+    np.testing.assert_allclose(jax.jit(f)(x), 3**-0.5, rtol=8 * EPS32)
 
 
 def test_normalised_zero_and_bad_rows():
@@ -162,3 +178,58 @@ def test_normalised_zero_and_bad_rows():
     assert (out[0] == 0).all()
     assert np.isnan(out[1]).all()
     np.testing.assert_allclose(out[2], [0.5**0.5, -(0.5**0.5)], rtol=8 * EPS32)
+
+
+ACCELERATORS = ["tpu", "gpu"]
+
+
+def straight(platform, m, w, mode, axis=-1):
+    """``unit_tangent_rows`` in float32 as an accelerator takes it, in float64 to compare."""
+    program = jax.jit(lambda m, w: scaled_rows(m, w, tangent_factors(m, w, mode, 1.0, axis)))
+    return np.asarray(on(platform, program)(m, w), np.float64)
+
+
+@pytest.mark.parametrize("platform", ACCELERATORS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_accelerators_measure_rows_of_any_scale_in_one_pass(platform, mode, axis):
+    """Rows of one matrix from 1e-30 to 1e26, on both sides of where the scale changes; one is zero, one is NaN."""
+    scales = np.array([1e-30, 1e-20, 1e-12, 1e-4, 1e-3, 1.0, 1e6, 1e12, 1e20, 1e26, 0.0, np.nan])[:, None]
+    m, w = scales * gaussian((12, 8)), gaussian((12, 8), 1)
+    w[5] = 0  # and weights that are zero
+    turn = (lambda x: x.T) if axis == -2 else (lambda x: x)
+    m32, w32 = (jnp.asarray(turn(x), jnp.float32) for x in (m, w))
+    got = turn(straight(platform, m32, None if mode == "none" else w32, mode, axis))
+    exact = reference.unit_rows(reference.tangent_rows(*(turn(np.float64(x)) for x in (m32, w32)), mode))
+    assert (got[10] == 0).all()
+    assert np.isnan(got[11]).all()
+    # Ten roundings, over the square of the share that is left: 0.4 and more of these rows lies across w.
+    np.testing.assert_allclose(got[:11], exact[:11], rtol=0, atol=10 / 0.4**2 * EPS32)
+
+
+@pytest.mark.parametrize("platform", ACCELERATORS)
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.1, 0.03, 0.01, 0.003])
+def test_the_length_of_what_accelerators_leave_is_off_by_eps_over_the_share_squared(platform, share):
+    """Momentum of length one that lies along w but for ``share``: the difference of sums cancels, and no more."""
+    w = reference.unit_rows(gaussian((64, 16)))
+    across = reference.unit_rows(reference.tangent_rows(gaussian((64, 16), 1), w, "strict"))
+    m32, w32 = (jnp.asarray(x, jnp.float32) for x in ((1 - share**2) ** 0.5 * w + share * across, w))
+    got = straight(platform, m32, w32, "strict")
+    exact = reference.unit_rows(reference.tangent_rows(np.float64(m32), np.float64(w32), "strict"))
+    length = np.linalg.norm(got, axis=-1)
+    # <m, m> and <m, w>^2 / <w, w> are sums of sixteen products: a few eps, of which x has a share q^2; half in a root.
+    assert np.abs(length - 1).max() <= 4 * EPS32 / share**2
+    # The direction has lost no more than m did when it was rounded: a few eps over q.
+    np.testing.assert_allclose(got / length[:, None], exact, rtol=0, atol=8 * EPS32 / share)
+
+
+@pytest.mark.parametrize("platform", ACCELERATORS)
+def test_what_accelerators_cannot_tell_from_noise_counts_as_zero(platform):
+    """Below ``4 sqrt(eps) = 1.4e-3``: half of that is gone, twice of it is there."""
+    w = reference.unit_rows(gaussian((64, 16)))
+    across = reference.unit_rows(reference.tangent_rows(gaussian((64, 16), 1), w, "strict"))
+    for factor, gone in ((0.5, True), (2.0, False)):
+        m = w + factor * 4 * EPS32**0.5 * across
+        got = straight(platform, *(jnp.asarray(x, jnp.float32) for x in (m, w)), "strict")
+        assert (np.abs(got).max(axis=-1) == 0).all() == gone
+        assert (np.abs(got).max(axis=-1) == 0).any() == gone

@@ -10,7 +10,10 @@ import optax
 import pytest
 
 import normpre_optax as npo
+from normpre_optax.platforms import on
 from normpre_optax.transforms import batches
+from normpre_optax.transforms.oriented import OrientedTransformation
+from tests import cases
 
 # One matrix and a stack go through products of other shapes, so sums may be taken in another order: a few units in the
 # last place, times the condition of what follows (the sketch's basis, whose error the tests of linalg bound by 1e-5).
@@ -45,7 +48,10 @@ def moments():
 
 STAGES = {
     "g": lambda: npo.alternate_orientation(optax.chain(npo.project_to_tangent(), npo.normalize_rows())),
-    "sketch": lambda: optax.chain(npo.normalize_rows(), npo.precondition_locally(rank=2, oversample=1)),
+    # In float32: the arrangements alone are compared here, not the operands' dtypes (tests/test_platforms.py).
+    "sketch": lambda: optax.chain(
+        npo.normalize_rows(), npo.precondition_locally(rank=2, oversample=1, compute_dtype=jnp.float32)
+    ),
     "exact": lambda: npo.precondition_locally(rank=2, method="exact"),
     "msign": lambda: npo.precondition_globally(ns_steps=None),
     "stateful": moments,
@@ -55,11 +61,11 @@ STAGES = {
 }
 
 
-def steps(stage, count=3):
+def steps(stage, platform="cpu", count=3):
     tx = npo.as_matrices(rule, STAGES[stage]())
     params = parameters(0)
     state, seen = tx.init(params), []
-    update = jax.jit(tx.update)
+    update = on(platform, cases.one_by_one_jit(tx.update))
     for i in range(count):
         updates, state = update(parameters(i + 1), state, params)
         seen.append(updates)
@@ -69,25 +75,86 @@ def steps(stage, count=3):
 SLOW = {"row moments"}
 
 
+LIMITS = {"tpu": "TPU_BYTES", "gpu": "GPU_BYTES"}  # and what says how much each takes at once
+
+
+@functools.cache
+def steps_in_turn(stage):
+    return steps(stage)
+
+
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in STAGES])
-@pytest.mark.parametrize("chunk", [2**31, 1, 500])
-def test_stacked_equals_in_turn(monkeypatch, stage, chunk):
-    in_turn = steps(stage)
-    monkeypatch.setattr(batches, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(batches.jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args), raising=True)
-    at_once = steps(stage)
+@pytest.mark.parametrize(
+    ("platform", "limit"), [("tpu", 2**31), ("tpu", 1), ("tpu", 500), ("gpu", 2**31), ("gpu", 1), ("gpu", 500)]
+)
+def test_in_pools_equals_in_turn(monkeypatch, stage, platform, limit):
+    in_turn = steps_in_turn(stage)
+    monkeypatch.setattr(batches, LIMITS[platform], limit)
+    at_once = steps(stage, platform)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=TOLERANCE, atol=TOLERANCE), in_turn, at_once)
 
 
-@pytest.mark.parametrize(("chunk", "expected"), [(2**31, [3]), (2 * 6 * 9 * 4, [2, 1]), (1, [1, 1, 1])])
-def test_accelerators_take_no_more_than_a_chunk_at_once(monkeypatch, chunk, expected):
-    monkeypatch.setattr(batches, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(batches.jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args), raising=True)
+def shapes_that_a_stage_sees(platform, params):
+    """Shapes of the stacks in each of its calls, in order."""
+    calls = []
+
+    def update(updates, params=None):
+        calls.append([x.shape for x in jax.tree.leaves(updates)])
+        return updates
+
+    tx = npo.as_matrices(rule, optax.stateless(update))
+    on(platform, jax.make_jaxpr(lambda p: tx.update(p, optax.EmptyState(), p)))(params)
+    return calls
+
+
+EACH = 6 * 9 * 4  # bytes
+
+
+@pytest.mark.parametrize(
+    ("platform", "limit", "expected"),
+    [
+        ("tpu", 2**31, [[(1, 9, 6)] * 3]),  # side by side
+        ("gpu", 2**31, [[(3, 9, 6)]]),  # as one stack
+        # Two at once, then the third: another pool, another trace.
+        ("tpu", 2 * EACH, [[(1, 9, 6)] * 2, [(1, 9, 6)]]),
+        ("gpu", 2 * EACH, [[(2, 9, 6)], [(1, 9, 6)]]),
+        # One at a time: three pools of one kind, traced once.
+        ("tpu", 1, [[(1, 9, 6)]]),
+        ("gpu", 1, [[(1, 9, 6)]]),
+    ],
+)
+def test_accelerators_take_no_more_than_a_limit_at_once(monkeypatch, platform, limit, expected):
+    monkeypatch.setattr(batches, LIMITS[platform], limit)
+    assert shapes_that_a_stage_sees(platform, {name: jnp.ones((6, 9)) for name in "abc"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [
+        ("tpu", [[(1, 9, 6), (1, 5, 4), (2, 9, 6), (1, 9, 6)]]),
+        ("gpu", [[(2, 9, 6), (1, 5, 4), (2, 9, 6)]]),  # one matrix and a stack of two are of two kinds
+    ],
+)
+def test_a_pool_holds_matrices_of_all_shapes(platform, expected):
+    params = {"a": jnp.ones((6, 9)), "b": jnp.ones((4, 5)), "c": jnp.ones((2, 6, 9)), "d": jnp.ones((6, 9))}
+    assert shapes_that_a_stage_sees(platform, params) == expected
+
+
+def test_matrices_that_lie_the_other_way_are_a_pool_of_their_own():
+    dims = {
+        "in_out": npo.MatrixDims(inputs=0, outputs=1),
+        "out_in": npo.MatrixDims(inputs=1, outputs=0),
+    }
     seen = []
-    stage = optax.stateless(lambda updates, params=None: jax.tree.map(lambda x: seen.append(x.shape) or x, updates))
-    three = {name: jnp.ones((6, 9)) for name in "abc"}
-    npo.as_matrices(rule, stage).update(three, optax.EmptyState(), three)
-    assert seen == [(stacked, 9, 6) for stacked in expected]
+
+    def update(updates, state, params=None, *, transposed=False, **extra_args):
+        seen.append((transposed, [x.shape for x in jax.tree.leaves(updates)]))
+        return updates, state
+
+    stage = OrientedTransformation(lambda params: optax.EmptyState(), update)
+    params = {"in_out": jnp.ones((6, 9)), "out_in": jnp.ones((9, 6))}
+    on("tpu", npo.as_matrices(dims, stage).update)(params, optax.EmptyState(), params)
+    assert sorted(seen) == [(False, [(1, 9, 6)]), (True, [(1, 6, 9)])]
 
 
 def products_in_the_program(count):

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import normpre_optax as npo
-from normpre_optax.transforms import precondition
+from normpre_optax.transforms import draws
 from tests import cases, reference
 from tests.cases import EPS32
 
@@ -69,7 +69,7 @@ def test_the_sketch_alone_is_the_reference():
 def test_draws_are_the_same_for_ever():
     """Not touched by the user's choice of generator, nor by a later version: a resumed run draws what it would have."""
     with jax.default_prng_impl("rbg"):
-        found = precondition.sketch_draws(seed=3, step=5, identity=17, slice_index=2, shape=(2, 3))
+        found = draws.sketch_draws(seed=3, step=5, identity=17, slice_index=2, shape=(2, 3))
     expected = [[-0.5771456, -1.5907036, -0.41013402], [1.1442941, -1.3229197, 0.6540548]]
     np.testing.assert_allclose(found, expected, rtol=4 * EPS32)
 
@@ -175,3 +175,24 @@ def test_a_vector_is_no_matrix():
         tx = STAGES[stage]
         with pytest.raises(ValueError, match=r"matrices in the last two axes.*\(3,\)"):
             tx.update({"bias": jnp.ones(3)}, tx.init({"bias": jnp.ones(3)}))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        npo.precondition_globally,
+        lambda: npo.precondition_globally(ns_steps=None),
+        lambda: npo.precondition_locally(rank=2, oversample=1),
+        lambda: npo.precondition_locally(rank=2, method="exact"),
+    ],
+)
+def test_a_result_at_a_given_size_is_the_result_scaled_to_it(build):
+    """One pass less than `scale_to_rms` behind the stage, zero matrices and all."""
+    rms, stage, updates = 0.5, build(), {**tree(), "zero": jnp.zeros((3, 4))}
+    updates = jax.tree.map(lambda x: x / jnp.linalg.norm(x[..., :1, :]) if x.any() else x, updates)
+    state = stage.init(updates)
+    at_once = cases.quick_jit(stage.at_rms(rms).update)(updates, state)[0]
+    after = cases.quick_jit(stage.update)(updates, state)[0]
+    for name, x in npo.scale_to_rms(rms).update(after, optax.EmptyState())[0].items():
+        # Another sum of squares: twenty roundings, times Newton-Schulz's slope where the size is that of Q R Q.
+        np.testing.assert_allclose(at_once[name], x, rtol=0, atol=200 * EPS32 * rms, err_msg=name)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout, orientation and dtype are conjugations: what is inside sees another view, and nobody outside can tell."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ import optax
 import pytest
 
 import normpre_optax as npo
+from normpre_optax.platforms import on
 from normpre_optax.transforms import oriented, wrappers
+from normpre_optax.transforms.tangent import normalize_tangent_rows
 from tests import cases
 from tests.cases import EPS32
 
@@ -109,6 +113,62 @@ def test_a_state_that_knows_the_orientation_is_refused_at_init():
         with pytest.raises(ValueError, match=r"orientation.*outside alternate_orientation"):
             tx.init({"w": jnp.ones(shape)})
     npo.alternate_orientation(optax.scale_by_schedule(lambda count: 1.0)).init({"w": jnp.ones((3, 5))})  # a counter may
+
+
+ROW_SCALINGS = {
+    "tangent": normalize_tangent_rows,
+    "length": lambda: normalize_tangent_rows("strict", length=lambda rows, columns: 2.0 * rows + columns),
+    "rows": npo.normalize_rows,
+    "columns": lambda: wrappers.fixed_orientation(npo.normalize_rows(), "columns"),
+}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])  # a branch, as on a GPU, and both with a choice
+@pytest.mark.parametrize("stage", ROW_SCALINGS)
+@pytest.mark.parametrize("lie", [False, True])
+def test_a_row_scaling_alternates_by_its_numbers_as_any_stage_does_by_its_results(platform, stage, lie):
+    """Which never makes either result before it has chosen; without `factors` it is any stage."""
+    tx = ROW_SCALINGS[stage]()
+    assert isinstance(tx, oriented.RowScaling)
+    plain = oriented.OrientedTransformation(tx.init, tx.update)
+    m, w = gaussian((3, 5)), gaussian((3, 5), 1)
+    by_numbers, by_results = (npo.alternate_orientation(t, first="columns") for t in (tx, plain))
+    states = by_numbers.init(w), by_results.init(w)
+    updates = [
+        on(platform, cases.quick_jit(functools.partial(t.update, transposed=lie))) for t in (by_numbers, by_results)
+    ]
+    for _ in range(2):
+        found = [f(m, state, w) for f, state in zip(updates, states, strict=True)]
+        states = [state for _, state in found]
+        np.testing.assert_allclose(found[0][0], found[1][0], rtol=0, atol=8 * 15 * EPS32)  # rows of length up to 15
+    assert [int(state.count) for state in states] == [2, 2]
+
+
+def told():
+    """A stage that writes what its neighbour told it into the update."""
+
+    def update(updates, state, params=None, *, bounded=False, **extra_args):
+        return jax.tree.map(lambda x: jnp.full_like(x, float(bounded)), updates), state
+
+    return oriented.OrientedTransformation(lambda params: optax.EmptyState(), update)
+
+
+@pytest.mark.parametrize(
+    ("before", "bounded"),
+    [
+        ([npo.normalize_rows()], True),
+        ([wrappers.fixed_orientation(npo.normalize_rows(), "columns")], True),
+        ([npo.alternate_orientation(normalize_tangent_rows())], True),
+        ([], False),
+        ([npo.normalize_rows(), npo.scale_to_rms(0.2)], False),  # only what comes right after it is told
+        ([npo.normalize_rows(eps=1e-8)], False),  # rows far below eps come out short
+        ([npo.alternate_orientation(npo.project_to_tangent())], False),
+        ([npo.equalize_rows_and_columns()], False),
+    ],
+)
+def test_a_chain_tells_the_next_stage_that_rows_have_a_length(before, bounded):
+    tx, x = oriented.chain(*before, told()), gaussian((3, 5))
+    assert bool(tx.update(x, tx.init(x), x)[0].all()) == bounded
 
 
 def test_alternation_keeps_the_inner_count():
