@@ -3,7 +3,8 @@
 
 ``python -m examples.benchmarks.accuracy`` runs each path on one matrix per spectrum, rows of length one as the stage
 gets them, and writes relative Frobenius errors as JSON and Markdown: of the rounding (against the same algorithm in
-NumPy float64, with the same draws), and of the algorithm (float64 against the exact result).
+NumPy float64, with the same draws), and of the algorithm (float64 against the exact result). Products in bfloat16 have
+rounded operands and float32 sums: what a TPU's usual product does.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from examples.benchmarks import report
 from normpre_optax.linalg.eigenspace import leading_modes_exact, leading_modes_sketch
 from normpre_optax.linalg.newton_schulz import coefficient_table, newton_schulz
 from normpre_optax.linalg.spectrum import clip_modes, exact_msign
+from normpre_optax.platforms import on
 
 Matrix = np.ndarray
 
@@ -123,9 +125,10 @@ def measure(options: Options) -> list[dict]:
     for table in ("muon", "you", "polar_express"):
         truth = lambda x, table=table: newton_schulz_64(x, table)  # noqa: E731
         same = "same steps in float64"
-        for form, dtype in (("plain", None), ("gram", None), ("plain", half)):
+        for form, dtype in (("plain", None), ("gram", None), ("plain", half), ("gram", half)):
             name = f"Newton-Schulz, {table}, {form}, {'bfloat16' if dtype else 'float32'}"
             rounding(name, same, lambda x, t=table, f=form, d=dtype: newton_schulz(x, 5, t, d, f), truth)
+        rounding(f"Newton-Schulz, {table}, kept in bfloat16", same, lambda x, t=table: kept_in_half(x, t), truth)
         row(
             f"Newton-Schulz, {table}, float64",
             "msign",
@@ -137,6 +140,9 @@ def measure(options: Options) -> list[dict]:
         for dtype in (None, half):
             name = f"sketch, p = {powers}, {'bfloat16' if dtype else 'float32'}"
             rounding(name, "same draws in float64", lambda x, p=powers, d=dtype: clip_sketch(x, p, d), truth)
+        name = f"sketch, p = {powers}, bfloat16, factored as on accelerators"
+        there = on("tpu", lambda x, p=powers: clip_sketch(x, p, half))
+        rounding(name, "same draws in float64", there, truth)
         row(
             f"sketch, p = {powers}, float64",
             "exact clipping",
@@ -144,6 +150,17 @@ def measure(options: Options) -> list[dict]:
         )
     rounding("exact clipping, float32", "exact clipping in float64", clip_exact, lambda x: exact_clip_64(x, rank))
     return rows
+
+
+def kept_in_half(x: jax.Array, table: str) -> jax.Array:
+    """Newton-Schulz as Muon's own code has it: the iterate itself is rounded to bfloat16 at every step."""
+    y = x / jnp.linalg.norm(x) / (1.02 if table == "polar_express" else 1)
+    y = y.astype(jnp.bfloat16)
+    times = lambda a, b: jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32)).astype(jnp.bfloat16)  # noqa: E731
+    for a, b, c in coefficient_table(table, 5):
+        gram = times(y, y.mT)
+        y = (a * y + times((b * gram + c * times(gram, gram)).astype(jnp.bfloat16), y)).astype(jnp.bfloat16)
+    return y.astype(x.dtype)
 
 
 def msign_64(x: Matrix) -> Matrix:

@@ -25,8 +25,8 @@ from normpre_optax.linalg.newton_schulz import newton_schulz
 from normpre_optax.linalg.orthonormal import orthonormal_rows
 from normpre_optax.linalg.precision import product
 from normpre_optax.linalg.spectrum import clip_modes
+from normpre_optax.transforms.draws import sketch_draws
 from normpre_optax.transforms.oriented import chain
-from normpre_optax.transforms.precondition import sketch_draws
 
 RANK, WIDTH = 32, 40
 
