@@ -42,8 +42,18 @@ class Price(NamedTuple):
     unpriced: str = ""
 
 
+class Memory:
+    """What every machine has: a main memory."""
+
+    bandwidth: float
+
+    def moving_ms(self, moved: float) -> float:
+        """Time of so many bytes."""
+        return 1e3 * moved / self.bandwidth
+
+
 @dataclasses.dataclass(frozen=True)
-class Tpu:
+class Tpu(Memory):
     """A TPU core that JAX sees as one device."""
 
     name: str
@@ -81,10 +91,6 @@ class Tpu:
         """Computing and moving overlap."""
         return max(compute_ms, self.moving_ms(moved)) + eigh_ms
 
-    def moving_ms(self, moved: float) -> float:
-        """Time of so many bytes."""
-        return 1e3 * moved / self.bandwidth
-
     @property
     def assumptions(self) -> str:
         """What the figures rest on, in words."""
@@ -100,7 +106,7 @@ class Tpu:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpu:
+class Gpu(Memory):
     """An NVIDIA GPU; ``config`` is what the compiler is told of it (a ``GpuTargetConfig``)."""
 
     name: str
@@ -146,10 +152,6 @@ class Gpu:
     def total_ms(self, compute_ms: float, moved: float, eigh_ms: float) -> float:
         """Kernels run one after the other, and each has been charged for what it moves."""
         return compute_ms + eigh_ms
-
-    def moving_ms(self, moved: float) -> float:
-        """Time of so many bytes."""
-        return 1e3 * moved / self.bandwidth
 
     @property
     def assumptions(self) -> str:

@@ -229,9 +229,10 @@ def tangent_factors(
 
     ``<m, m>``, ``<m, w>`` and ``<w, w>`` give the length of x: the square of its part across w is
     ``<m, m> - <m, w>^2 / <w, w>``, and its part along w is that of m times a known number. That difference cancels
-    m lies along w. On a CPU rows for which it does are measured again with care, as are those whose squares overflow or
-    vanish; an accelerator has no time for a branch. There a part across w of less than ``4 sqrt(eps) ||m||`` counts as
-    rounding noise, and the length of a row of which a share q is left is off by ``eps / q^2``.
+    where m lies along w. On a CPU rows for which it does are measured again with care, as are those whose squares
+    overflow or vanish; an accelerator has no time for a branch. There a part across w of less than
+    ``4 sqrt(eps) ||m||`` counts as rounding noise, and the length of a row of which a share q is left is off by
+    ``eps / q^2``.
 
     Args:
         m: momentum ``(..., m, n)``.
@@ -374,8 +375,8 @@ def _tangent(
     else:
         norm = row_norms(w, axis)
         length, amount = jnp.where(norm == 0, 1, norm), jnp.ones((), m.dtype)
-    if mode == "bounded":
-        amount = jnp.minimum(1, jnp.square(row_norms(w, axis) / radius)).astype(m.dtype)
+        if mode == "bounded":
+            amount = jnp.minimum(1, jnp.square(norm / radius)).astype(m.dtype)
     radial = amount * jnp.sum(m * (w / length), axis=axis, keepdims=True)
     # X is as long as m, or as the radial part times w: about the square of that part where it is the longer one.
     inverse = 1 / jnp.maximum(1, jnp.abs(radial))
