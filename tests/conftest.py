@@ -2,7 +2,13 @@
 """Settings and fixtures of the whole test suite."""
 
 import os
+from pathlib import Path
 
+# Programs that were compiled once, by any worker, process or earlier run, are read back: most tests compile more than
+# they compute. pytest's own cache folder keeps them; `pytest --cache-clear` removes them.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "d" / "compiled"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Eight virtual CPU devices, for the tests on meshes; everything else runs on the first one. Set before JAX wakes.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -23,6 +29,13 @@ settings.load_profile("normpre")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "parity: needs torch, the extra `parity`; CI installs it")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Programs of a module go with it: a run that keeps all takes 6 GB, and every memory mapping that Linux grants."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -123,21 +124,25 @@ def test_an_optimizer_on_a_mesh_of_three_axes_needs_no_argument():
     check("normpre_g", "2x2x2", layouts=("both", "wte"))
 
 
-# Half a minute of one core each: what differs from others in no part that meshes touch is thorough.
-THOROUGH = {"2x4", "rmnp", "moga", "muoneq", "muon_plus", "mano", "normuon", "swan", "normpre_g-columns"}
+# Half a minute of one core each. CI runs what differs from others in a part that meshes touch; the rest is thorough.
+PLACES = [("normpre_g", "8"), ("normpre_l", "2x2x2")]
+OF_THEIR_OWN = {"normpre_l-divided", "normpre_l-warm", "adamuon", "dion"}
 
 
-def slow(names):
-    return [pytest.param(name, marks=pytest.mark.thorough if name in THOROUGH else pytest.mark.slow) for name in names]
+def often(cases, chosen):
+    return [pytest.param(*case, marks=pytest.mark.slow if chosen(case) else pytest.mark.thorough) for case in cases]
 
 
-@pytest.mark.parametrize("mesh", slow(MESHES))
-@pytest.mark.parametrize("name", ["normpre_g", "normpre_l"])
+@pytest.mark.parametrize(
+    ("name", "mesh"), often(itertools.product(("normpre_g", "normpre_l"), MESHES), PLACES.__contains__)
+)
 def test_every_mesh(name, mesh):
     check(name, mesh)
 
 
-@pytest.mark.parametrize("name", slow(sorted(set(FACTORIES) - {"normpre_g", "normpre_l"})))
+@pytest.mark.parametrize(
+    "name", often([(name,) for name in FACTORIES if name not in dict(PLACES)], lambda case: case[0] in OF_THEIR_OWN)
+)
 def test_every_optimizer(name):
     check(name, "2x2x2", layouts=("both", "layers"))
 

@@ -76,7 +76,9 @@ def test_without_rms_the_spectral_stage_speaks_for_itself(stage):
             assert np.all(np.abs(rms(x) - 0.2) > 1e-3)  # rms=None is not a hidden 0.2
 
 
-@pytest.mark.parametrize(("stage", "tangent"), [*((stage, "relaxed") for stage in STAGES), ("newton_schulz", "strict")])
+@pytest.mark.parametrize(
+    ("stage", "tangent"), [("newton_schulz", "strict"), ("exact", "relaxed"), ("sketch", "relaxed")]
+)
 def test_a_column_step_is_the_transposed_row_step_of_the_transpose(stage, tangent):
     # The sketch reads the rows of a square matrix, so there its draws meet the other side: equal up to the draws.
     names = [name for name in cases.SHAPES if not (stage == "sketch" and name == "square")]

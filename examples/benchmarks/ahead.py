@@ -114,8 +114,9 @@ def compiled(target: str, function: Any, arguments: tuple) -> tuple[Any, float]:
     # Without a GPU there is nothing to time kernels on.
     flags: Any = {"xla_gpu_autotune_level": 0} if machine.platform == "cuda" else {}
     start = time.perf_counter()
-    with warnings.catch_warnings():  # There are three donated trees for two results.
+    with warnings.catch_warnings():  # There are three donated trees for two results; a cache cannot give these back.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
         traced = function.trace(*jax.tree.map(place, arguments))
         found = traced.lower(lowering_platforms=(machine.platform,)).compile(compiler_options=flags)
     return found, time.perf_counter() - start

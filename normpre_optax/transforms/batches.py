@@ -149,6 +149,8 @@ def _in_pools(stage: Stage, parameters: Sequence[Parameter], shared: list[Any], 
     new: list[Any] = [None] * len(parameters)
     states: list[Any] = [None] * len(parameters)
     now, traced, found = shared, {}, None
+    if stacked:  # A momentum that several kernels read is made once, and not again by each of them.
+        parameters = [p._replace(update=jax.lax.optimization_barrier(p.update)) for p in parameters]
     for pool in _pools(parameters, limit, stacked):
         flat = [i for members in pool for i in members]
         kinds = tuple(tuple(parameters[i].kind() for i in members) for members in pool)
@@ -190,7 +192,8 @@ def _pool(
 ) -> tuple[list[jax.Array], list[list[jax.Array]], list[Any]]:
     parameters = [p._replace(dims=d) for p, d in zip(bare, dims, strict=True)]
     places = iter(range(len(parameters)))
-    return on_stacks(stage, parameters, shared, [[next(places) for _ in members] for members in pool])
+    groups = [[next(places) for _ in members] for members in pool]
+    return on_stacks(stage, parameters, shared, groups, parts=[len(members) for members in pool])
 
 
 def on_stacks(

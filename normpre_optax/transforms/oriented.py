@@ -19,6 +19,7 @@ class OrientedTransformation(optax.GradientTransformationExtraArgs):
 
     With ``transposed=True`` the last two axes of updates and parameters are (columns, rows), and so are those of the
     result, which is the transpose of what (rows, columns) would give. ``init`` always sees (rows, columns).
+    Where updates are stacks, ``parts`` may say of how many arrays each was put together.
     """
 
 
@@ -44,7 +45,8 @@ def oriented(tx: optax.GradientTransformation) -> OrientedTransformation:
         return tx
     inner = optax.with_extra_args_support(tx)
 
-    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
+    def update(updates, state, params=None, *, transposed: bool = False, parts=(), **extra_args):
+        del parts
         if not transposed:
             return inner.update(updates, state, params, **extra_args)
         new, state = inner.update(turned(updates), state, None if params is None else turned(params), **extra_args)

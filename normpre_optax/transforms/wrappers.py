@@ -7,7 +7,7 @@ orientation, ``at_least_float32`` and ``in_dtype`` the dtype. What stands inside
 
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -193,9 +193,9 @@ def alternate_orientation(inner: optax.GradientTransformation, *, first: str = "
 
     if isinstance(inner, RowScaling):
 
-        def choose(updates, state, params=None, *, transposed: bool = False, **extra_args):
+        def choose(updates, state, params=None, *, transposed: bool = False, parts=(), **extra_args):
             del extra_args
-            found = _factors_of_either(inner, updates, params, transposed, is_by_rows(state))
+            found = _factors_of_either(inner, updates, params, transposed, is_by_rows(state), parts)
             count = optax.safe_increment(state.count)
             return inner.apply(updates, params, found), AlternateOrientationState(count, state.inner_state)
 
@@ -213,11 +213,12 @@ def alternate_orientation(inner: optax.GradientTransformation, *, first: str = "
     return OrientedTransformation(init, update)
 
 
-def _factors_of_either(inner: RowScaling, updates, params, transposed: bool, by_rows: jax.Array):
+def _factors_of_either(inner: RowScaling, updates, params, transposed: bool, by_rows: jax.Array, parts: Sequence[int]):
     """The factors of rows, or those of columns, as they broadcast to a matrix.
 
     A TPU takes both from one pass over memory, which costs it less than a branch (docs/performance.md). A CPU would
-    compute twice, a GPU read twice: they branch.
+    compute twice, a GPU read twice: they branch. A GPU's branches stack what they read by themselves, of the ``parts``
+    that each stack was made of: it would be laid down for them, and reading it is all they do.
     """
 
     def of(turn: bool):
@@ -225,22 +226,33 @@ def _factors_of_either(inner: RowScaling, updates, params, transposed: bool, by_
 
     rows, columns = of(transposed), of(not transposed)
 
-    def both(updates, params):
-        return rows(updates, params), columns(updates, params)
+    def both(*given):
+        return rows(*given), columns(*given)
 
-    def one(updates, params):
+    def one(*given, stacks: Callable = lambda *given: given):
+        by_row, by_column = (lambda *given, f=f: f(*stacks(*given)) for f in (rows, columns))
+
         def nothing(f):
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, updates, params))
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, *given))
 
         return jax.lax.cond(
             by_rows,
-            lambda u, p: (rows(u, p), nothing(columns)),
-            lambda u, p: (nothing(rows), columns(u, p)),
-            updates,
-            params,
+            lambda *given: (by_row(*given), nothing(by_column)),
+            lambda *given: (nothing(by_row), by_column(*given)),
+            *given,
         )
 
-    pair = by_platform(updates, params, cpu=one, tpu=both, default=one)
+    def one_of_parts(*given):
+        def apart(stacks):
+            return stacks and [jnp.split(x, count) for x, count in zip(stacks, parts, strict=True)]
+
+        def stacks(*given):
+            together = lambda cut: cut and [jnp.concatenate(x) for x in cut]  # noqa: E731
+            return map(together, jax.lax.optimization_barrier(given))  # which keeps the branch one
+
+        return one(*map(apart, given), stacks=stacks)
+
+    pair = by_platform(updates, params, cpu=one, tpu=both, default=one_of_parts if parts else one)
     return jax.tree.map(lambda r, c: jnp.where(by_rows, r, c), *pair)
 
 
