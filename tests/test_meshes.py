@@ -147,8 +147,10 @@ def test_every_optimizer(name):
     check(name, "2x2x2", layouts=("both", "layers"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "told"), [("normpre_g", True), ("normpre_g", False), ("normpre_l", False)])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    often(itertools.product(("normpre_g", "normpre_l"), (True, False)), lambda case: case[0] == "normpre_g"),
+)
 def test_auto_axes(name, told):
     check(name, "2x4", AxisType.Auto, told)
 

@@ -148,7 +148,7 @@ def _in_pools(stage: Stage, parameters: Sequence[Parameter], shared: list[Any], 
     """Several parameters at once, up to ``limit`` bytes of them, those of one kind as one stack if ``stacked``."""
     new: list[Any] = [None] * len(parameters)
     states: list[Any] = [None] * len(parameters)
-    now, traced, found = shared, {}, None
+    now, traced = shared, {}
     if stacked:  # A momentum that several kernels read is made once, and not again by each of them.
         parameters = [p._replace(update=jax.lax.optimization_barrier(p.update)) for p in parameters]
     for pool in _pools(parameters, limit, stacked):
@@ -156,14 +156,9 @@ def _in_pools(stage: Stage, parameters: Sequence[Parameter], shared: list[Any], 
         kinds = tuple(tuple(parameters[i].kind() for i in members) for members in pool)
         if kinds not in traced:  # Pools of one kind are traced once.
             traced[kinds] = jax.jit(functools.partial(_pool, stage, pool, [parameters[i].dims for i in flat]))
-        bare = [parameters[i]._replace(dims=None) for i in flat]
-        if found is not None:  # Draws wait for the pool before, so that its temporaries are gone by then.
-            ids, _ = jax.lax.optimization_barrier(([p.ids for p in bare], found[0][0].ravel()[0]))
-            bare = [p._replace(ids=i) for p, i in zip(bare, ids, strict=True)]
-        found = traced[kinds](bare, shared)
-        for i, update, state in zip(flat, *found[:2], strict=True):
+        updates, kept, now = traced[kinds]([parameters[i]._replace(dims=None) for i in flat], shared)
+        for i, update, state in zip(flat, updates, kept, strict=True):
             new[i], states[i] = update, state
-        now = found[2]
     return new, states, now
 
 
