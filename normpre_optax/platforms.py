@@ -4,9 +4,9 @@
 ``by_platform`` is the one place through which anything of the library asks where it runs:
 
 - ``transforms.batches``: matrices in turn (CPU), a few parameters at a time (TPU), stacks (GPU);
-- ``transforms.wrappers``: rows or columns by a branch, or both and a choice (TPU);
+- ``transforms.wrappers``: rows or columns by a branch, over parts (GPU), or both and a choice (TPU);
 - ``transforms.precondition``: the sketch reads Psi in bfloat16 (GPU);
-- ``linalg.rows``: doubtful rows measured again (CPU), sums in pairs (GPU);
+- ``linalg.rows``: doubtful rows measured again (CPU);
 - ``linalg.spectrum``: a doubtful size measured again (CPU);
 - ``linalg.newton_schulz``: half of a symmetric product (CPU), no Gram form for steep tables elsewhere;
 - ``linalg.orthonormal`` and ``linalg.lapack``: no batched factorisations on a CPU, where they can hang;

@@ -49,15 +49,14 @@ OPTIMIZERS = {
     "muoneq": (npo.muoneq, {}, MUON, MUON),
     "muoneq-both": (npo.muoneq, {"mode": "RC"}, MUON, MUON),
 }
-# What takes longer than three seconds to compile and is like another.
-SLOW = {
-    "normpre_g-columns",
-    "normpre_g-steep",
-    "normpre_l-exact",
-    "normpre_l-float32",
-    "normpre_l-warm",
-    "muoneq-both",
-}
+# What takes longer than three seconds to compile: CI runs what is like no other.
+SLOW = {"normpre_g-steep", "normpre_l-exact", "normpre_l-warm"}
+THOROUGH = {"normpre_g-columns", "normpre_l-float32", "muoneq-both"}
+
+
+def often(name):
+    chosen = [pytest.mark.slow] * (name in SLOW) + [pytest.mark.thorough] * (name in THOROUGH)
+    return pytest.param(name, marks=chosen)
 
 
 def updates(name, platform):
@@ -75,7 +74,7 @@ def updates(name, platform):
     return seen
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OPTIMIZERS])
+@pytest.mark.parametrize("name", [often(name) for name in OPTIMIZERS])
 def test_every_platform_takes_the_same_steps(name):
     found = {platform: updates(name, platform) for platform in ("cpu", "tpu", "gpu")}
     *_, tpu, gpu = OPTIMIZERS[name]

@@ -71,6 +71,8 @@ class Options:
     """Which, in which order; others are clean_muon and the rest of normpre_optax.families()."""
     train_step: str = ""
     """A configuration of examples.pretrain, such as gpt2_small: its whole step instead of the optimizer's."""
+    micro_batch: int | None = None
+    """Sequences whose gradients are taken at once in that step, as fit into memory; None: as configured."""
     bfloat16: bool = False
     """Products of the optimizer in bfloat16 with float32 sums, where it has the choice."""
     out: Path = Path("docs/results")
@@ -178,13 +180,21 @@ def estimate(
 
 @functools.cache
 def estimate_train_step(
-    target: str, config_name: str, layers: int | None, optimizer_name: str, *, bfloat16: bool = False
+    target: str,
+    config_name: str,
+    layers: int | None,
+    optimizer_name: str,
+    *,
+    bfloat16: bool = False,
+    micro_batch: int | None = None,
 ) -> dict[str, Any]:
     """One row: a whole step of ``examples.pretrain`` on one device, model arithmetic in bfloat16, attention XLA's.
 
-    Arguments and result are ``estimate``'s; ``config_name`` is a file of ``examples.pretrain.configs``.
+    Arguments and result are ``estimate``'s; ``config_name`` is a file of ``examples.pretrain.configs``, and
+    ``micro_batch`` the number of sequences whose gradients are taken at once, None for as many as it says.
     """
     config = configs.load(config_name)
+    config = dataclasses.replace(config, micro_batch=micro_batch or config.micro_batch)
     model = dataclasses.replace(config.model, layers=layers or config.model.layers, attention="xla")
     warm = {"warm_start": True, "power_iterations": 0} if optimizer_name == WARM else {}
     matrix = dataclasses.replace(config.matrix, bfloat16=bfloat16 or config.matrix.bfloat16, **warm)
@@ -245,6 +255,7 @@ def command(options: Options, target: str) -> str:
     """How to get the report of one target again."""
     words = ["python -m examples.benchmarks.ahead --target", target]
     words += ["--train-step", options.train_step] if options.train_step else ["--model", options.model]
+    words += ["--micro-batch", str(options.micro_batch)] if options.micro_batch else []
     words += ["--layers", str(options.layers)] if options.layers else []
     words += ["--bfloat16"] if options.bfloat16 else []
     words += [] if options.optimizers == Options.optimizers else ["--optimizers", *options.optimizers]
@@ -367,8 +378,9 @@ def main(options: Options) -> None:
     rows: dict[str, dict[str, dict]] = {target: {} for target in options.target}
     work = [(target, name) for target in options.target for name in names]
     for target, name in track(work, "compiling", console=console):
-        one = estimate_train_step if options.train_step else estimate
-        of = options.train_step or options.model
+        of, one = options.model, estimate
+        if options.train_step:
+            of, one = options.train_step, functools.partial(estimate_train_step, micro_batch=options.micro_batch)
         rows[target][name] = one(target, of, options.layers, name, bfloat16=options.bfloat16)
     for target, estimated in rows.items():
         result = result_of(options, target, estimated)

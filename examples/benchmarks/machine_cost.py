@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from examples.benchmarks import hlo, traffic
 
-STAGES = ("momentum", "rows", "spectral", "small", "update")
+STAGES = ("rows", "spectral", "small")
 TOP = 10
 # Of a Jacobi eigendecomposition on a TPU: sweeps, and cycles that one round of one matrix takes. No estimate exists.
 EIGH_SWEEPS, EIGH_CYCLES = 8, 150

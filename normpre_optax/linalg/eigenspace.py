@@ -131,7 +131,7 @@ def leading_modes_sketches(
         >>> print([modes.values.round(2).item() for modes in found])
         [25.0, 1.0]
     """
-    together = _together if short_is_sharded is None else _one_by_one
+    together = jax.named_scope("small")(_together if short_is_sharded is None else _one_by_one)
     on_long_side = short_is_sharded or [False] * len(psis)
 
     def thin(factors: list[jax.Array], wide: Sequence[jax.Array]) -> list[jax.Array]:

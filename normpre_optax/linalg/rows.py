@@ -9,7 +9,7 @@ optimizers' own way, ``tangent_factors``, does without that where it can.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -252,18 +252,15 @@ def tangent_factors(
         [[0.3333]] [[2.6667]]
     """
 
-    def straight(m: jax.Array, w: jax.Array | None, sums: Callable) -> RowFactors:
-        squares = [(m * scale) ** 2 for scale in _SCALES]
-        if w is None:
-            of_m, mw, ww = _one_by_one(squares, axis), None, None
-        else:
-            *of_m, mw, ww = sums([*squares, m * w, w * w], axis)
-        scale, mm = _in_range(of_m)
+    sums = functools.partial(jnp.sum, axis=axis, keepdims=True)
+
+    def straight(m: jax.Array, w: jax.Array | None) -> RowFactors:
+        scale, mm = _in_range([sums((m * scale) ** 2) for scale in _SCALES])
+        mw, ww = (None, None) if w is None else (sums(m * w), sums(w * w))
         return _one_pass(mm, mw, ww, scale, mode, radius)[0]
 
     def checked(m: jax.Array, w: jax.Array | None) -> RowFactors:
-        mm, *of_w = _one_by_one([m * m] if w is None else [m * m, m * w, w * w], axis)
-        mw, ww = of_w or (None, None)
+        mm, (mw, ww) = sums(m * m), (None, None) if w is None else (sums(m * w), sums(w * w))
         quick, xx = _one_pass(mm, mw, ww, jnp.ones_like(mm), mode, radius)
         outside = lambda square: (square < _LEAST_SQUARE) | (square > _LARGEST_SQUARE)  # noqa: E731
         doubtful = outside(mm) | ~(xx >= _LEAST_SHARE * mm)
@@ -278,13 +275,7 @@ def tangent_factors(
 
         return jax.lax.cond(jnp.any(doubtful), careful, lambda: quick)
 
-    return by_platform(
-        m,
-        w,
-        cpu=checked,
-        tpu=functools.partial(straight, sums=_one_by_one),
-        default=functools.partial(straight, sums=_in_pairs),
-    )
+    return by_platform(m, w, cpu=checked, default=straight)
 
 
 # Sums of squares outside of these are not trusted: they, or squares in them, may have overflowed or lost digits.
@@ -295,17 +286,6 @@ _LEAST_SHARE = 1 / 16
 
 # Powers of two at which squares are taken: one of the two is in range for every row of entries from 1e-30 to 1e26.
 _SCALES = (2.0**-30, 2.0**40)
-
-
-def _one_by_one(arrays: Sequence[jax.Array], axis: int) -> list[jax.Array]:
-    """Sums of arrays of one shape along an axis; a TPU takes them in one pass by itself."""
-    return [jnp.sum(x, axis=axis, keepdims=True) for x in arrays]
-
-
-def _in_pairs(arrays: Sequence[jax.Array], axis: int) -> list[jax.Array]:
-    """The same for a GPU, whose compiler makes a pass of every sum: two are the parts of a complex one."""
-    pairs = [jnp.sum(jax.lax.complex(*arrays[i : i + 2]), axis=axis, keepdims=True) for i in range(0, len(arrays), 2)]
-    return [part for pair in pairs for part in (pair.real, pair.imag)]
 
 
 def _in_range(squares: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:

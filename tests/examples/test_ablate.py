@@ -350,7 +350,7 @@ def test_loss_over_row_length(content, tmp_path, capsys):
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # as comparisons are, of which CI runs one
 @pytest.mark.timeout(900)
 def test_an_ablation_from_end_to_end(flags, tmp_path):
     """Two rows of a table; what has run once is not run again."""

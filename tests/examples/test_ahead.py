@@ -210,12 +210,12 @@ def test_a_loop_that_data_end_can_be_rare_and_one_that_counts_cannot():
 
 
 def test_stages_are_the_last_scope_with_such_a_name():
-    scopes = ["jit(f)/momentum/a", "jit(f)/rows/vmap(spectral)/b", "jit(update)/c"]
+    scopes = ["jit(f)/spectral/small/a", "jit(f)/rows/vmap(spectral)/b", "jit(update)/c"]
     lines = [
         f"%y{k} = f32[1000]{{0}} fusion(%x), kind=kLoop, calls=%scale, {cycles(1, s)}" for k, s in enumerate(scopes)
     ]
     row = machine_cost.meter(one(*lines, "ROOT %y = f32[1000]{0} bitcast(%y2)"), TPU)
-    assert list(row["stages"]) == ["momentum", "spectral", "other"]
+    assert list(row["stages"]) == ["spectral", "small", "other"]
     assert row["top"][0]["times"] == 1
 
 

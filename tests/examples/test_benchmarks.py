@@ -145,6 +145,7 @@ def test_other_work_than_torchs_is_refused(tmp_path, monkeypatch):
         train_step.main(options, [*TINY_GPT2, "--model.family", "llama"])
 
 
+@pytest.mark.thorough
 def test_sketch_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sketch_error.main(sketch_error.Options(steps=4, rank=4, oversample=2, out=tmp_path))
