@@ -27,7 +27,7 @@ from normpre_optax.platforms import by_platform
 
 # How many bytes of parameters are taken at once. A stage's temporaries are a few times as large.
 TPU_BYTES = 2**26
-GPU_BYTES = 2**31
+GPU_BYTES = 2**30
 
 Stage = Callable[..., tuple[list[jax.Array], list[Any], list[Any]]]
 """``(matrices, shared state, transposed=stored as (in, out)?)`` to new update, new states, new shared state."""

@@ -144,6 +144,23 @@ def test_a_row_scaling_alternates_by_its_numbers_as_any_stage_does_by_its_result
     assert [int(state.count) for state in states] == [2, 2]
 
 
+@pytest.mark.parametrize("params", [True, False])
+def test_the_parts_of_a_stack_change_nothing_but_where_a_gpu_puts_them_together(params):
+    tx = npo.alternate_orientation(normalize_tangent_rows("relaxed" if params else "none"))
+    updates = [gaussian((3, 3, 5)), gaussian((1, 5, 3), 2)]
+    weights = [gaussian((3, 3, 5), 1), gaussian((1, 5, 3), 3)] if params else None
+    state = tx.init(updates)
+    told, untold = (
+        on("gpu", jax.make_jaxpr(functools.partial(tx.update, **extra)))(updates, state, weights)
+        for extra in ({"parts": [3, 1]}, {})
+    )
+    given = jax.tree.leaves((updates, state, weights))
+    for found, expected in zip(*(jax.core.eval_jaxpr(p.jaxpr, p.consts, *given) for p in (told, untold)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=4 * EPS32)
+    # The branches are given single matrices, of which they make stacks themselves.
+    assert ["concatenate" in str(program) for program in (told, untold)] == [True, False]
+
+
 def told():
     """A stage that writes what its neighbour told it into the update."""
 
