@@ -18,7 +18,7 @@ import importlib.util
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,7 +109,11 @@ def device(target: str) -> Any:
 
 
 def compiled(target: str, function: Any, arguments: tuple) -> tuple[Any, float]:
-    """A jitted function compiled for ``target`` on these shapes, and the seconds that took."""
+    """A jitted function compiled for ``target`` on these shapes, and the seconds that took.
+
+    Raises:
+        SystemExit: with the compiler's words where the program does not fit into the chip's memory.
+    """
     machine = MACHINES[target]
     sharding = NamedSharding(Mesh(np.array([device(target)]), ("device",)), PartitionSpec())
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
@@ -119,9 +123,14 @@ def compiled(target: str, function: Any, arguments: tuple) -> tuple[Any, float]:
     with warnings.catch_warnings():  # There are three donated trees for two results; a cache cannot give these back.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
-        traced = function.trace(*jax.tree.map(place, arguments))
-        found = traced.lower(lowering_platforms=(machine.platform,)).compile(compiler_options=flags)
-    return found, time.perf_counter() - start
+        lowered = function.trace(*jax.tree.map(place, arguments)).lower(lowering_platforms=(machine.platform,))
+        try:
+            return lowered.compile(compiler_options=flags), time.perf_counter() - start
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            said = str(error).partition(": ")[2].partition("\n")[0]
+            raise SystemExit(f"{target}: {said} --layers takes fewer layers, --micro-batch fewer sequences") from None
 
 
 def row_of(target: str, function: Any, arguments: tuple, weights: Any, state: Any) -> dict[str, Any]:
@@ -349,43 +358,61 @@ def chosen_names(options: Options) -> list[str]:
     """The optimizers to estimate.
 
     Raises:
-        SystemExit: where a target, model, configuration or optimizer is not known.
+        SystemExit: where a target, model, configuration or optimizer is not known, or there are no such layers.
     """
     known = {*TRAINED, WARM} if options.train_step else {*optimizer_step.KNOWN, PRODUCT}
-    names, default = list(options.optimizers), options.optimizers == Options.optimizers
-    if default:  # optax's Muon, for one, is not among those that the pretraining program has.
+    names = list(options.optimizers)
+    if options.optimizers == Options.optimizers:  # optax's, for one, is not among those of the pretraining program
         names = [name for name in names if name in known]
-    unknown = [
-        *(target for target in options.target if target not in MACHINES),
-        *([options.model] if options.model not in shapes.MODELS else []),
-        *([options.train_step] if options.train_step and options.train_step not in configs.NAMES else []),
-        *(name for name in names if name not in known),
-    ]
-    if unknown:
-        raise SystemExit(
-            f"unknown: {', '.join(unknown)}; targets {', '.join(MACHINES)}; models {', '.join(shapes.MODELS)}; "
-            f"configurations {', '.join(configs.NAMES)}; optimizers {', '.join(sorted(known))}"
-        )
+    _among("--target", options.target, MACHINES)
+    _among("--optimizers", names, sorted(known))
+    if options.train_step:
+        _among("--train-step", [options.train_step], configs.NAMES)
+        depth = configs.load(options.train_step).model.layers
+    else:
+        _among("--model", [options.model], shapes.MODELS)
+        depth = shapes.MODELS[options.model][0]
+    if options.layers is not None and not 1 <= options.layers <= depth:
+        raise SystemExit(f"--layers {options.layers} is none of 1 to {depth}")
     return names
 
 
+def _among(option: str, given: Sequence[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for name in given or [""]:
+        if name not in known:
+            raise SystemExit(f"{option} {name or 'without a name'}: it takes {', '.join(known)}")
+
+
 def main(options: Options) -> None:
-    """Compile, estimate, print, write: a report for every target."""
+    """Compile, estimate, print, write: a report for every target.
+
+    Raises:
+        SystemExit: at the end, where something did not fit into a chip; the rest has its rows.
+    """
     console = Console(highlight=False)
     names = chosen_names(options)
+    options.out.mkdir(parents=True, exist_ok=True)
     for target in options.target:
         device(target)
     rows: dict[str, dict[str, dict]] = {target: {} for target in options.target}
+    too_large = []
+    of, one = options.model, estimate
+    if options.train_step:
+        of, one = options.train_step, functools.partial(estimate_train_step, micro_batch=options.micro_batch)
     work = [(target, name) for target in options.target for name in names]
     for target, name in track(work, "compiling", console=console):
-        of, one = options.model, estimate
-        if options.train_step:
-            of, one = options.train_step, functools.partial(estimate_train_step, micro_batch=options.micro_batch)
-        rows[target][name] = one(target, of, options.layers, name, bfloat16=options.bfloat16)
+        try:
+            rows[target][name] = one(target, of, options.layers, name, bfloat16=options.bfloat16)
+        except SystemExit as error:
+            too_large.append(f"{name} on {error}")
     for target, estimated in rows.items():
-        result = result_of(options, target, estimated)
-        report.write(options.out, report_name(options, target), result, markdown(result))
-        console.print(markdown(result), soft_wrap=True)
+        if estimated:
+            result = result_of(options, target, estimated)
+            report.write(options.out, report_name(options, target), result, markdown(result))
+            console.print(markdown(result), soft_wrap=True)
+    if too_large:
+        raise SystemExit("\n".join(too_large))
 
 
 def report_name(options: Options, target: str) -> str:

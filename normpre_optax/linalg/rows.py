@@ -331,8 +331,10 @@ def _careful_factors(
         x, shrink, along = _tangent(scaled, w, mode, radius, axis)
     norm = jnp.sqrt(jnp.sum(x**2, axis=axis, keepdims=True))
     size = jnp.where(norm == 0, 0, 1 / jnp.where(norm == 0, 1, norm))
-    most = jnp.finfo(m.dtype).max / 4  # finite for the smallest numbers, too
-    return RowFactors(jnp.minimum(size * shrink / peak, most), jnp.clip(size * along, -most, most))
+    most = jnp.finfo(m.dtype).max / 4  # finite for the smallest numbers, too: such rows come out shorter
+    wanted = size * shrink
+    share = jnp.minimum(1, most * peak / jnp.where(wanted == 0, 1, wanted))
+    return RowFactors(jnp.minimum(wanted / peak, most), jnp.clip(share * size * along, -most, most))
 
 
 def _kept(ww: jax.Array, mode: str, radius: jax.typing.ArrayLike) -> jax.Array | float:

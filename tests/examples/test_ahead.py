@@ -300,11 +300,34 @@ def test_a_program_compiled_here():
     assert sum(machine_cost.meter(text or "", GPU)["flops"].values()) == 3 * 2 * 16**3
 
 
-def test_an_unknown_name_is_named():
-    with pytest.raises(SystemExit, match="v99"):
-        ahead.main(ahead.Options(target=("v99",)))
-    with pytest.raises(SystemExit, match="adamv"):
-        ahead.main(ahead.Options(optimizers=("adamv",)))
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("target", ("v99",), "--target v99: it takes v5e, "),
+        ("target", (), "--target without a name: it takes"),
+        ("optimizers", ("adamv",), "--optimizers adamv: it takes"),
+        ("model", "gpt3", "--model gpt3: it takes tiny, "),
+        ("train_step", "gpt3", "--train-step gpt3: it takes"),
+        ("layers", 0, "--layers 0 is none of 1 to 12"),
+        ("layers", 99, "--layers 99 is none of 1 to 12"),
+    ],
+)
+def test_an_option_that_is_not_known_is_named(option, value, said):
+    with pytest.raises(SystemExit, match=f"^{said}"):
+        ahead.main(ahead.Options(**{option: value}))
+
+
+def test_what_fits_has_its_rows_where_something_does_not(monkeypatch, tmp_path, capsys):
+    def estimate(target, model, layers, name, bfloat16):
+        if name == "muon":
+            raise SystemExit("v5e: too large")
+        return dict.fromkeys(("ms", "compile_s"), 1.0) | {"stages": {}, "unpriced": {}, "flops": {}}
+
+    monkeypatch.setattr(ahead, "estimate", estimate)
+    monkeypatch.setattr(ahead, "device", lambda target: jax.devices("cpu")[0])
+    with pytest.raises(SystemExit, match=r"^muon on v5e: too large$"):
+        ahead.main(ahead.Options(optimizers=("adamw", "muon"), out=tmp_path))
+    assert "| adamw | 1 |" in (tmp_path / "ahead_v5e_gpt2_small.md").read_text()
 
 
 def test_a_compiler_that_is_not_installed_is_asked_for(monkeypatch):
@@ -393,3 +416,15 @@ def test_a_train_step():
     row = ahead.estimate_train_step("v5e", "tiny", 1, "adamw")
     assert row["peak_bytes"] >= row["argument_bytes"] > 0
     assert row["flops"]
+
+
+def test_a_program_too_large_for_the_chip_is_one_line(monkeypatch):
+    class Large:
+        trace = lower = lambda self, *args, **kwargs: self
+
+        def compile(self, **options):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM (18G).\nLargest: ...")
+
+    monkeypatch.setattr(ahead, "device", lambda target: jax.devices("cpu")[0])
+    with pytest.raises(SystemExit, match=r"^v5e: Ran out of memory on HBM \(18G\)\. --layers .*--micro-batch [a-z ]+$"):
+        ahead.compiled("v5e", Large(), ())

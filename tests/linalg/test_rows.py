@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row norms, unit rows and the tangent stage against the reference, and at the edges of the number range."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from normpre_optax.linalg.rows import (
+    TANGENT_MODES,
     row_norms,
     scaled_rows,
     tangent_factors,
@@ -233,3 +236,17 @@ def test_what_accelerators_cannot_tell_from_noise_counts_as_zero(platform):
         got = straight(platform, *(jnp.asarray(x, jnp.float32) for x in (m, w)), "strict")
         assert (np.abs(got).max(axis=-1) == 0).all() == gone
         assert (np.abs(got).max(axis=-1) == 0).any() == gone
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
+@pytest.mark.parametrize("mode", TANGENT_MODES)
+@pytest.mark.parametrize("size", [1e-30, 1e-33, 1e-35, 1e-37])
+def test_rows_of_tiny_momentum_along_the_weights_are_no_longer_than_one(platform, mode, size):
+    """A gradient once along the weights and then none: its momentum decays, and what is left of it is not blown up."""
+    random = np.random.default_rng(0)
+    w = random.standard_normal((48, 32))
+    for noise in (0, 1e-6, 1e-3):
+        m = jnp.asarray((w + noise * random.standard_normal(w.shape)) * size, jnp.float32)
+        psi = on(platform, jax.jit(functools.partial(unit_tangent_rows, mode=mode)))(m, jnp.asarray(w, jnp.float32))
+        # Beyond rounding, what a difference of numbers 1e6 times as large has lost: some per cent.
+        assert jnp.linalg.norm(psi, axis=-1).max() < 1.1
