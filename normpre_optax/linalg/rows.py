@@ -197,31 +197,6 @@ def scaled_rows(m: jax.Array, w: jax.Array | None, factors: RowFactors) -> jax.A
     return m * factors.momentum if w is None else m * factors.momentum - w * factors.weights
 
 
-def unit_tangent_rows(
-    m: jax.Array, w: jax.Array | None, mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0, axis: int = -1
-) -> jax.Array:
-    """``unit_rows(tangent_rows(m, w, ...))`` in two passes over memory: sums of both, then ``scaled_rows``.
-
-    Args:
-        m: momentum ``(..., m, n)``.
-        w: weights ``(..., m, n)``; None will do for the mode ``none``.
-        mode: see ``tangent_rows``.
-        radius: see ``tangent_rows``.
-        axis: along which a row runs.
-
-    Returns:
-        ``Psi`` of the paper, ``(..., m, n)``: rows of length 1 or 0.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.rows import unit_tangent_rows
-        >>> print(unit_tangent_rows(jnp.array([[3e-20, 4e-20]]), jnp.array([[0.0, 1.0]])).round(6))
-        [[1. 0.]]
-    """
-    w = None if mode == "none" else w
-    return scaled_rows(m, w, tangent_factors(m, w, mode, radius, axis))
-
-
 def tangent_factors(
     m: jax.Array, w: jax.Array | None, mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0, axis: int = -1
 ) -> RowFactors:

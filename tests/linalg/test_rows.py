@@ -15,10 +15,16 @@ from normpre_optax.linalg.rows import (
     tangent_factors,
     tangent_rows,
     unit_rows,
-    unit_tangent_rows,
 )
 from normpre_optax.platforms import on
 from tests import reference
+
+
+def unit_tangent_rows(m, w, mode="relaxed", radius=1.0, axis=-1):
+    """``unit_rows(tangent_rows(m, w, ...))`` as the optimizers make it: two numbers a row, then what they make."""
+    w = None if mode == "none" else w
+    return scaled_rows(m, w, tangent_factors(m, w, mode, radius, axis))
+
 
 SHAPES = [(3, 8), (8, 3), (5, 5), (1, 6), (6, 1), (1, 1)]
 MODES = ["relaxed", "bounded", "strict", "none"]
