@@ -44,7 +44,7 @@ from examples.pretrain.train import TrainState, make_train_step, micro_batches, 
 
 BASELINE, PRODUCT, WARM = "optax_muon", "matmul", "normpre_l_warm"
 SIDE = 4096
-# Newton-Schulz on the Gram matrix restarts after two of five steps: its inner loop turns once, then twice.
+# How often loops turn whose bounds are data. No optimizer of the library has one left; others, or a model, may.
 TURNS = 1.5
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",

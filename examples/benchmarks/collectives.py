@@ -47,8 +47,6 @@ OPTIMIZERS = {
     "normpre_l": oriented(normpre_l),
     "normpre_l, warm_start": oriented(normpre_l, warm_start=True, power_iterations=0),
 }
-# Newton-Schulz on the Gram matrix restarts after two of five steps: its inner loop turns once, then twice.
-GRAM_TURNS = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +100,7 @@ def count(model: str, tx: optax.GradientTransformation, devices: int, axis_type:
     lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=out).lower(params, state, params)
     # The machine's code is not needed: only what the partitioner made of the program.
     compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})  # pyright: ignore[reportArgumentType]
-    cost, memory = hlo.cost(compiled.as_text() or "", GRAM_TURNS), compiled.memory_analysis()
+    cost, memory = hlo.cost(compiled.as_text() or ""), compiled.memory_analysis()
     temporary = memory.temp_size_in_bytes if memory else 0
     return {"bytes": cost.bytes, "collectives": cost.collectives, "flops": cost.flops, "temporary_bytes": temporary}
 
