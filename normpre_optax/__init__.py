@@ -5,31 +5,49 @@
 relatives made of the same parts, and the parts are here to make your own. ``algorithm`` is the page to read first.
 """
 
-from normpre_optax import diagnostics
-from normpre_optax.algorithm import normpre, normpre_g, normpre_l, scale_by_normpre
-from normpre_optax.assemble import STATIC_ARGS
-from normpre_optax.family import families
+from normpre_optax import diagnostics, options
+from normpre_optax.algorithm import (
+    normpre,
+    normpre_g,
+    normpre_l,
+    scale_by_normpre,
+    scale_by_normpre_g,
+    scale_by_normpre_l,
+)
+from normpre_optax.directions import matrix_momentum, orthogonalize, orthogonalized_momentum
+from normpre_optax.family import STATIC_ARGS, families
+from normpre_optax.hybrid import hybrid
+from normpre_optax.options import static_args
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.nnx import dims_from_nnx
 from normpre_optax.parameters.rules import default_matrix_dims, explain
-from normpre_optax.recipes.adamuon import adamuon
-from normpre_optax.recipes.dion import dion
-from normpre_optax.recipes.mano import mano
-from normpre_optax.recipes.moga import moga
-from normpre_optax.recipes.muon import muon
-from normpre_optax.recipes.muon_plus import muon_plus
-from normpre_optax.recipes.muoneq import muoneq
-from normpre_optax.recipes.normuon import normuon
-from normpre_optax.recipes.rmnp import rmnp
-from normpre_optax.recipes.swan import swan
+from normpre_optax.recipes.adamuon import adamuon, scale_by_adamuon
+from normpre_optax.recipes.dion import dion, scale_by_dion
+from normpre_optax.recipes.mano import mano, scale_by_mano
+from normpre_optax.recipes.moga import moga, scale_by_moga
+from normpre_optax.recipes.muon import muon, scale_by_muon
+from normpre_optax.recipes.muon_plus import muon_plus, scale_by_muon_plus
+from normpre_optax.recipes.muoneq import muoneq, scale_by_muoneq
+from normpre_optax.recipes.normuon import normuon, scale_by_normuon
+from normpre_optax.recipes.rmnp import rmnp, scale_by_rmnp
+from normpre_optax.recipes.swan import scale_by_swan, swan
+from normpre_optax.transforms.low_rank import discount_low_rank, error_feedback, orthogonalize_low_rank
 from normpre_optax.transforms.monitor import monitor, monitored
 from normpre_optax.transforms.normalize import equalize_rows_and_columns, normalize_rows, standardize_rows
+from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally, precondition_locally, whiten
-from normpre_optax.transforms.scale import scale_to_rms
+from normpre_optax.transforms.scale import scale_by_shape, scale_to_rms
 from normpre_optax.transforms.second_moment import scale_by_row_moment
 from normpre_optax.transforms.sharding import divided
-from normpre_optax.transforms.tangent import project_to_tangent
-from normpre_optax.transforms.wrappers import alternate_orientation, as_matrices
+from normpre_optax.transforms.tangent import normalize_tangent_rows, project_to_tangent
+from normpre_optax.transforms.wrappers import (
+    alternate_orientation,
+    as_matrices,
+    at_least_float32,
+    both_orientations,
+    fixed_orientation,
+    in_dtype,
+)
 
 __version__ = "0.1.0"
 
@@ -39,15 +57,24 @@ __all__ = [
     "adamuon",
     "alternate_orientation",
     "as_matrices",
+    "at_least_float32",
+    "both_orientations",
+    "chain",
     "default_matrix_dims",
     "diagnostics",
     "dims_from_nnx",
     "dion",
+    "discount_low_rank",
     "divided",
     "equalize_rows_and_columns",
+    "error_feedback",
     "explain",
     "families",
+    "fixed_orientation",
+    "hybrid",
+    "in_dtype",
     "mano",
+    "matrix_momentum",
     "moga",
     "monitor",
     "monitored",
@@ -55,18 +82,37 @@ __all__ = [
     "muon_plus",
     "muoneq",
     "normalize_rows",
+    "normalize_tangent_rows",
     "normpre",
     "normpre_g",
     "normpre_l",
     "normuon",
+    "options",
+    "orthogonalize",
+    "orthogonalize_low_rank",
+    "orthogonalized_momentum",
     "precondition_globally",
     "precondition_locally",
     "project_to_tangent",
     "rmnp",
+    "scale_by_adamuon",
+    "scale_by_dion",
+    "scale_by_mano",
+    "scale_by_moga",
+    "scale_by_muon",
+    "scale_by_muon_plus",
+    "scale_by_muoneq",
     "scale_by_normpre",
+    "scale_by_normpre_g",
+    "scale_by_normpre_l",
+    "scale_by_normuon",
+    "scale_by_rmnp",
     "scale_by_row_moment",
+    "scale_by_shape",
+    "scale_by_swan",
     "scale_to_rms",
     "standardize_rows",
+    "static_args",
     "swan",
     "whiten",
 ]

@@ -12,17 +12,32 @@ other step::
     W   = W - lr (0.2 O_k^-1(T) / RMS(T) + wd W)
 """
 
-from collections.abc import Sequence
+import functools
+from typing import Unpack
 
 import jax
 import optax
 
-from normpre_optax.assemble import RestOptions, assemble
-from normpre_optax.transforms.checks import float_dtype, transformation
+from normpre_optax.directions import orthogonalize
+from normpre_optax.hybrid import hybrid
+from normpre_optax.options import (
+    NewtonSchulzOptions,
+    NormPreGOptimizer,
+    NormPreGOptions,
+    NormPreLOptimizer,
+    NormPreLOptions,
+    NormPreOptimizer,
+    NormPreOptions,
+    RestOptions,
+    SketchOptions,
+    pick,
+    with_options,
+)
+from normpre_optax.transforms.checks import transformation
 from normpre_optax.transforms.oriented import Rescalable, chain
-from normpre_optax.transforms.precondition import precondition_globally, precondition_locally
+from normpre_optax.transforms.precondition import precondition_locally
 from normpre_optax.transforms.scale import scale_to_rms
-from normpre_optax.transforms.sharding import maybe_divided
+from normpre_optax.transforms.sharding import divided
 from normpre_optax.transforms.tangent import normalize_tangent_rows
 from normpre_optax.transforms.wrappers import (
     alternate_orientation,
@@ -33,41 +48,24 @@ from normpre_optax.transforms.wrappers import (
     in_dtype,
 )
 
-ORIENTATIONS = ("alternating", "rows", "columns", "both")
 
-
+@with_options
 def scale_by_normpre(
-    precondition: optax.GradientTransformation,
-    *,
-    momentum: jax.typing.ArrayLike = 0.95,
-    tangent: str = "relaxed",
-    tangent_radius: jax.typing.ArrayLike = 1.0,
-    orientation: str = "alternating",
-    rms: jax.typing.ArrayLike | None = 0.2,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    compute_dtype: jax.typing.DTypeLike | None = None,
-    matrix_dims=None,
+    precondition: optax.GradientTransformation, **options: Unpack[NormPreOptions]
 ) -> optax.GradientTransformationExtraArgs:
     """The NormPre direction ``R_k(T_t)`` alone: Algorithm 1 without weight decay and learning rate.
 
     Args:
         precondition: the spectral stage ``T``, on matrices in the last two axes: ``precondition_globally()``,
             ``precondition_locally()``, or any transformation of your own.
-        momentum: ``mu`` in ``M = mu M + G``.
-        tangent: ``"relaxed"`` (the paper), ``"bounded"``, ``"strict"`` or ``"none"``; see ``project_to_tangent``.
-        tangent_radius: row length at which the relaxed radial part vanishes; 1 in the paper.
-        orientation: ``"alternating"`` (rows first), ``"rows"``, ``"columns"``, or ``"both"`` (rows, then columns, on
-            every step). Rows are output neurons.
-        rms: root mean square of every matrix of the update, or None for no scaling.
-        mu_dtype: dtype in which momentum is stored; None means the parameter's, at least float32.
         compute_dtype: dtype in which ``Psi`` is handed to ``precondition``; None means at least float32.
-        matrix_dims: which axes of a parameter are inputs and outputs; see ``normpre``. Every leaf must be a matrix.
 
     Returns:
-        The transformation. Its updates point uphill, as ``optax.scale_by_*`` do.
+        The transformation, of matrices alone. Its updates point uphill, as ``optax.scale_by_*`` do.
 
     Raises:
-        ValueError: if an option is unknown or out of range, or a leaf is no matrix.
+        TypeError: if an option is misspelt or of another type.
+        ValueError: if one is out of range, or a leaf is no matrix.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -82,24 +80,19 @@ def scale_by_normpre(
     References:
         Normalize-Then-Precondition, Algorithm 1.
     """
-    if orientation not in ORIENTATIONS:
-        raise ValueError(f"{orientation=} is not one of {ORIENTATIONS}")
     transformation("precondition", precondition)
-    float_dtype("mu_dtype", mu_dtype)
-    if isinstance(momentum, int | float) and not 0 <= momentum < 1:
-        raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
     # X_t and Psi_t: project_to_tangent and normalize_rows in one.
-    normalized = normalize_tangent_rows(tangent, tangent_radius)
-    stage = in_dtype(compute_dtype, precondition)
+    normalized = normalize_tangent_rows(options["tangent"], options["tangent_radius"])
+    stage, rms = in_dtype(options["compute_dtype"], precondition), options["rms"]
     if isinstance(stage, Rescalable) and not isinstance(rms, jax.Array):  # R_k without a pass over T_t
         stage, rms = stage.at_rms(rms), None
     return at_least_float32(
         optax.chain(
-            optax.trace(momentum, accumulator_dtype=mu_dtype),  # M_t
+            optax.trace(options["momentum"], accumulator_dtype=options["mu_dtype"]),  # M_t
             as_matrices(
-                matrix_dims,
+                options["matrix_dims"],
                 chain(
-                    _oriented(normalized, orientation),  # O_k ... O_k^-1
+                    _oriented(normalized, options["orientation"]),  # O_k ... O_k^-1
                     stage,  # T_t
                     scale_to_rms(rms),  # R_k(T_t)
                 ),
@@ -108,26 +101,11 @@ def scale_by_normpre(
     )
 
 
+@with_options
 def normpre(
     learning_rate: optax.ScalarOrSchedule,
     precondition: optax.GradientTransformation,
-    *,
-    momentum: jax.typing.ArrayLike = 0.95,
-    weight_decay: jax.typing.ArrayLike = 0.1,
-    weight_decay_mask=None,
-    tangent: str = "relaxed",
-    tangent_radius: jax.typing.ArrayLike = 1.0,
-    orientation: str = "alternating",
-    rms: jax.typing.ArrayLike | None = 0.2,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    compute_dtype: jax.typing.DTypeLike | None = None,
-    matrix_dims=None,
-    adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: jax.typing.ArrayLike = 0.9,
-    adam_b2: jax.typing.ArrayLike = 0.95,
-    adam_eps: jax.typing.ArrayLike = 1e-8,
-    adam_weight_decay: jax.typing.ArrayLike | None = None,
-    shardings=None,
+    **options: Unpack[NormPreOptimizer],
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre with any spectral stage: hidden matrices by NormPre, everything else by AdamW.
 
@@ -136,36 +114,15 @@ def normpre(
     Args:
         learning_rate: number or schedule. With ``rms=0.2`` an update has the size of AdamW's: keep AdamW's rate.
         precondition: the spectral stage, a transformation on matrices in the last two axes.
-        momentum: ``mu`` in ``M = mu M + G``.
-        weight_decay: decoupled, multiplied by the learning rate.
-        weight_decay_mask: tree of bools, or a callable ``(params) -> tree``, on the whole tree of parameters; None
-            decays everything.
-        tangent: ``"relaxed"`` (the paper), ``"bounded"``, ``"strict"`` or ``"none"``; see ``project_to_tangent``.
-        tangent_radius: row length at which the relaxed radial part vanishes; 1 in the paper.
-        orientation: ``"alternating"`` (rows first), ``"rows"``, ``"columns"``, or ``"both"`` (rows, then columns, on
-            every step). Rows are output neurons.
-        rms: root mean square of every matrix update before the learning rate, or None for no scaling.
-        mu_dtype: dtype in which first moments are stored, AdamW's too; None means at least float32, also for bfloat16
-            parameters (whose updates of about ``0.2 lr`` can fall under one unit in the last place).
         compute_dtype: dtype in which ``Psi`` is handed to ``precondition``; None means at least float32.
-        matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
-            rule, ``default_matrix_dims``); a rule ``(path, leaf) -> MatrixDims | None``; a callable
-            ``(params) -> tree``; or a tree (or prefix) of ``MatrixDims`` and None.
-            ``optax.contrib.MuonDimensionNumbers`` will do for ``MatrixDims``. None for a leaf means AdamW.
-        adam_learning_rate: AdamW's, if it is to differ.
-        adam_b1: AdamW's first decay rate.
-        adam_b2: AdamW's second decay rate.
-        adam_eps: AdamW's epsilon.
-        adam_weight_decay: AdamW's, if it is to differ.
-        shardings: where the parameters live, which only a mesh with Auto axes does not tell by itself: a tree like the
-            parameters (or prefix) of ``NamedSharding`` or ``PartitionSpec``, or a callable ``(params) -> tree``.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if an option is unknown or out of range; at ``init``, if a parameter of three or more axes is
-            covered by no rule; at ``update``, if the parameters are missing.
+        TypeError: if an option is misspelt or of another type.
+        ValueError: if one is out of range; at ``init``, if a parameter of three or more axes is covered by no rule; at
+            ``update``, if the parameters are missing.
 
     Example:
         >>> import jax.numpy as jnp
@@ -178,60 +135,48 @@ def normpre(
     References:
         Normalize-Then-Precondition, Algorithm 1 and "Default Optimizer Configurations".
     """
-
-    def direction(dims):
-        return scale_by_normpre(
-            precondition,
-            momentum=momentum,
-            tangent=tangent,
-            tangent_radius=tangent_radius,
-            orientation=orientation,
-            rms=rms,
-            mu_dtype=mu_dtype,
-            compute_dtype=compute_dtype,
-            matrix_dims=dims,
-        )
-
-    return assemble(
-        direction,
-        learning_rate,
-        RestOptions(
-            weight_decay=weight_decay,
-            weight_decay_mask=weight_decay_mask,
-            mu_dtype=mu_dtype,
-            matrix_dims=matrix_dims,
-            adam_learning_rate=adam_learning_rate,
-            adam_b1=adam_b1,
-            adam_b2=adam_b2,
-            adam_eps=adam_eps,
-            adam_weight_decay=adam_weight_decay,
-            shardings=shardings,
-        ),
-    )
+    direction = functools.partial(scale_by_normpre, precondition, **pick(NormPreOptions, options))
+    return hybrid(direction, learning_rate, **pick(RestOptions, options))
 
 
+@with_options
+def scale_by_normpre_g(**options: Unpack[NormPreGOptions]) -> optax.GradientTransformationExtraArgs:
+    """The direction of ``normpre_g``: ``scale_by_normpre`` with Newton-Schulz; no decay, no learning rate.
+
+    Returns:
+        A transformation of matrices alone. Its updates point uphill, as ``optax.scale_by_*`` do.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from normpre_optax import scale_by_normpre_g
+        >>> tx = optax.chain(scale_by_normpre_g(tangent="none"), optax.scale(-1e-3))
+        >>> state = tx.init({"kernel": jnp.ones((4, 8))})
+    """
+    spectral = orthogonalize(**pick(NewtonSchulzOptions, options))
+    return scale_by_normpre(spectral, **pick(NormPreOptions, options) | {"compute_dtype": None})
+
+
+@with_options
+def scale_by_normpre_l(**options: Unpack[NormPreLOptions]) -> optax.GradientTransformationExtraArgs:
+    """The direction of ``normpre_l``: ``scale_by_normpre`` with leading modes clipped; no decay, no learning rate.
+
+    Returns:
+        A transformation of matrices alone. Its updates point uphill, as ``optax.scale_by_*`` do.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from normpre_optax import scale_by_normpre_l
+        >>> tx = optax.chain(scale_by_normpre_l(rank=2), optax.scale(-1e-3))
+        >>> state = tx.init({"kernel": jnp.ones((4, 8))})
+    """
+    spectral = precondition_locally(**pick(SketchOptions, options))
+    spectral = divided(spectral) if options["divide"] else spectral
+    return scale_by_normpre(spectral, **pick(NormPreOptions, options) | {"compute_dtype": None})
+
+
+@with_options
 def normpre_g(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    ns_steps: int | None = 5,
-    ns_coefficients: str | Sequence = "muon",
-    divide: bool = True,
-    momentum: jax.typing.ArrayLike = 0.95,
-    weight_decay: jax.typing.ArrayLike = 0.1,
-    weight_decay_mask=None,
-    tangent: str = "relaxed",
-    tangent_radius: jax.typing.ArrayLike = 1.0,
-    orientation: str = "alternating",
-    rms: jax.typing.ArrayLike | None = 0.2,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    compute_dtype: jax.typing.DTypeLike | None = None,
-    matrix_dims=None,
-    adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: jax.typing.ArrayLike = 0.9,
-    adam_b2: jax.typing.ArrayLike = 0.95,
-    adam_eps: jax.typing.ArrayLike = 1e-8,
-    adam_weight_decay: jax.typing.ArrayLike | None = None,
-    shardings=None,
+    learning_rate: optax.ScalarOrSchedule, **options: Unpack[NormPreGOptimizer]
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre-G: global spectral preconditioning. The better update, at the price of Muon's.
 
@@ -239,34 +184,13 @@ def normpre_g(
 
     Args:
         learning_rate: number or schedule; keep AdamW's.
-        ns_steps: Newton-Schulz iterations; None computes ``msign`` exactly.
-        ns_coefficients: ``"muon"``, ``"you"``, ``"polar_express"``, a triple, or a triple a step.
-        divide: on a mesh, send every matrix whole to one device and back, balanced by their work, instead of gathering
-            it for every product; see ``divided``.
-        momentum: see ``normpre``, as all that follow.
-        weight_decay: see ``normpre``.
-        weight_decay_mask: see ``normpre``.
-        tangent: see ``normpre``.
-        tangent_radius: see ``normpre``.
-        orientation: see ``normpre``.
-        rms: see ``normpre``.
-        mu_dtype: see ``normpre``.
-        compute_dtype: dtype of the Newton-Schulz products' operands, with sums in float32. None is the device's usual
-            product: one pass in bfloat16 on a TPU, TF32 on a GPU, float32 on a CPU. ``jnp.float32`` is true float32.
-        matrix_dims: see ``normpre``.
-        adam_learning_rate: see ``normpre``.
-        adam_b1: see ``normpre``.
-        adam_b2: see ``normpre``.
-        adam_eps: see ``normpre``.
-        adam_weight_decay: see ``normpre``.
-        shardings: see ``normpre``.
 
     Returns:
         The optimizer.
 
     Raises:
+        TypeError: if an option is misspelt or of another type, or ``ns_steps`` is traced.
         ValueError: see ``normpre``.
-        TypeError: if ``ns_steps`` is traced.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -281,53 +205,13 @@ def normpre_g(
     References:
         Normalize-Then-Precondition, "NormPre-G".
     """
-    return normpre(
-        learning_rate,
-        maybe_divided(precondition_globally(ns_steps, ns_coefficients, compute_dtype), divide),
-        momentum=momentum,
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        tangent=tangent,
-        tangent_radius=tangent_radius,
-        orientation=orientation,
-        rms=rms,
-        mu_dtype=mu_dtype,
-        matrix_dims=matrix_dims,
-        adam_learning_rate=adam_learning_rate,
-        adam_b1=adam_b1,
-        adam_b2=adam_b2,
-        adam_eps=adam_eps,
-        adam_weight_decay=adam_weight_decay,
-        shardings=shardings,
-    )
+    direction = functools.partial(scale_by_normpre_g, **pick(NormPreGOptions, options))
+    return hybrid(direction, learning_rate, **pick(RestOptions, options))
 
 
+@with_options
 def normpre_l(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    rank: int = 32,
-    oversample: int = 8,
-    power_iterations: int = 1,
-    method: str = "sketch",
-    seed: int = 0,
-    warm_start: bool = False,
-    divide: bool = False,
-    momentum: jax.typing.ArrayLike = 0.95,
-    weight_decay: jax.typing.ArrayLike = 0.1,
-    weight_decay_mask=None,
-    tangent: str = "relaxed",
-    tangent_radius: jax.typing.ArrayLike = 1.0,
-    orientation: str = "alternating",
-    rms: jax.typing.ArrayLike | None = 0.2,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    compute_dtype: jax.typing.DTypeLike | None = None,
-    matrix_dims=None,
-    adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: jax.typing.ArrayLike = 0.9,
-    adam_b2: jax.typing.ArrayLike = 0.95,
-    adam_eps: jax.typing.ArrayLike = 1e-8,
-    adam_weight_decay: jax.typing.ArrayLike | None = None,
-    shardings=None,
+    learning_rate: optax.ScalarOrSchedule, **options: Unpack[NormPreLOptimizer]
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre-L: localized spectral preconditioning. Nearly as good an update, at a fraction of the price.
 
@@ -335,40 +219,14 @@ def normpre_l(
 
     Args:
         learning_rate: number or schedule; keep AdamW's.
-        rank: spectral budget r: how many modes of a matrix may be clipped.
-        oversample: o: extra directions of the sketch.
-        power_iterations: p: passes that sharpen the sketch.
-        method: ``"sketch"`` (thin products only) or ``"exact"`` (an eigendecomposition of the shorter side).
-        seed: of the sketch's draws.
-        warm_start: start each sketch from the modes of the step before, and ``oversample`` >= 1 fresh directions. With
-            ``power_iterations=0`` it is as close to exact clipping as the default, in three products with the matrix
-            instead of five; a departure from the paper, and ``rank`` rows more of state a matrix.
-        divide: on a mesh, send every matrix whole to one device and back. The sketch's products with a sharded matrix
-            need only thin pieces of it, so that is rarely worth it; not with ``warm_start``.
-        momentum: see ``normpre``, as all that follow.
-        weight_decay: see ``normpre``.
-        weight_decay_mask: see ``normpre``.
-        tangent: see ``normpre``.
-        tangent_radius: see ``normpre``.
-        orientation: see ``normpre``.
-        rms: see ``normpre``.
-        mu_dtype: see ``normpre``.
-        compute_dtype: dtype of the operands of the sketch's products with ``Psi``, with sums in float32. None is
-            bfloat16 on a TPU and a GPU, float32 on a CPU. ``jnp.float32`` is true float32; what is small always is.
-        matrix_dims: see ``normpre``.
-        adam_learning_rate: see ``normpre``.
-        adam_b1: see ``normpre``.
-        adam_b2: see ``normpre``.
-        adam_eps: see ``normpre``.
-        adam_weight_decay: see ``normpre``.
-        shardings: see ``normpre``.
 
     Returns:
         The optimizer.
 
     Raises:
+        TypeError: if an option is misspelt or of another type, or one that shapes the computation (``rank``, ``seed``,
+            ...) is traced.
         ValueError: see ``normpre``.
-        TypeError: if an argument that shapes the computation (``rank``, ``seed``, ...) is traced.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -383,27 +241,8 @@ def normpre_l(
     References:
         Normalize-Then-Precondition, "NormPre-L" and Algorithm 2.
     """
-    return normpre(
-        learning_rate,
-        maybe_divided(
-            precondition_locally(rank, oversample, power_iterations, method, seed, compute_dtype, warm_start), divide
-        ),
-        momentum=momentum,
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        tangent=tangent,
-        tangent_radius=tangent_radius,
-        orientation=orientation,
-        rms=rms,
-        mu_dtype=mu_dtype,
-        matrix_dims=matrix_dims,
-        adam_learning_rate=adam_learning_rate,
-        adam_b1=adam_b1,
-        adam_b2=adam_b2,
-        adam_eps=adam_eps,
-        adam_weight_decay=adam_weight_decay,
-        shardings=shardings,
-    )
+    direction = functools.partial(scale_by_normpre_l, **pick(NormPreLOptions, options))
+    return hybrid(direction, learning_rate, **pick(RestOptions, options))
 
 
 def _oriented(stage: optax.GradientTransformation, orientation: str) -> optax.GradientTransformationExtraArgs:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import optax
 
-from normpre_optax.algorithm import normpre_g, normpre_l
+from normpre_optax.algorithm import normpre, normpre_g, normpre_l, scale_by_normpre
+from normpre_optax.options import static_args
 from normpre_optax.recipes.adamuon import adamuon
 from normpre_optax.recipes.dion import dion
 from normpre_optax.recipes.mano import mano
@@ -18,6 +19,9 @@ from normpre_optax.recipes.rmnp import rmnp
 from normpre_optax.recipes.swan import swan
 
 _MEMBERS = (normpre_g, normpre_l, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon, moga, swan, dion)
+STATIC_ARGS = static_args(normpre).union(static_args(scale_by_normpre), *map(static_args, _MEMBERS))
+"""Arguments that ``optax.inject_hyperparams`` must not trace, of all optimizers together. optax wants only those that a
+factory has: ``static_args(normpre_g)``."""
 
 
 def families() -> dict[str, Callable[..., optax.GradientTransformationExtraArgs]]:

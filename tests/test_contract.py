@@ -32,7 +32,7 @@ FACTORIES = {
 }
 FACTORIES |= {
     "rmnp": npo.rmnp,
-    "muoneq": functools.partial(npo.muoneq, mode="RC"),
+    "muoneq": functools.partial(npo.muoneq, mode="both"),
     "muon_plus": npo.muon_plus,
     "normuon": npo.normuon,
     "adamuon": npo.adamuon,
@@ -50,6 +50,12 @@ representatives = pytest.mark.parametrize("name", REPRESENTATIVES)
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def bare_factory(name):
+    """An optimizer's function, and the options with which it stands in the table."""
+    factory = FACTORIES[name]
+    return (factory.func, factory.keywords) if isinstance(factory, functools.partial) else (factory, {})
 
 
 @functools.cache
@@ -297,18 +303,12 @@ def test_multisteps_averages_before_the_optimizer(name):
         assert int(state.gradient_step) == 1
 
 
-def static_arguments(factory):
-    return npo.STATIC_ARGS & inspect.signature(factory).parameters.keys()
-
-
 @representatives
 def test_hyperparameters_can_be_injected(name):
-    factory = FACTORIES[name]
-    fixed = factory.keywords if isinstance(factory, functools.partial) else {}
-    factory = factory.func if isinstance(factory, functools.partial) else factory
+    factory, fixed = bare_factory(name)
     # optax keeps hyperparameters in the parameters' dtype unless told otherwise; 0.01 in bfloat16 is off by 0.2 %.
     inject = optax.inject_hyperparams(
-        factory, static_args=static_arguments(factory), hyperparam_dtype=jnp.dtype(jnp.float32)
+        factory, static_args=npo.static_args(factory), hyperparam_dtype=jnp.dtype(jnp.float32)
     )
     tx, params = inject(learning_rate=0.01, **fixed), numbers()
     with jax.disable_jit():
@@ -323,12 +323,52 @@ def test_hyperparameters_can_be_injected(name):
     assert_close(updates, jax.tree.map(lambda u: 2 * u, second), atol=2e-6)
 
 
+def test_eager_updates_with_injected_hyperparameters_compile_once():
+    """`inject_hyperparams` makes a new optimizer on every step: those that differ in arrays share what is compiled."""
+    asked = []
+
+    def rule(path, leaf):
+        asked.append(path)
+        return npo.default_matrix_dims(path, leaf)
+
+    inject = optax.inject_hyperparams(npo.rmnp, static_args=npo.static_args(npo.rmnp))
+    tx, params = inject(optax.linear_schedule(0.01, 0.0, 10), matrix_dims=rule), numbers()
+    state = tx.init(params)
+    _, state = tx.update(numbers(1), state, params)
+    asked.clear()
+    updates, state = tx.update(numbers(2), state, params)
+    assert not asked  # nothing was traced
+    bare = npo.rmnp(optax.linear_schedule(0.01, 0.0, 10))
+    _, seen = bare.update(numbers(1), bare.init(params), params)
+    assert_close(updates, bare.update(numbers(2), seen, params)[0])
+
+
+@pytest.mark.parametrize("name", npo.families())
+def test_its_direction_stands_alone(name):
+    """`scale_by_<name>` is the optimizer without decay, learning rate and AdamW, traced."""
+    params = {"up": {"kernel": jnp.zeros((4, 6))}, "layers": {"kernel": jnp.zeros((2, 4, 6), jnp.bfloat16)}}
+    tx = optax.chain(getattr(npo, f"scale_by_{name}")(), optax.scale(-1.0))
+    state = tx.init(params)
+    updates, new_state = jax.eval_shape(tx.update, params, state, params)
+    assert describe(updates) == describe(params)
+    assert describe(new_state) == describe(state)
+    with pytest.raises(ValueError, match=r"'norm/scale'.*optax\.masked"):
+        tx.init({"norm": {"scale": jnp.ones(4)}})
+
+
+@representatives
+def test_the_optimizer_is_its_direction_completed(name):
+    _, fixed = bare_factory(name)
+    direction = getattr(npo, f"scale_by_{name.removesuffix('-warm')}")
+    tx, params = npo.hybrid(functools.partial(direction, **fixed), 0.01), numbers()
+    updates, state = updater(tx)(numbers(1), tx.init(params), params)
+    assert_equal((updates, state), plain(name)[0])
+
+
 @every_optimizer
 def test_injected_schedules_compile_once(name):
-    factory = FACTORIES[name]
-    fixed = factory.keywords if isinstance(factory, functools.partial) else {}
-    factory = factory.func if isinstance(factory, functools.partial) else factory
-    inject = optax.inject_hyperparams(factory, static_args=static_arguments(factory))
+    factory, fixed = bare_factory(name)
+    inject = optax.inject_hyperparams(factory, static_args=npo.static_args(factory))
     tx, params = inject(learning_rate=optax.linear_schedule(0.01, 0.0, 10), **fixed), numbers()
     state = tx.init(params)
     updates, new_state = jax.eval_shape(tx.update, params, state, params)
@@ -353,7 +393,7 @@ def test_injected_schedules_compile_once(name):
     ],
 )
 def test_a_traced_argument_that_shapes_the_computation_is_named(factory, argument, value):
-    tx = optax.inject_hyperparams(factory, static_args=static_arguments(factory) - {argument})
+    tx = optax.inject_hyperparams(factory, static_args=npo.static_args(factory) - {argument})
     with pytest.raises((TypeError, ValueError), match=argument):
         tx(learning_rate=0.01, **{argument: value}).init(numbers())
 

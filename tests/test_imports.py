@@ -51,17 +51,30 @@ TABLE = {
         THIRD_PARTY,
         {"parameters.dims", "parameters.sharing", "transforms.batches", "transforms.sharding"},
     ),
-    "assemble.py": (
+    "options.py": ({"jax", "optax"}, {"transforms.checks"}),
+    "directions.py": ({"jax", "optax"}, {"options", "transforms"}),
+    "hybrid.py": (
         THIRD_PARTY,
-        {"parameters", "transforms.checks", "transforms.meshes", "transforms.wrappers"},
+        {"options", "parameters", "transforms.checks", "transforms.meshes", "transforms.wrappers"},
     ),
-    "algorithm.py": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),
-    "recipes/": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),
-    "family.py": ({"optax"}, {"algorithm", "recipes"}),
+    "algorithm.py": ({"jax", "optax"}, {"directions", "hybrid", "options", "transforms"}),
+    "recipes/": ({"jax", "optax"}, {"directions", "hybrid", "options", "transforms"}),
+    "family.py": ({"optax"}, {"algorithm", "options", "recipes"}),
     "diagnostics.py": ({"jax"}, {"linalg", "parameters.dims"}),
     "__init__.py": (
         set(),
-        {"algorithm", "assemble", "diagnostics", "family", "linalg", "parameters", "recipes", "transforms"},
+        {
+            "algorithm",
+            "diagnostics",
+            "directions",
+            "family",
+            "hybrid",
+            "linalg",
+            "options",
+            "parameters",
+            "recipes",
+            "transforms",
+        },
     ),
 }
 LAZY = {"parameters/nnx.py": {"flax"}}  # inside functions only
@@ -119,6 +132,15 @@ def test_recipes_do_not_import_each_other(file):
     assert not any(module.startswith("normpre_optax.recipes") for module in modules)
 
 
+@pytest.mark.parametrize("file", [f for f in FILES if f.startswith("recipes/")])
+def test_a_recipe_imports_nothing_that_a_user_could_not(file):
+    import normpre_optax as npo
+
+    found = {module for module, _ in imports((PACKAGE / file).read_text()) if module.startswith("normpre_optax.")}
+    names = {module.rpartition(".")[2] for module in found if not module.startswith("normpre_optax.options.")}
+    assert names <= set(npo.__all__)
+
+
 @pytest.mark.parametrize(
     ("file", "source"),
     [
@@ -132,7 +154,7 @@ def test_recipes_do_not_import_each_other(file):
         ("transforms/row_scaling.py", "from normpre_optax.transforms.tangent import project_to_tangent"),
         ("transforms/wrappers.py", "from normpre_optax.linalg.rows import unit_rows"),
         ("algorithm.py", "from normpre_optax.linalg import rows"),
-        ("assemble.py", "from normpre_optax.recipes import muon"),
+        ("hybrid.py", "from normpre_optax.recipes import muon"),
         ("parameters/rules.py", "from normpre_optax.linalg.rows import unit_rows"),
         ("parameters/nnx.py", "import flax"),
         ("parameters/rules.py", "def f():\n    import flax"),
@@ -151,7 +173,7 @@ def test_the_walker_sees_what_is_forbidden(file, source):
         ("transforms/wrappers.py", "from normpre_optax.parameters.dims import MatrixDims"),
         ("transforms/scale.py", "from normpre_optax.linalg.rows import unit_rows"),
         ("parameters/nnx.py", "def f():\n    from flax import nnx"),
-        ("recipes/muon.py", "from normpre_optax.assemble import assemble"),
+        ("recipes/muon.py", "from normpre_optax.hybrid import hybrid"),
     ],
 )
 def test_the_walker_lets_pass_what_is_allowed(file, source):

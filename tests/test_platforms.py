@@ -47,7 +47,7 @@ OPTIMIZERS = {
     "mano": (npo.mano, {}, ROWS, ROWS),
     "rmnp": (npo.rmnp, {}, ROWS, ROWS),
     "muoneq": (npo.muoneq, {}, MUON, MUON),
-    "muoneq-both": (npo.muoneq, {"mode": "RC"}, MUON, MUON),
+    "muoneq-both": (npo.muoneq, {"mode": "both"}, MUON, MUON),
 }
 # What takes longer than three seconds to compile: CI runs what is like no other.
 SLOW = {"normpre_g-steep", "normpre_l-exact", "normpre_l-warm"}

@@ -18,12 +18,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax import alternate_orientation, as_matrices, project_to_tangent, scale_to_rms
-from normpre_optax.assemble import RestOptions, assemble
+from normpre_optax import alternate_orientation, as_matrices, chain, hybrid, project_to_tangent, scale_to_rms
 from normpre_optax.linalg.lapack import svd
 from normpre_optax.linalg.newton_schulz import coefficient_table, unit_frobenius
 from normpre_optax.linalg.rows import unit_rows
-from normpre_optax.transforms.oriented import chain
 
 
 def normpre_g_from_x(
@@ -53,8 +51,8 @@ def normpre_g_from_x(
         return u @ (factors(s)[..., None] * (u.mT @ psi))
 
     direction = _direction(precondition, momentum, tangent, tangent_radius, rms)
-    rest = RestOptions(weight_decay=weight_decay, matrix_dims=matrix_dims, adam_b1=adam_b1, adam_b2=adam_b2)
-    return assemble(direction, learning_rate, rest)
+    rest = {"weight_decay": weight_decay, "matrix_dims": matrix_dims, "adam_b1": adam_b1, "adam_b2": adam_b2}
+    return hybrid(direction, learning_rate, **rest)
 
 
 def normpre_l_from_x(
@@ -78,8 +76,8 @@ def normpre_l_from_x(
         return psi + u @ (change[..., None] * (u.mT @ psi))
 
     direction = _direction(precondition, momentum, tangent, tangent_radius, rms)
-    rest = RestOptions(weight_decay=weight_decay, matrix_dims=matrix_dims, adam_b1=adam_b1, adam_b2=adam_b2)
-    return assemble(direction, learning_rate, rest)
+    rest = {"weight_decay": weight_decay, "matrix_dims": matrix_dims, "adam_b1": adam_b1, "adam_b2": adam_b2}
+    return hybrid(direction, learning_rate, **rest)
 
 
 FROM_X = {"normpre_g": normpre_g_from_x, "normpre_l": normpre_l_from_x}
@@ -95,11 +93,11 @@ def _direction(precondition: Callable, momentum: float, tangent: str, radius: fl
 
     spectral = optax.stateless(lambda updates, params: jax.tree.map(stage, updates))
 
-    def direction(dims):
+    def direction(matrix_dims):
         stages = chain(
             alternate_orientation(chain(project_to_tangent(tangent, radius), spectral)),
             scale_to_rms(rms),
         )
-        return optax.chain(optax.trace(momentum), as_matrices(dims, stages))
+        return optax.chain(optax.trace(momentum), as_matrices(matrix_dims, stages))
 
     return direction

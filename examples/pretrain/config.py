@@ -86,8 +86,8 @@ class MatrixConfig:
     momentum: float = 0.95
     """Momentum coefficient mu (all but adamw and swan)."""
     mode: str = ""
-    """Variant: R, C or RC (muoneq); row, col, row_col or col_row (muon_plus); rows or columns (moga). Empty: the first,
-    and row_col for muon_plus."""
+    """Variant: rows, columns or both (muoneq); the same or columns_rows (muon_plus); rows or columns (moga). Empty: the
+    first, and both for muon_plus."""
     ns_steps: int = 5
     """Newton-Schulz iterations (muon, muoneq, muon_plus, normuon, adamuon, normpre_g)."""
     ns_coefficients: str = "muon"

@@ -1,31 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dion: the leading directions of the momentum at size one, and the rest kept for later."""
 
-import jax
+import functools
+from typing import Annotated, Unpack
+
 import optax
 
-from normpre_optax.assemble import RestOptions, assemble
+from normpre_optax.hybrid import hybrid
+from normpre_optax.options import MomentumOptions, Option, RestOptions, pick, with_options
 from normpre_optax.transforms.low_rank import discount_low_rank, error_feedback, orthogonalize_low_rank
 from normpre_optax.transforms.scale import scale_by_shape
-from normpre_optax.transforms.wrappers import as_matrices
+from normpre_optax.transforms.wrappers import as_matrices, at_least_float32
 
 
+class DionOptions(MomentumOptions, total=False):
+    """Of ``scale_by_dion``."""
+
+    rank: Annotated[int, Option(768, "directions found a step; no more than the shorter side.", least=1)]
+    seed: Annotated[int, Option(0, "of the draws with which Q starts.", least=0)]
+
+
+class DionOptimizer(DionOptions, RestOptions, total=False):
+    """Of ``dion``."""
+
+
+@with_options
+def scale_by_dion(**options: Unpack[DionOptions]) -> optax.GradientTransformationExtraArgs:
+    """The direction of ``dion``: leading directions at size one, the rest kept; no decay, no learning rate.
+
+    Returns:
+        A transformation of matrices alone. Its updates point uphill, as ``optax.scale_by_*`` do.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from normpre_optax import scale_by_dion
+        >>> tx = optax.chain(scale_by_dion(rank=2), optax.scale(-0.02))
+        >>> state = tx.init({"kernel": jnp.ones((4, 8))})
+    """
+    dims, dtype = options["matrix_dims"], options["compute_dtype"]
+    return at_least_float32(
+        optax.chain(
+            error_feedback(
+                as_matrices(dims, orthogonalize_low_rank(options["rank"], options["seed"], dtype)),
+                as_matrices(dims, discount_low_rank(1 - options["momentum"], dtype)),
+                options["mu_dtype"],
+            ),
+            as_matrices(dims, scale_by_shape(lambda rows, columns: (rows / columns) ** 0.5)),
+        )
+    )
+
+
+@with_options
 def dion(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    rank: int = 768,
-    seed: int = 0,
-    momentum: jax.typing.ArrayLike = 0.95,
-    weight_decay: jax.typing.ArrayLike = 0.1,
-    weight_decay_mask=None,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    compute_dtype: jax.typing.DTypeLike | None = None,
-    matrix_dims=None,
-    adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: jax.typing.ArrayLike = 0.9,
-    adam_b2: jax.typing.ArrayLike = 0.95,
-    adam_eps: jax.typing.ArrayLike = 1e-8,
-    adam_weight_decay: jax.typing.ArrayLike | None = None,
+    learning_rate: optax.ScalarOrSchedule, **options: Unpack[DionOptimizer]
 ) -> optax.GradientTransformationExtraArgs:
     """Dion for hidden matrices, AdamW for everything else.
 
@@ -40,59 +67,24 @@ def dion(
 
     Args:
         learning_rate: number or schedule; 0.01 to 0.02 is a start (then give ``adam_learning_rate`` too).
-        rank: directions found a step; no more than the shorter side.
-        seed: of the draws with which Q starts.
-        momentum: ``mu``: ``1 - mu`` of what was found leaves M.
-        weight_decay: see ``normpre``, as all that follow.
-        weight_decay_mask: see ``normpre``.
-        mu_dtype: see ``normpre``.
-        compute_dtype: dtype of the operands of products with M, sums in float32; None: the device's usual product.
-        matrix_dims: see ``normpre``.
-        adam_learning_rate: see ``normpre``.
-        adam_b1: see ``normpre``.
-        adam_b2: see ``normpre``.
-        adam_eps: see ``normpre``.
-        adam_weight_decay: see ``normpre``.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if ``rank`` or ``seed`` is out of range; see ``normpre`` for the rest.
+        TypeError: if an option is misspelt or of another type.
+        ValueError: if one is out of range; see ``hybrid``.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import dion
         >>> tx = dion(0.02, adam_learning_rate=3e-4)
         >>> params = {"kernel": jnp.eye(4), "bias": jnp.ones(4)}
-        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> sorted(tx.init(params).inner_states)
+        ['adamw', 'matrix']
 
     References:
         Ahn et al., Dion, arXiv 2504.05295 (github.com/microsoft/dion).
     """
-
-    def direction(dims):
-        return optax.chain(
-            error_feedback(
-                as_matrices(dims, orthogonalize_low_rank(rank, seed, compute_dtype)),
-                as_matrices(dims, discount_low_rank(1 - momentum, compute_dtype)),
-                mu_dtype,
-            ),
-            as_matrices(dims, scale_by_shape(lambda rows, columns: (rows / columns) ** 0.5)),
-        )
-
-    return assemble(
-        direction,
-        learning_rate,
-        RestOptions(
-            weight_decay=weight_decay,
-            weight_decay_mask=weight_decay_mask,
-            mu_dtype=mu_dtype,
-            matrix_dims=matrix_dims,
-            adam_learning_rate=adam_learning_rate,
-            adam_b1=adam_b1,
-            adam_b2=adam_b2,
-            adam_eps=adam_eps,
-            adam_weight_decay=adam_weight_decay,
-        ),
-    )
+    direction = functools.partial(scale_by_dion, **pick(DionOptions, options))
+    return hybrid(direction, learning_rate, **pick(RestOptions, options))

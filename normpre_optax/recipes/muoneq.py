@@ -1,47 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
 """MuonEq: Muon of a momentum whose rows, columns or both are made equal first."""
 
-from collections.abc import Sequence
+import functools
+from typing import Annotated, Literal, Unpack
 
-import jax
 import optax
 
-from normpre_optax.assemble import RestOptions, assemble
+from normpre_optax.directions import orthogonalized_momentum
+from normpre_optax.hybrid import hybrid
+from normpre_optax.options import Option, OrthogonalOptions, RestOptions, pick, with_options
 from normpre_optax.transforms.normalize import equalize_rows_and_columns, normalize_rows
-from normpre_optax.transforms.oriented import chain
-from normpre_optax.transforms.precondition import precondition_globally
 from normpre_optax.transforms.scale import scale_by_shape
-from normpre_optax.transforms.sharding import maybe_divided
-from normpre_optax.transforms.wrappers import as_matrices, fixed_orientation
+from normpre_optax.transforms.wrappers import fixed_orientation
 
 # What is brought to length one before the orthogonalisation.
 EQUALIZERS = {
-    "R": normalize_rows(),
-    "C": fixed_orientation(normalize_rows(), "columns"),
-    "RC": equalize_rows_and_columns(),
+    "rows": normalize_rows(),
+    "columns": fixed_orientation(normalize_rows(), "columns"),
+    "both": equalize_rows_and_columns(),
 }
+AUTHORS = {"R": "rows", "C": "columns", "RC": "both"}
 
 
+class MuonEqOptions(OrthogonalOptions, total=False):
+    """Of ``scale_by_muoneq``."""
+
+    mode: Annotated[
+        Literal["rows", "columns", "both", "R", "C", "RC"],
+        Option(
+            "rows",
+            '``"rows"``, ``"columns"`` or ``"both"`` at once; ``"R"``, ``"C"`` and ``"RC"`` in the code of '
+            "its authors.",
+        ),
+    ]
+
+
+class MuonEqOptimizer(MuonEqOptions, RestOptions, total=False):
+    """Of ``muoneq``."""
+
+
+@with_options
+def scale_by_muoneq(**options: Unpack[MuonEqOptions]) -> optax.GradientTransformationExtraArgs:
+    """The direction of ``muoneq``: rows, columns or both made equal, then orthogonalised; no decay, no learning rate.
+
+    Returns:
+        A transformation of matrices alone. Its updates point uphill, as ``optax.scale_by_*`` do.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from normpre_optax import scale_by_muoneq
+        >>> tx = optax.chain(scale_by_muoneq(mode="both"), optax.scale(-1e-3))
+        >>> state = tx.init({"kernel": jnp.ones((4, 8))})
+    """
+    mode = options["mode"]
+    return orthogonalized_momentum(
+        before=[EQUALIZERS[AUTHORS.get(mode, mode)]],
+        after=[scale_by_shape(lambda rows, columns: 0.2 * max(rows, columns) ** 0.5)],
+        **pick(OrthogonalOptions, options),
+    )
+
+
+@with_options
 def muoneq(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    mode: str = "R",
-    nesterov: bool = True,
-    ns_steps: int | None = 5,
-    ns_coefficients: str | Sequence = "muon",
-    divide: bool = True,
-    momentum: jax.typing.ArrayLike = 0.95,
-    weight_decay: jax.typing.ArrayLike = 0.1,
-    weight_decay_mask=None,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    compute_dtype: jax.typing.DTypeLike | None = None,
-    matrix_dims=None,
-    adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: jax.typing.ArrayLike = 0.9,
-    adam_b2: jax.typing.ArrayLike = 0.95,
-    adam_eps: jax.typing.ArrayLike = 1e-8,
-    adam_weight_decay: jax.typing.ArrayLike | None = None,
-    shardings=None,
+    learning_rate: optax.ScalarOrSchedule, **options: Unpack[MuonEqOptimizer]
 ) -> optax.GradientTransformationExtraArgs:
     """MuonEq for hidden matrices, AdamW for everything else.
 
@@ -54,69 +75,24 @@ def muoneq(
 
     Args:
         learning_rate: number or schedule; AdamW's.
-        mode: ``"R"``, ``"C"`` or ``"RC"``.
-        nesterov: whether the update looks one gradient ahead, ``U = G + mu M``, or is ``M`` itself.
-        ns_steps: Newton-Schulz iterations; None orthogonalises exactly.
-        ns_coefficients: ``"muon"``, ``"you"``, ``"polar_express"``, a triple, or a triple a step.
-        divide: see ``normpre_g``.
-        momentum: ``mu``.
-        weight_decay: see ``normpre``, as all that follow.
-        weight_decay_mask: see ``normpre``.
-        mu_dtype: see ``normpre``.
-        compute_dtype: dtype of the Newton-Schulz products' operands, sums in float32; None: the device's usual product.
-        matrix_dims: see ``normpre``.
-        adam_learning_rate: see ``normpre``.
-        adam_b1: see ``normpre``.
-        adam_b2: see ``normpre``.
-        adam_eps: see ``normpre``.
-        adam_weight_decay: see ``normpre``.
-        shardings: see ``normpre``.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if ``mode`` is unknown; see ``normpre`` for the rest.
+        TypeError: if an option is misspelt or of another type.
+        ValueError: if one is out of range; see ``hybrid``.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import muoneq
         >>> tx = muoneq(1e-3, mode="RC")
         >>> params = {"kernel": jnp.eye(4), "bias": jnp.ones(4)}
-        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> sorted(tx.init(params).inner_states)
+        ['adamw', 'matrix']
 
     References:
         Chang et al., MuonEq, 2026 (github.com/MaeChd/muon-eq).
     """
-    if mode not in EQUALIZERS:
-        raise ValueError(f"{mode=} is not one of {tuple(EQUALIZERS)}")
-
-    def direction(dims):
-        return optax.chain(
-            optax.trace(momentum, nesterov, mu_dtype),
-            as_matrices(
-                dims,
-                chain(
-                    EQUALIZERS[mode],
-                    maybe_divided(precondition_globally(ns_steps, ns_coefficients, compute_dtype), divide),
-                    scale_by_shape(lambda rows, columns: 0.2 * max(rows, columns) ** 0.5),
-                ),
-            ),
-        )
-
-    return assemble(
-        direction,
-        learning_rate,
-        RestOptions(
-            weight_decay=weight_decay,
-            weight_decay_mask=weight_decay_mask,
-            mu_dtype=mu_dtype,
-            matrix_dims=matrix_dims,
-            adam_learning_rate=adam_learning_rate,
-            adam_b1=adam_b1,
-            adam_b2=adam_b2,
-            adam_eps=adam_eps,
-            adam_weight_decay=adam_weight_decay,
-            shardings=shardings,
-        ),
-    )
+    direction = functools.partial(scale_by_muoneq, **pick(MuonEqOptions, options))
+    return hybrid(direction, learning_rate, **pick(RestOptions, options))

@@ -1,31 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMNP: every row of the momentum at length one, in place of Muon's orthogonalisation."""
 
-import jax
+import functools
+from typing import Unpack
+
 import optax
 
-from normpre_optax.assemble import RestOptions, assemble
+from normpre_optax.directions import matrix_momentum
+from normpre_optax.hybrid import hybrid
+from normpre_optax.options import NesterovOptimizer, NesterovOptions, RestOptions, pick, with_options
 from normpre_optax.transforms.normalize import normalize_rows
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.scale import scale_by_shape
-from normpre_optax.transforms.wrappers import as_matrices, in_dtype
 
 
+@with_options
+def scale_by_rmnp(**options: Unpack[NesterovOptions]) -> optax.GradientTransformationExtraArgs:
+    """The direction of ``rmnp``: rows of the momentum at length one; no decay, no learning rate.
+
+    Returns:
+        A transformation of matrices alone. Its updates point uphill, as ``optax.scale_by_*`` do.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from normpre_optax import scale_by_rmnp
+        >>> tx = optax.chain(scale_by_rmnp(), optax.scale(-0.02))
+        >>> state = tx.init({"kernel": jnp.ones((4, 8))})
+    """
+    scale = scale_by_shape(lambda rows, columns: max(1, rows / columns) ** 0.5)
+    return matrix_momentum(chain(normalize_rows(), scale), **options)
+
+
+@with_options
 def rmnp(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    nesterov: bool = True,
-    momentum: jax.typing.ArrayLike = 0.95,
-    weight_decay: jax.typing.ArrayLike = 0.1,
-    weight_decay_mask=None,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    compute_dtype: jax.typing.DTypeLike | None = None,
-    matrix_dims=None,
-    adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: jax.typing.ArrayLike = 0.9,
-    adam_b2: jax.typing.ArrayLike = 0.95,
-    adam_eps: jax.typing.ArrayLike = 1e-8,
-    adam_weight_decay: jax.typing.ArrayLike | None = None,
+    learning_rate: optax.ScalarOrSchedule, **options: Unpack[NesterovOptimizer]
 ) -> optax.GradientTransformationExtraArgs:
     """RMNP for hidden matrices, AdamW for everything else.
 
@@ -37,55 +45,24 @@ def rmnp(
 
     Args:
         learning_rate: number or schedule: the authors' is 0.02 (then give ``adam_learning_rate`` too).
-        nesterov: whether the update looks one gradient ahead, ``U = G + mu M``, or is ``M`` itself.
-        momentum: ``mu``.
-        weight_decay: see ``normpre``, as all that follow.
-        weight_decay_mask: see ``normpre``.
-        mu_dtype: see ``normpre``.
-        compute_dtype: dtype in which rows are normalised; None means at least float32.
-        matrix_dims: see ``normpre``.
-        adam_learning_rate: see ``normpre``.
-        adam_b1: see ``normpre``.
-        adam_b2: see ``normpre``.
-        adam_eps: see ``normpre``.
-        adam_weight_decay: see ``normpre``.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: see ``normpre``.
+        TypeError: if an option is misspelt or of another type.
+        ValueError: if one is out of range; see ``hybrid``.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import rmnp
         >>> tx = rmnp(0.02, adam_learning_rate=3e-4)
         >>> params = {"kernel": jnp.eye(4), "bias": jnp.ones(4)}
-        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> sorted(tx.init(params).inner_states)
+        ['adamw', 'matrix']
 
     References:
         RMNP, arXiv 2603.20527 (github.com/Dominator-Index/RMNP).
     """
-
-    def direction(dims):
-        rows = chain(normalize_rows(), scale_by_shape(lambda rows, columns: max(1, rows / columns) ** 0.5))
-        return optax.chain(
-            optax.trace(momentum, nesterov, mu_dtype),
-            as_matrices(dims, in_dtype(compute_dtype, rows)),
-        )
-
-    return assemble(
-        direction,
-        learning_rate,
-        RestOptions(
-            weight_decay=weight_decay,
-            weight_decay_mask=weight_decay_mask,
-            mu_dtype=mu_dtype,
-            matrix_dims=matrix_dims,
-            adam_learning_rate=adam_learning_rate,
-            adam_b1=adam_b1,
-            adam_b2=adam_b2,
-            adam_eps=adam_eps,
-            adam_weight_decay=adam_weight_decay,
-        ),
-    )
+    direction = functools.partial(scale_by_rmnp, **pick(NesterovOptions, options))
+    return hybrid(direction, learning_rate, **pick(RestOptions, options))

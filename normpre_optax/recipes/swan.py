@@ -1,35 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """SWAN: the gradient standardised and whitened, without momentum and without state."""
 
-import jax
+import functools
+from typing import Annotated, Unpack
+
 import optax
 
-from normpre_optax.assemble import RestOptions, assemble
+from normpre_optax.hybrid import hybrid
+from normpre_optax.options import DirectionOptions, Number, Option, RestOptions, pick, with_options
 from normpre_optax.transforms.normalize import standardize_rows
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import whiten
 from normpre_optax.transforms.scale import scale_to_rms
-from normpre_optax.transforms.sharding import maybe_divided
-from normpre_optax.transforms.wrappers import as_matrices
+from normpre_optax.transforms.sharding import divided
+from normpre_optax.transforms.wrappers import as_matrices, at_least_float32
 
 
+class SwanOptions(DirectionOptions, total=False):
+    """Of ``scale_by_swan``."""
+
+    whitening_steps: Annotated[int, Option(6, "iterations for the inverse root.", least=1)]
+    divide: Annotated[bool, Option(True, "on a mesh, send every matrix whole to one device and back; see ``divided``.")]
+    rms: Annotated[
+        Number | None,
+        Option(
+            None, "root mean square of every matrix update before the learning rate; None leaves the size as it comes."
+        ),
+    ]
+
+
+class SwanOptimizer(SwanOptions, RestOptions, total=False):
+    """Of ``swan``."""
+
+
+@with_options
+def scale_by_swan(**options: Unpack[SwanOptions]) -> optax.GradientTransformationExtraArgs:
+    """The direction of ``swan``: the gradient standardised and whitened; no decay, no learning rate.
+
+    Returns:
+        A transformation of matrices alone. Its updates point uphill, as ``optax.scale_by_*`` do.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from normpre_optax import scale_by_swan
+        >>> tx = optax.chain(scale_by_swan(rms=0.2), optax.scale(-1e-3))
+        >>> state = tx.init({"kernel": jnp.ones((4, 8))})
+    """
+    whitened = whiten(options["whitening_steps"], options["compute_dtype"])
+    whitened = divided(whitened) if options["divide"] else whitened
+    stage = chain(standardize_rows(), whitened, scale_to_rms(options["rms"]))
+    return at_least_float32(as_matrices(options["matrix_dims"], stage))
+
+
+@with_options
 def swan(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    whitening_steps: int = 6,
-    divide: bool = True,
-    rms: jax.typing.ArrayLike | None = None,
-    weight_decay: jax.typing.ArrayLike = 0.1,
-    weight_decay_mask=None,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    compute_dtype: jax.typing.DTypeLike | None = None,
-    matrix_dims=None,
-    adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: jax.typing.ArrayLike = 0.9,
-    adam_b2: jax.typing.ArrayLike = 0.95,
-    adam_eps: jax.typing.ArrayLike = 1e-8,
-    adam_weight_decay: jax.typing.ArrayLike | None = None,
-    shardings=None,
+    learning_rate: optax.ScalarOrSchedule, **options: Unpack[SwanOptimizer]
 ) -> optax.GradientTransformationExtraArgs:
     """SWAN for hidden matrices, AdamW for everything else.
 
@@ -43,57 +68,24 @@ def swan(
 
     Args:
         learning_rate: number or schedule; AdamW's with ``rms=0.2``.
-        whitening_steps: iterations for the inverse root.
-        divide: see ``normpre_g``.
-        rms: root mean square of every matrix update before the learning rate; None leaves the size as it comes.
-        weight_decay: see ``normpre``, as all that follow.
-        weight_decay_mask: see ``normpre``.
-        mu_dtype: of AdamW; see ``normpre``.
-        compute_dtype: dtype of the whitening products' operands, sums in float32; None: the device's usual product.
-        matrix_dims: see ``normpre``.
-        adam_learning_rate: see ``normpre``.
-        adam_b1: see ``normpre``.
-        adam_b2: see ``normpre``.
-        adam_eps: see ``normpre``.
-        adam_weight_decay: see ``normpre``.
-        shardings: see ``normpre``.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: see ``normpre``.
+        TypeError: if an option is misspelt or of another type.
+        ValueError: if one is out of range; see ``hybrid``.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import swan
         >>> tx = swan(1e-3, rms=0.2)
         >>> params = {"kernel": jnp.eye(4), "bias": jnp.ones(4)}
-        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> sorted(tx.init(params).inner_states)
+        ['adamw', 'matrix']
 
     References:
         Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148.
     """
-
-    def direction(dims):
-        return as_matrices(
-            dims,
-            chain(standardize_rows(), maybe_divided(whiten(whitening_steps, compute_dtype), divide), scale_to_rms(rms)),
-        )
-
-    return assemble(
-        direction,
-        learning_rate,
-        RestOptions(
-            weight_decay=weight_decay,
-            weight_decay_mask=weight_decay_mask,
-            mu_dtype=mu_dtype,
-            matrix_dims=matrix_dims,
-            adam_learning_rate=adam_learning_rate,
-            adam_b1=adam_b1,
-            adam_b2=adam_b2,
-            adam_eps=adam_eps,
-            adam_weight_decay=adam_weight_decay,
-            shardings=shardings,
-        ),
-    )
+    direction = functools.partial(scale_by_swan, **pick(SwanOptions, options))
+    return hybrid(direction, learning_rate, **pick(RestOptions, options))

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments that are refused where they are given, by name and with the way out."""
 
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, get_args, get_origin
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
@@ -19,11 +25,41 @@ def static_int(name: str, value, least: int) -> int:
             f"{name} shapes the computation and cannot be traced, got {value}. Under optax.inject_hyperparams name it "
             f"in static_args, for instance static_args={{{name!r}}} or what normpre_optax.STATIC_ARGS lists."
         )
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {value!r}")
+    value = operator.index(value)
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     return value
+
+
+def choice(name: str, value, allowed: tuple) -> None:
+    """Refuse what is none of the choices.
+
+    Example:
+        >>> from normpre_optax.transforms.checks import choice
+        >>> choice("first", "row", ("rows", "columns"))
+        Traceback (most recent call last):
+        ...
+        ValueError: first='row' is not one of ('rows', 'columns')
+    """
+    if isinstance(value, jax.Array) or value not in allowed:
+        traced = " (under optax.inject_hyperparams name it in static_args)" if isinstance(value, jax.Array) else ""
+        raise ValueError(f"{name}={value!r} is not one of {allowed}{traced}")
+
+
+def flag(name: str, value) -> None:
+    """Refuse what is no bool.
+
+    Example:
+        >>> from normpre_optax.transforms.checks import flag
+        >>> flag("divide", "yes")
+        Traceback (most recent call last):
+        ...
+        TypeError: divide must be True or False, got 'yes'
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def float_dtype(name: str, dtype: jax.typing.DTypeLike | None) -> None:
@@ -44,8 +80,8 @@ def float_dtype(name: str, dtype: jax.typing.DTypeLike | None) -> None:
         raise TypeError(f"{name} must be a floating-point dtype such as jnp.bfloat16, or None; got {dtype!r}")
 
 
-def number(name: str, value) -> None:
-    """Refuse what is no number and no array of one, such as None or a string.
+def number(name: str, value, least: float | None = None, below: float | None = None) -> None:
+    """Refuse what is no number and no array of one, such as None or a string, and what is out of range if it is known.
 
     Example:
         >>> from normpre_optax.transforms.checks import number
@@ -53,9 +89,54 @@ def number(name: str, value) -> None:
         Traceback (most recent call last):
         ...
         TypeError: weight_decay must be a number, got None
+        >>> number("momentum", 1.5, least=0, below=1)
+        Traceback (most recent call last):
+        ...
+        ValueError: momentum must lie in [0, 1), got 1.5
     """
     if value is None or isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {value!r}")
+    known = isinstance(value, int | float | np.number)
+    if known and not ((least is None or value >= least) and (below is None or value < below)):
+        span = f"must be at least {least}" if below is None else f"must lie in [{least}, {below})"
+        raise ValueError(f"{name} {span}, got {value}")
+
+
+def of_type(name: str, value, kind: Any, least: float | None = None, below: float | None = None) -> None:
+    """Refuse an argument that is not of the type that it is declared with, or out of range.
+
+    Args:
+        name: of the argument.
+        value: given for it.
+        kind: its annotation: a ``Literal``, bool, int, a dtype, or a type with ``jax.Array``, which stands for numbers;
+            if a callable belongs to it, for schedules too. Anything else is not looked at.
+        least: smallest number.
+        below: what numbers lie under.
+
+    Raises:
+        TypeError: if it is of another type.
+        ValueError: if it is no choice of the ``Literal``, or a number out of range.
+
+    Example:
+        >>> from normpre_optax.transforms.checks import of_type
+        >>> of_type("rank", 2.5, int)
+        Traceback (most recent call last):
+        ...
+        TypeError: rank must be an int, got 2.5
+    """
+    kinds = get_args(kind)
+    if get_origin(kind) is Literal:
+        choice(name, value, kinds)
+    elif kind is bool:
+        flag(name, value)
+    elif value is None and type(None) in kinds:
+        return
+    elif kind is int or (int in kinds and jax.Array not in kinds):
+        static_int(name, value, least=-sys.maxsize if least is None else int(least))
+    elif kind == jax.typing.DTypeLike | None:
+        float_dtype(name, value)
+    elif jax.Array in kinds and not (callable(value) and any(get_origin(k) is Callable for k in kinds)):
+        number(name, value, least, below)
 
 
 def check_rms(rms) -> None:

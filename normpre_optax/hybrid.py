@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a direction for matrices to an optimizer for a model: AdamW for the rest, weight decay, learning rate."""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Unpack
+
+import jax
+import numpy as np
+import optax
+
+from normpre_optax.options import RestOptions, with_options
+from normpre_optax.parameters.leaves import views
+from normpre_optax.parameters.rules import resolve
+from normpre_optax.parameters.sharing import specs_of
+from normpre_optax.transforms.checks import same_trees
+from normpre_optax.transforms.meshes import like_parameters
+from normpre_optax.transforms.wrappers import at_least_float32
+
+
+@with_options
+def hybrid(
+    direction: Callable[..., optax.GradientTransformation],
+    learning_rate: optax.ScalarOrSchedule,
+    **options: Unpack[RestOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """Matrices by a direction, everything else by AdamW, decoupled weight decay and learning rate for both.
+
+    ``W <- W - lr (direction(G) + wd W)``. Which parameter is a matrix is decided on the whole tree at every ``init``
+    and ``update``, before it is partitioned.
+
+    Args:
+        direction: what makes the direction, called with ``matrix_dims=``: ``scale_by_muon``,
+            ``functools.partial(scale_by_dion, rank=64)``, or a function of yours that hands it on to ``as_matrices``.
+            Its updates point uphill.
+        learning_rate: number or schedule.
+
+    Returns:
+        The finished optimizer; its state is that of ``optax.partition`` over ``"matrix"`` and ``"adamw"``.
+
+    Raises:
+        TypeError: if an option is misspelt or of another type.
+        ValueError: if one is out of range; at ``init``, if a parameter of three or more axes is covered by no rule; at
+            ``update``, if the parameters are missing.
+
+    Example:
+        >>> import functools, jax.numpy as jnp
+        >>> from normpre_optax import hybrid, scale_by_muon
+        >>> tx = hybrid(functools.partial(scale_by_muon, nesterov=False), 1e-3, weight_decay=0.0)
+        >>> sorted(tx.init({"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}).inner_states)
+        ['adamw', 'matrix']
+    """
+    direction(matrix_dims=None)  # A bad option is named here, not at init.
+    compiled = _compiled(direction, learning_rate, options)
+
+    def init(params):
+        return _optimizer(direction, learning_rate, options, params).init(params)
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(
+                "this optimizer needs the parameters: call update(grads, state, params). In an Equinox loop that is "
+                "optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array)); a loop that never passes "
+                "params (brax, for one) needs that third argument added."
+            )
+        same_trees(updates, params)
+        updates = like_parameters(updates, params)
+        if extra_args:
+            return _update(direction, learning_rate, options, updates, state, params, **extra_args)
+        return compiled(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _optimizer(direction: Callable, learning_rate, options: RestOptions, params) -> optax.GradientTransformation:
+    """The optimizer of these very parameters."""
+    found = resolve(params, options["matrix_dims"])
+    labels = jax.tree.structure(params).unflatten(["adamw" if c.dims is None else "matrix" for c in found.values()])
+    mask = _decay_mask(options["weight_decay_mask"], params)
+    betas = options["adam_b1"], options["adam_b2"], options["adam_eps"]
+    own_rate, own_decay = options["adam_learning_rate"], options["adam_weight_decay"]
+
+    def finished(tx: optax.GradientTransformation, decay, rate) -> optax.GradientTransformation:
+        return optax.chain(tx, optax.add_decayed_weights(decay, lambda _: mask), optax.scale_by_learning_rate(rate))
+
+    matrix = direction(matrix_dims=lambda path, leaf: found[path].dims)
+    adam = optax.scale_by_adam(*betas, mu_dtype=options["mu_dtype"])
+    decay = options["weight_decay"]
+    parts: dict[Hashable, optax.GradientTransformation] = {
+        "matrix": finished(matrix, decay, learning_rate),
+        "adamw": finished(
+            adam, decay if own_decay is None else own_decay, learning_rate if own_rate is None else own_rate
+        ),
+    }
+    # A tree of labels may itself be callable, such as an Equinox module.
+    return at_least_float32(optax.partition(parts, lambda _: labels))
+
+
+def _update(direction: Callable, learning_rate, options: RestOptions, updates, state, params, **extra_args):
+    if options["shardings"] is not None:
+        extra_args["told"] = dict(zip(views(params), specs_of(params, options["shardings"]), strict=True))
+    return _optimizer(direction, learning_rate, options, params).update(updates, state, params, **extra_args)
+
+
+def _compiled(direction: Callable, learning_rate, options: RestOptions) -> Callable:
+    """``_update`` under jit: without it, the loops inside would be compiled anew on every step.
+
+    Optimizers that differ in arrays only share what is compiled: ``optax.inject_hyperparams`` makes one on every step.
+    """
+    factory = direction if isinstance(direction, functools.partial) else functools.partial(direction)
+    leaves, treedef = jax.tree.flatten((factory.keywords, learning_rate, options), is_leaf=lambda x: x is None)
+    numbers = [x for x in leaves if isinstance(x, jax.Array)]
+    static = tuple(_NUMBER if isinstance(x, jax.Array) else x for x in leaves)
+    try:
+        jitted = _jitted(factory.func, factory.args, treedef, static)
+    except TypeError:  # something in a tree has no hash
+        jitted = _jitted.__wrapped__(factory.func, factory.args, treedef, static)
+    return functools.partial(jitted, numbers)
+
+
+_NUMBER = object()
+
+
+@functools.lru_cache(maxsize=16)
+def _jitted(factory: Callable, args: tuple, treedef, static: tuple) -> Callable:
+    @jax.jit
+    def update(numbers, updates, state, params):
+        left = iter(numbers)
+        keywords, learning_rate, options = treedef.unflatten([next(left) if x is _NUMBER else x for x in static])
+        direction = functools.partial(factory, *args, **keywords)
+        return _update(direction, learning_rate, options, updates, state, params)
+
+    return update
+
+
+def _decay_mask(mask, params):
+    """The mask as a tree on the whole of ``params``; None decays everything."""
+    if mask is None:
+        return jax.tree.map(lambda _: True, params)
+    is_tree = all(isinstance(leaf, bool | np.bool_) for leaf in jax.tree.leaves(mask))  # An Equinox module is callable.
+    return mask if is_tree else mask(params)
