@@ -2,36 +2,33 @@
 """What directions have in common: momentum in the parameter's own layout, a stage on matrices, Newton-Schulz."""
 
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Annotated, Unpack
 
-import jax
 import optax
 
-from normpre_optax.options import NewtonSchulzOptions, OrthogonalOptions, pick, with_options
+from normpre_optax.options import (
+    NesterovOptions,
+    NewtonSchulzOptions,
+    Option,
+    OrthogonalOptions,
+    pick,
+    with_options,
+)
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally
 from normpre_optax.transforms.sharding import divided
 from normpre_optax.transforms.wrappers import as_matrices, at_least_float32, in_dtype
 
 
+@with_options
 def matrix_momentum(
-    stage: optax.GradientTransformation,
-    *,
-    momentum: jax.typing.ArrayLike = 0.95,
-    nesterov: bool = False,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    compute_dtype: jax.typing.DTypeLike | None = None,
-    matrix_dims=None,
+    stage: optax.GradientTransformation, **options: Unpack[NesterovOptions]
 ) -> optax.GradientTransformationExtraArgs:
     """A stage on the matrices of the momentum: ``M = mu M + G``, ``U = G + mu M`` (Nesterov) or M, ``stage(U)``.
 
     Args:
         stage: a transformation that reads the last two axes as (rows, columns), rows being output neurons.
-        momentum: ``mu``.
-        nesterov: whether the update looks one gradient ahead.
-        mu_dtype: dtype in which M is stored; None means at least float32.
         compute_dtype: dtype in which ``stage`` is handed U; None means at least float32.
-        matrix_dims: which axes are inputs and outputs: see ``as_matrices``.
 
     Returns:
         A direction: its updates point uphill. M lies as the parameter does.
@@ -44,8 +41,9 @@ def matrix_momentum(
         >>> print(tx.update(kernel, tx.init(kernel))[0].T)
         [[0.6 0.8]]
     """
-    matrices = as_matrices(matrix_dims, in_dtype(compute_dtype, stage))
-    return at_least_float32(optax.chain(optax.trace(momentum, nesterov, mu_dtype), matrices))
+    momentum = optax.trace(options["momentum"], options["nesterov"], options["mu_dtype"])
+    matrices = as_matrices(options["matrix_dims"], in_dtype(options["compute_dtype"], stage))
+    return at_least_float32(optax.chain(momentum, matrices))
 
 
 @with_options
@@ -67,17 +65,16 @@ def orthogonalize(**options: Unpack[NewtonSchulzOptions]) -> optax.GradientTrans
     return divided(stage) if options["divide"] else stage
 
 
-@with_options
-def orthogonalized_momentum(
-    before: Sequence[optax.GradientTransformation] = (),
-    after: Sequence[optax.GradientTransformation] = (),
-    **options: Unpack[OrthogonalOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """What Muon and its relatives share: the momentum's matrices, orthogonalised between other stages.
+class AroundOptions(OrthogonalOptions, total=False):
+    """Of ``orthogonalized_momentum``."""
 
-    Args:
-        before: stages on matrices, such as ``[normalize_rows()]``.
-        after: stages on matrices, such as ``[scale_to_rms(0.2)]``.
+    before: Annotated[Sequence, Option((), "stages on matrices, such as ``[normalize_rows()]``.")]
+    after: Annotated[Sequence, Option((), "stages on matrices, such as ``[scale_to_rms(0.2)]``.")]
+
+
+@with_options
+def orthogonalized_momentum(**options: Unpack[AroundOptions]) -> optax.GradientTransformationExtraArgs:
+    """What Muon and its relatives share: the momentum's matrices, orthogonalised between other stages.
 
     Returns:
         A direction: its updates point uphill.
@@ -89,11 +86,6 @@ def orthogonalized_momentum(
         >>> jnp.shape(tx.init({"kernel": jnp.ones((4, 8))})[0].trace["kernel"])
         (4, 8)
     """
-    stage = chain(*before, orthogonalize(**pick(NewtonSchulzOptions, options)), *after)
-    return matrix_momentum(
-        stage,
-        momentum=options["momentum"],
-        nesterov=options["nesterov"],
-        mu_dtype=options["mu_dtype"],
-        matrix_dims=options["matrix_dims"],
-    )
+    stage = orthogonalize(**pick(NewtonSchulzOptions, options))
+    stages = chain(*options["before"], stage, *options["after"])
+    return matrix_momentum(stages, **pick(NesterovOptions, options) | {"compute_dtype": None})

@@ -62,8 +62,8 @@ OPTIMIZERS = {
     **{f"scale_by_{name}": ([], own) for name, own in DIRECTIONS.items()},
     "hybrid": (["direction", "learning_rate"], REST),
     "orthogonalize": ([], NEWTON_SCHULZ),
-    "orthogonalized_momentum": (["before", "after"], OF_MUON),
-    "matrix_momentum": (["stage"], {"nesterov": False, **MOMENTUM}),
+    "orthogonalized_momentum": ([], {"before": (), "after": (), **OF_MUON}),
+    "matrix_momentum": (["stage"], {"nesterov": True, **MOMENTUM}),
 }
 PARTS = {
     "project_to_tangent": {"mode": "relaxed", "radius": 1.0},
