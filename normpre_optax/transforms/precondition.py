@@ -46,7 +46,7 @@ def precondition_globally(
 
     Raises:
         TypeError: if ``ns_steps`` is traced.
-        ValueError: if ``ns_steps`` is negative or ``ns_coefficients`` is no table.
+        ValueError: if ``ns_steps`` is less than 1 or ``ns_coefficients`` is no table.
 
     Example:
         >>> import jax.numpy as jnp
