@@ -8,7 +8,7 @@ import math
 import pytest
 
 from examples.benchmarks import __main__ as everything
-from examples.benchmarks import accuracy, end_to_end, optimizer_step, shapes, sketch_error, small_eigh, stages
+from examples.benchmarks import accuracy, end_to_end, optimizer_step, shapes, sketch_error, stages
 from normpre_optax import families
 
 pytestmark = pytest.mark.slow
@@ -84,22 +84,6 @@ def test_accuracy(tmp_path):
     rounding = [row for row in result["rows"] if "float32" in row["path"] and "sketch" in row["path"]]
     assert rounding
     assert all(row["gaussian"] < 1e-4 for row in rounding)
-
-
-@pytest.mark.parametrize(("size", "shifts"), [(12, 1), (13, 3)])
-def test_small_eigh(tmp_path, size, shifts):
-    small_eigh.main(small_eigh.Options(sizes=(size,), batch=3, repeats=1, shifts=shifts, out=tmp_path))
-    rows = written(tmp_path, "small_eigh_cpu")["rows"]
-    refused = [row["solver"] for row in rows if "refused" in row]
-    assert [name.split(", ")[1] for name in refused] == ["JACOBI", "QDWH"]
-    others = [row for row in rows if row["solver"] not in refused]
-    assert len(others) == 6
-    for row in others:
-        assert row["median_ms"] > 0
-        for spectrum in ("decaying", "all above 1", "gap", "few above 1", "near rank 1"):
-            assert row[spectrum]["error"] < 3e-4  # float32 at a gap of a hundredth of the largest eigenvalue
-            assert row[spectrum]["wrong"] == 0
-    assert all(row["tie"]["wrong"] == 0 for row in others if "filter" not in row["solver"])
 
 
 @pytest.mark.thorough
@@ -178,7 +162,7 @@ def test_without_torch_the_train_step_is_left_out(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("tiny", [True, False])
 def test_the_suite_is_made_of_runs_that_exist(tmp_path, tiny, on_cpu):
     runs = everything.suite(everything.Options(out=tmp_path, tiny=tiny), on_cpu)
-    expected = {"optimizer_step", "stages", "accuracy", "small_eigh", "sketch_error", "end_to_end"}
+    expected = {"optimizer_step", "stages", "accuracy", "sketch_error", "end_to_end"}
     if importlib.util.find_spec("torch"):
         expected.add("train_step")
     assert {run.__module__.rpartition(".")[2] for run, _ in runs} == expected
