@@ -16,7 +16,7 @@ import jax
 import tyro
 from rich.console import Console
 
-from examples.benchmarks import accuracy, end_to_end, optimizer_step, sketch_error, stages
+from examples.benchmarks import accuracy, optimizer_step, sketch_error, stages
 
 SKETCHES_AND_PEERS = ("adamw", "optax_muon", "clean_muon", "muon", "normpre_g", "normpre_l")
 
@@ -52,7 +52,6 @@ def suite(options: Options, on_cpu: bool) -> list[tuple[Callable, object]]:
             (stages.main, stages.Options(rows=64, columns=256, repeats=2, out=out)),
             (accuracy.main, accuracy.Options(rows=48, columns=96, rank=4, oversample=2, out=out)),
             (sketch_error.main, sketch_error.Options(steps=2, out=out)),
-            (end_to_end.main, end_to_end.Options(warmup=1, steps=2, out=out)),
             *against_torch(options, on_cpu),
         ]
     models = ["gpt2_small", "llama_1p3b_layer"] if on_cpu else ["gpt2_small", "llama_130m", "llama_1p3b", "qwen3_1p7b"]
@@ -69,7 +68,6 @@ def suite(options: Options, on_cpu: bool) -> list[tuple[Callable, object]]:
         *runs,
         (accuracy.main, accuracy.Options(out=out)),
         (sketch_error.main, sketch_error.Options(out=out)),
-        (end_to_end.main, end_to_end.Options(out=out)),
         *against_torch(options, on_cpu),
     ]
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from examples.benchmarks import __main__ as everything
-from examples.benchmarks import accuracy, end_to_end, optimizer_step, shapes, sketch_error, stages
+from examples.benchmarks import accuracy, optimizer_step, shapes, sketch_error, stages
 from normpre_optax import families
 
 pytestmark = pytest.mark.slow
@@ -86,16 +86,6 @@ def test_accuracy(tmp_path):
     assert all(row["gaussian"] < 1e-4 for row in rounding)
 
 
-@pytest.mark.thorough
-def test_end_to_end(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    end_to_end.main(end_to_end.Options(warmup=1, steps=2, out=tmp_path))
-    result = written(tmp_path, "end_to_end_first_run_cpu")
-    assert set(result["rows"]) == {"adamw", "muon", "mano", "normpre_g", "normpre_l"}
-    assert all(0 < row["optimizer_ms"] < row["step_ms"] for row in result["rows"].values())
-    assert result["rows"]["adamw"]["step_over_adamw"] == 1
-
-
 TINY_GPT2 = ["--model.layers", "1", "--model.width", "32", "--model.heads", "2", "--model.mlp-width", "64"]
 TINY_GPT2 += ["--model.context", "16", "--data.vocabulary", "300"]
 
@@ -162,7 +152,7 @@ def test_without_torch_the_train_step_is_left_out(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("tiny", [True, False])
 def test_the_suite_is_made_of_runs_that_exist(tmp_path, tiny, on_cpu):
     runs = everything.suite(everything.Options(out=tmp_path, tiny=tiny), on_cpu)
-    expected = {"optimizer_step", "stages", "accuracy", "sketch_error", "end_to_end"}
+    expected = {"optimizer_step", "stages", "accuracy", "sketch_error"}
     if importlib.util.find_spec("torch"):
         expected.add("train_step")
     assert {run.__module__.rpartition(".")[2] for run, _ in runs} == expected
