@@ -8,7 +8,7 @@ import math
 import pytest
 
 from examples.benchmarks import __main__ as everything
-from examples.benchmarks import accuracy, optimizer_step, shapes, sketch_error, stages
+from examples.benchmarks import accuracy, optimizer_step, shapes, stages
 from normpre_optax import families
 
 pytestmark = pytest.mark.slow
@@ -119,16 +119,6 @@ def test_other_work_than_torchs_is_refused(tmp_path, monkeypatch):
         train_step.main(options, [*TINY_GPT2, "--model.family", "llama"])
 
 
-@pytest.mark.thorough
-def test_sketch_error(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    sketch_error.main(sketch_error.Options(steps=4, rank=4, oversample=2, out=tmp_path))
-    result = written(tmp_path, "sketch_error_rank4")
-    # The first step of the warm start is the cold one; by the fourth it is ahead.
-    assert result["errors"]["warm, p = 1"][0] == pytest.approx(result["errors"]["cold, p = 1"][0], abs=1e-3)
-    assert result["errors"]["warm, p = 1"][-1] < result["errors"]["cold, p = 1"][-1]
-
-
 def test_all_of_them(tmp_path, monkeypatch):
     seen = []
 
@@ -152,7 +142,7 @@ def test_without_torch_the_train_step_is_left_out(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("tiny", [True, False])
 def test_the_suite_is_made_of_runs_that_exist(tmp_path, tiny, on_cpu):
     runs = everything.suite(everything.Options(out=tmp_path, tiny=tiny), on_cpu)
-    expected = {"optimizer_step", "stages", "accuracy", "sketch_error"}
+    expected = {"optimizer_step", "stages", "accuracy"}
     if importlib.util.find_spec("torch"):
         expected.add("train_step")
     assert {run.__module__.rpartition(".")[2] for run, _ in runs} == expected
