@@ -10,8 +10,9 @@ from normpre_optax.algorithm import normpre, normpre_g, normpre_l, scale_by_norm
 from normpre_optax.assemble import STATIC_ARGS
 from normpre_optax.family import families
 from normpre_optax.parameters.dims import MatrixDims
+from normpre_optax.parameters.explain import explain
 from normpre_optax.parameters.nnx import dims_from_nnx
-from normpre_optax.parameters.rules import default_matrix_dims, explain
+from normpre_optax.parameters.rules import default_matrix_dims
 from normpre_optax.recipes.adamuon import adamuon
 from normpre_optax.recipes.dion import dion
 from normpre_optax.recipes.mano import mano

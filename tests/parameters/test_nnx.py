@@ -12,8 +12,9 @@ from flax import nnx
 
 from normpre_optax.algorithm import normpre_g
 from normpre_optax.parameters.dims import MatrixDims
+from normpre_optax.parameters.explain import explain
 from normpre_optax.parameters.nnx import dims_from_nnx
-from normpre_optax.parameters.rules import explain, resolve
+from normpre_optax.parameters.rules import resolve
 
 VOCABULARY, LENGTH, WIDTH, HIDDEN, HEADS, LAYERS = 50, 5, 16, 32, 4, 3
 
