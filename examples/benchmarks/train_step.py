@@ -42,7 +42,6 @@ from examples.pretrain.train import TrainState, compute_dtype, make_train_step, 
 
 OPTIMIZERS = ("adamw", "normpre_g", "normpre_l")
 TORCH = "torch_adamw"
-PARTS = ("forward", "forward_backward", "update", "step")
 
 # In float32 (6e-8) a sum of a thousand products is off by a few 1e-6 at worst; a mean over tokens and a norm over all
 # parameters average that, and come out within 1e-6. The other form of GELU, by erf, moves the gradient's norm by 2e-5

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table that `explain` prints; tests/test_meshes.py and tests/parameters/test_nnx.py have more of it."""
+"""The table that `explain` prints; what it says of meshes is held by their tests."""
 
 import re
 
