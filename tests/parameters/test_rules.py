@@ -18,6 +18,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.rules import Choice, default_matrix_dims, resolve
+from tests.parameters.tables import chosen
 
 IN_OUT, OUT_IN = MatrixDims(inputs=0, outputs=1), MatrixDims(inputs=1, outputs=0)
 STACKED = MatrixDims(inputs=1, outputs=2)
@@ -26,10 +27,6 @@ TO_HEADS, FROM_HEADS = MatrixDims(inputs=0, outputs=(1, 2)), MatrixDims(inputs=(
 
 def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def chosen(params, matrix_dims=None):
-    return {path: choice.dims for path, choice in resolve(params, matrix_dims).items()}
 
 
 def tree(**leaves):
