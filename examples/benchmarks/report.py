@@ -56,9 +56,9 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value else ""
 
 
-def write(folder: Path, name: str, result: dict, table: str) -> Path:
+def write(folder: Path, name: str, result: dict, page: str) -> Path:
     """Writes ``name.json`` and ``name.md``; returns their path without the ending."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-    (folder / f"{name}.md").write_text(table)
+    (folder / f"{name}.md").write_text(page)
     return folder / name
