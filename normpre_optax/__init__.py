@@ -19,8 +19,9 @@ from normpre_optax.family import STATIC_ARGS, families
 from normpre_optax.hybrid import hybrid
 from normpre_optax.options import static_args
 from normpre_optax.parameters.dims import MatrixDims
+from normpre_optax.parameters.explain import explain
 from normpre_optax.parameters.nnx import dims_from_nnx
-from normpre_optax.parameters.rules import default_matrix_dims, explain
+from normpre_optax.parameters.rules import default_matrix_dims
 from normpre_optax.recipes.adamuon import adamuon, scale_by_adamuon
 from normpre_optax.recipes.dion import dion, scale_by_dion
 from normpre_optax.recipes.mano import mano, scale_by_mano

@@ -170,8 +170,7 @@ def trace_matched_spectra(x: jax.Array) -> Spectra:
         Normalize-Then-Precondition, "Eigenspectra Before and After Normalization".
     """
     x = _lifted(x)
-    matched = singular_values(unit_frobenius(x)) ** 2 * x.shape[-2]
-    return Spectra(matched, singular_values(unit_rows(x)) ** 2)
+    return Spectra(_trace_matched(x), singular_values(unit_rows(x)) ** 2)
 
 
 def mode_energies(psi: jax.Array, rank: int = 32) -> ModeEnergies:
@@ -218,7 +217,7 @@ def active_modes(psi: jax.Array) -> jax.Array:
         >>> print(diagnostics.active_modes(jnp.diag(jnp.array([4.0, 3.0, 0.5]))))
         2
     """
-    return jnp.sum(singular_values(_lifted(psi)) > 1, axis=-1, dtype=jnp.int32)
+    return _count(singular_values(_lifted(psi)) > 1)
 
 
 def stable_rank(x: jax.Array) -> jax.Array:
@@ -345,7 +344,7 @@ def radial_factor(weight: jax.Array, tangent_radius: jax.typing.ArrayLike = 1.0)
         Normalize-Then-Precondition, "Relaxed Tangent Momentum".
     """
     factor = 1 - (row_norms(_lifted(weight))[..., 0] / tangent_radius) ** 2
-    return RadialFactor(factor.mean(-1), factor.min(-1), jnp.sum(factor < 0, axis=-1, dtype=jnp.int32))
+    return RadialFactor(factor.mean(-1), factor.min(-1), _count(factor < 0))
 
 
 @functools.partial(jax.jit, static_argnames=("rank", "power_iterations"))
@@ -479,8 +478,8 @@ class _Case:
 
     momentum: jax.Array
     weight: jax.Array
-    gradient: jax.Array | None
-    update: jax.Array | None
+    gradient: Any  # None only where nothing that is asked for needs it
+    update: Any
     rank: int
     tangent: str
     tangent_radius: jax.typing.ArrayLike
@@ -494,30 +493,17 @@ class _Case:
         """Singular values of Psi."""
         return _cleaned(singular_values(self.signal.psi), self.signal.psi.shape)
 
-    def spectra(self) -> Spectra:
-        x = unit_frobenius(self.signal.x)
-        return Spectra(singular_values(x) ** 2 * x.shape[-2], self.values**2)
-
-    def alignment(self) -> jax.Array:
-        assert self.gradient is not None
-        assert self.update is not None
-        return descent_alignment(self.gradient, -self.update)
-
-    def rms(self) -> jax.Array:
-        assert self.update is not None
-        return update_rms(self.update)
-
 
 _MEASURES: Mapping[str, Callable[[_Case], Any]] = {
-    "spectra": lambda case: case.spectra(),
+    "spectra": lambda case: Spectra(_trace_matched(case.signal.x), case.values**2),
     "mode_energies": lambda case: _energies(case.values, case.rank),
-    "active_modes": lambda case: jnp.sum(case.values > 1, axis=-1, dtype=jnp.int32),
+    "active_modes": lambda case: _count(case.values > 1),
     "stable_rank": lambda case: _stable_rank(case.values),
     "condition_number": lambda case: _condition_number(case.values),
     "row_norms": lambda case: row_norm_statistics(case.weight),
     "radial_factor": lambda case: radial_factor(case.weight, case.tangent_radius),
-    "alignment": lambda case: case.alignment(),
-    "update_rms": lambda case: case.rms(),
+    "alignment": lambda case: descent_alignment(case.gradient, -case.update),
+    "update_rms": lambda case: update_rms(case.update),
 }
 _NEEDS = {"alignment": ("gradient", "update"), "update_rms": ("update",)}
 
@@ -571,13 +557,11 @@ def measure(
         [1.] [1]
     """
     given = {"gradient": gradient, "update": update}
-    if names is None:
-        names = [name for name in NAMES if all(given[need] is not None for need in _NEEDS.get(name, ()))]
-    names = check_names(names)
+    missing = {name: [need for need in _NEEDS.get(name, ()) if given[need] is None] for name in NAMES}
+    names = check_names([name for name in NAMES if not missing[name]] if names is None else names)
     for name in names:
-        for need in _NEEDS.get(name, ()):
-            if given[need] is None:
-                raise ValueError(f"the diagnostic {name!r} needs the argument {need}")
+        if missing[name]:
+            raise ValueError(f"the diagnostic {name!r} needs the argument {missing[name][0]}")
     if orientation not in ORIENTATIONS:
         raise ValueError(f"{orientation=} is not one of {ORIENTATIONS}")
     if rank < 1:
@@ -622,10 +606,18 @@ def _lifted(x: jax.Array) -> jax.Array:
     return x.astype(working_dtype(x.dtype))
 
 
+def _trace_matched(x: jax.Array) -> jax.Array:
+    return singular_values(unit_frobenius(x)) ** 2 * x.shape[-2]
+
+
 def _cleaned(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Singular values of matrices of this shape, with zeros in place of rounding noise."""
     noise = max(shape[-2:]) * jnp.finfo(values.dtype).eps * values[..., :1]
     return jnp.where(values <= noise, 0, values)
+
+
+def _count(chosen: jax.Array) -> jax.Array:
+    return jnp.sum(chosen, axis=-1, dtype=jnp.int32)
 
 
 def _energies(values: jax.Array, rank: int) -> ModeEnergies:
@@ -633,10 +625,8 @@ def _energies(values: jax.Array, rank: int) -> ModeEnergies:
     above = values > 1
     top = above & (jnp.arange(values.shape[-1]) < rank)
 
-    def total(chosen: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(chosen, energy, 0), axis=-1)
-
-    return ModeEnergies(total(top), total(above & ~top), total(values < 1))
+    parts = (top, above & ~top, values < 1)
+    return ModeEnergies(*(jnp.sum(jnp.where(part, energy, 0), axis=-1) for part in parts))
 
 
 def _stable_rank(values: jax.Array) -> jax.Array:

@@ -19,6 +19,18 @@ SHAPES = {"tall": (12, 5), "wide": (5, 12), "square": (7, 7), "stack": (3, 8, 5)
 DIMS = {name: npo.MatrixDims(inputs=len(shape) - 2, outputs=len(shape) - 1) for name, shape in SHAPES.items()}
 
 
+def gaussian(shape, seed=0):
+    """The same standard Gaussian numbers for the same seed, in float64."""
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def with_spectrum(m, n, singular_values, seed=0):
+    """U diag(s) V^T with random orthonormal U, V."""
+    u, _ = np.linalg.qr(gaussian((m, len(singular_values)), seed))
+    v, _ = np.linalg.qr(gaussian((n, len(singular_values)), seed + 1))
+    return u @ np.diag(singular_values) @ v.T
+
+
 def to_layout(matrices):
     """(…, out, in) to the layout of the parameters, (…, in, out)."""
     return {name: np.swapaxes(x, -1, -2) for name, x in matrices.items()}

@@ -11,21 +11,10 @@ import pytest
 
 from normpre_optax import MatrixDims, diagnostics
 from tests import cases, reference
-from tests.cases import EPS32
+from tests.cases import EPS32, gaussian, with_spectrum
 
 # In float64, all numbers below are a few hundred sums and a decomposition away from NumPy's.
 ATOL = 1e-11
-
-
-def gaussian(shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
-def known(values, m, n, seed=0):
-    """A matrix (m, n) with these singular values."""
-    u = np.linalg.qr(gaussian((m, m), seed))[0]
-    v = np.linalg.qr(gaussian((n, n), seed + 1))[0]
-    return (u[:, : len(values)] * values) @ v[: len(values)]
 
 
 def weight(m=5, n=8, seed=3):
@@ -71,7 +60,7 @@ def test_spectra_do_not_depend_on_the_scale(scale):
 def test_mode_energies_are_the_papers_sums(x64, rank):
     sigma = np.array([3.0, 2.0, 1.5, 1.0, 0.5, 0.0])  # one mode at one, one missing
     energy = (sigma - 1) ** 2
-    found = diagnostics.mode_energies(jnp.asarray(known(sigma, 6, 9)), rank)
+    found = diagnostics.mode_energies(jnp.asarray(with_spectrum(6, 9, sigma)), rank)
     expected = [energy[:3][:rank].sum(), energy[:3][rank:].sum(), energy[4]]
     close(jnp.stack(found), expected)
     close(jnp.stack(found.shares()), expected / np.sum(expected))
@@ -87,7 +76,7 @@ def test_energies_are_what_both_variants_change(x64):
 
 
 def test_counts_ranks_and_condition(x64):
-    x = jnp.asarray(np.stack([known([4.0, 2.0, 0.5], 3, 5), known([4.0, 2.0, 0.0], 3, 5)]))
+    x = jnp.asarray(np.stack([with_spectrum(3, 5, s) for s in ([4.0, 2.0, 0.5], [4.0, 2.0, 0.0])]))
     close(diagnostics.active_modes(x), [2, 2])
     close(diagnostics.stable_rank(x), [(16 + 4 + 0.25) / 16, 20 / 16])
     close(diagnostics.condition_number(x), [8, np.inf])
@@ -136,7 +125,7 @@ def test_principal_angles_small_and_large(x64):
 
 @pytest.mark.parametrize(("shape", "power_iterations"), [((6, 10), 0), ((10, 6), 2)])
 def test_sketch_error_is_the_distance_of_the_references_preconditioners(x64, shape, power_iterations):
-    psi = known([4.0, 2.5, 1.5, 1.2, 0.5, 0.2], *shape)
+    psi = with_spectrum(*shape, [4.0, 2.5, 1.5, 1.2, 0.5, 0.2])
     omega, rank = gaussian((4, 10), 5), 3
     found = diagnostics.sketch_error(jnp.asarray(psi), jnp.asarray(omega), rank, power_iterations)
     wide = psi if shape[0] < shape[1] else psi.T

@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
 
 def write(folder: Path, content: dict[str, Any]) -> str:
-    """Write the ablation's data, figure (PNG and SVG) and page into ``folder``; returns the table."""
+    """Write the ablation's data, figure (PNG) and page into ``folder``; returns the table."""
     name = content["name"]
     (folder / f"{name}.json").write_text(json.dumps(content) + "\n")
     save(draw(content), folder / name)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -48,7 +47,7 @@ SHOWN_FROM_SHARE = 0.1
 
 
 def write(folder: Path, content: dict[str, Any]) -> str:
-    """Write ``comparison.json``, the figures (PNG and SVG) and ``README.md`` into ``folder``; returns table 1."""
+    """Write ``comparison.json``, the figures (PNG) and ``README.md`` into ``folder``; returns table 1."""
     (folder / "comparison.json").write_text(json.dumps(content) + "\n")
     drawn = draw(folder, content)
     table = losses_table(content)
@@ -68,12 +67,8 @@ def draw(folder: Path, content: dict[str, Any]) -> list[str]:
 
 
 def save(figure: Figure, file: Path) -> None:
-    """The figure as ``file.png`` and ``file.svg``, which are the same whenever they are drawn."""
-    with matplotlib.rc_context({"svg.hashsalt": file.name}):
-        for suffix in ("png", "svg"):
-            svg, png = {"metadata": {"Date": None}}, {"pil_kwargs": {"optimize": True}}
-            own: dict[str, Any] = svg if suffix == "svg" else png
-            figure.savefig(file.with_name(f"{file.name}.{suffix}"), dpi=200, **own)
+    """The figure as ``file.png``, which is the same whenever it is drawn."""
+    figure.savefig(file.with_name(f"{file.name}.png"), dpi=200, pil_kwargs={"optimize": True})
 
 
 def optimizers(content: dict[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ LINES = ("gradient_norm", "alignment", "losses")
 
 
 def draw(folder: Path, runs: Sequence[Run]) -> list[str]:
-    """All figures as PNG and SVG; returns their names."""
+    """All figures as PNG; returns their names."""
     panels: dict[str, Callable[[Axes, Run], None]] = {}
     for orientation in ("rows", "columns"):
         panels[f"spectra_{orientation}"] = lambda axes, run, o=orientation: draw_spectra(axes, run, o)

@@ -183,7 +183,7 @@ def markdown(content: dict[str, Any], drawn: Sequence[str]) -> str:
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """The figures (PNG and SVG), ``figures.json`` and ``README.md``."""
+    """The figures (PNG), ``figures.json`` and ``README.md``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "figures.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
     (folder / "README.md").write_text(markdown(content, figure_drawing.draw(folder, content["runs"])))

@@ -16,7 +16,7 @@ import jax
 import tyro
 from rich.console import Console
 
-from examples.benchmarks import accuracy, end_to_end, optimizer_step, sketch_error, small_eigh, stages
+from examples.benchmarks import accuracy, optimizer_step, stages
 
 SKETCHES_AND_PEERS = ("adamw", "optax_muon", "clean_muon", "muon", "normpre_g", "normpre_l")
 
@@ -51,9 +51,6 @@ def suite(options: Options, on_cpu: bool) -> list[tuple[Callable, object]]:
             (optimizer_step.main, optimizer_step.Options(model="tiny", repeats=1, out=out)),
             (stages.main, stages.Options(rows=64, columns=256, repeats=2, out=out)),
             (accuracy.main, accuracy.Options(rows=48, columns=96, rank=4, oversample=2, out=out)),
-            (small_eigh.main, small_eigh.Options(sizes=(12,), batch=2, repeats=1, out=out)),
-            (sketch_error.main, sketch_error.Options(steps=2, out=out)),
-            (end_to_end.main, end_to_end.Options(warmup=1, steps=2, out=out)),
             *against_torch(options, on_cpu),
         ]
     models = ["gpt2_small", "llama_1p3b_layer"] if on_cpu else ["gpt2_small", "llama_130m", "llama_1p3b", "qwen3_1p7b"]
@@ -66,16 +63,7 @@ def suite(options: Options, on_cpu: bool) -> list[tuple[Callable, object]]:
     compiled = optimizer_step.Options(model="llama_1p3b", optimizers=SKETCHES_AND_PEERS, compile_only=True, out=out)
     runs.append((optimizer_step.main, compiled))
     runs += [(stages.main, stages.Options(rows=r, columns=c, out=out)) for r, c in ((768, 3072), (3072, 768))]
-    # 32 is the largest size of the GPU's batched Jacobi; a GPU has room for many thresholds at once.
-    small = small_eigh.Options(out=out) if on_cpu else small_eigh.Options((32, 40, 72, 136), shifts=15, out=out)
-    return [
-        *runs,
-        (accuracy.main, accuracy.Options(out=out)),
-        (small_eigh.main, small),
-        (sketch_error.main, sketch_error.Options(out=out)),
-        (end_to_end.main, end_to_end.Options(out=out)),
-        *against_torch(options, on_cpu),
-    ]
+    return [*runs, (accuracy.main, accuracy.Options(out=out)), *against_torch(options, on_cpu)]
 
 
 def main(options: Options) -> None:

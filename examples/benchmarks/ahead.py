@@ -283,11 +283,11 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         f"{step[0].upper()}{step[1:]} on one {result['chip']}, {layers}: **{result['what']}.** {result['assumptions']}",
         "",
-        *_table(rows, {title: f for title, f in columns(gpu).items() if title not in _hidden(result)}),
+        *report.table("", {title: f for title, f in columns(gpu).items() if title not in _hidden(result)}, rows),
         "",
         f"Where the time goes, ms ({'kernels' if gpu else 'cycles'} and eigh), by the scope that an operation has:",
         "",
-        *_table(rows, {stage: _stage_ms(stage) for stage in (*machine_cost.STAGES, "other")}),
+        *report.table("", {stage: _stage_ms(stage) for stage in (*machine_cost.STAGES, "other")}, rows),
     ]
     unpriced = [
         f"{name}: " + ", ".join(f"{what} x {times:g}" for what, times in row["unpriced"].items())
@@ -302,8 +302,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 def columns(gpu: bool) -> dict[str, Callable[[dict], str]]:
     """Titles of the first table, and what stands under them."""
-    figure = lambda key: lambda row: _number(row[key])  # noqa: E731
-    scaled = lambda key, unit: lambda row: _number(row[key] / unit)  # noqa: E731
+    number = report.number
+    figure = lambda key: lambda row: number(row[key])  # noqa: E731
+    scaled = lambda key, unit: lambda row: number(row[key] / unit)  # noqa: E731
     return {
         "ms": figure("ms"),
         "kernels ms" if gpu else "cycles ms": figure("compute_ms"),
@@ -313,7 +314,7 @@ def columns(gpu: bool) -> dict[str, Callable[[dict], str]]:
         **({"kernels": lambda row: f"{row['kernels']:,.0f}"} if gpu else {}),
         "/ AdamW": figure("over_adamw"),
         "/ optax Muon": figure(f"over_{BASELINE}"),
-        "TFLOP": lambda row: ", ".join(f"{_number(n / 1e12)} {kind}" for kind, n in row["flops"].items()),
+        "TFLOP": lambda row: ", ".join(f"{number(n / 1e12)} {kind}" for kind, n in row["flops"].items()),
         "bytes / weight": figure("hbm_bytes_per_weight"),
         "peak GB": scaled("peak_bytes", 1e9),
         "arguments GB": scaled("argument_bytes", 1e9),
@@ -332,26 +333,7 @@ def _hidden(result: dict[str, Any]) -> set[str]:
 
 
 def _stage_ms(stage: str) -> Callable[[dict], str]:
-    return lambda row: _number(row["stages"][stage]["compute_ms"] + row["stages"][stage]["eigh_ms"])
-
-
-def _table(rows: dict[str, dict], chosen: dict[str, Callable[[dict], str]]) -> list[str]:
-    """Markdown; columns that are empty everywhere are left out."""
-    cells = {name: {title: _cell(f, row) for title, f in chosen.items()} for name, row in rows.items()}
-    titles = [title for title in chosen if any(row[title] for row in cells.values())]
-    lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
-    return lines + [f"| {name} | {' | '.join(row[title] for title in titles)} |" for name, row in cells.items()]
-
-
-def _cell(f: Callable[[dict], str], row: dict) -> str:
-    try:
-        return f(row)
-    except KeyError:  # not there, such as a ratio to what is not in the table
-        return ""
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value else ""
+    return lambda row: report.number(row["stages"][stage]["compute_ms"] + row["stages"][stage]["eigh_ms"])
 
 
 def chosen_names(options: Options) -> list[str]:

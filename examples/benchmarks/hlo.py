@@ -126,9 +126,9 @@ def cost(text: str, turns: float | None = None) -> Cost:
     return Cost({kind: n for kind, n in totals.items() if n}, total(executed(program, flops, turns), flops))
 
 
-def total(done: list[Executed], price: Callable[[Instruction, Computation], float], rare: bool = False) -> float:
-    """The sum of ``price``, over what is always done or over what is rare."""
-    return sum(e.times * price(e.instruction, e.computation) for e in done if e.rare == rare)
+def total(done: list[Executed], price: Callable[[Instruction, Computation], float]) -> float:
+    """The sum of ``price`` over all but what is rare."""
+    return sum(e.times * price(e.instruction, e.computation) for e in done if not e.rare)
 
 
 # --- Reading -----------------------------------------------------------------------------------------------------

@@ -253,8 +253,8 @@ def markdown(result: dict) -> str:
         "",
     ]
     columns = {
-        "ms": lambda row: _ms(row["median_ms"]),
-        "fastest to slowest": lambda row: f"{_ms(row['min_ms'])} to {_ms(row['max_ms'])}",
+        "ms": lambda row: report.number(row["median_ms"]),
+        "fastest to slowest": lambda row: f"{report.number(row['min_ms'])} to {report.number(row['max_ms'])}",
         "/ optax Muon": lambda row: f"{row[f'over_{BASELINE}']:.3g}",
         "/ clean Muon": lambda row: f"{row['over_clean_muon']:.3g}",
         "/ AdamW": lambda row: f"{row['over_adamw']:.3g}",
@@ -263,22 +263,7 @@ def markdown(result: dict) -> str:
         "state / weights": lambda row: f"{row['state_per_parameter_byte']:.2f}",
         "temporaries / weights": lambda row: f"{row['temporaries_per_parameter_byte']:.2f}",
     }
-    cells = {name: {title: _cell(f, row) for title, f in columns.items()} for name, row in result["rows"].items()}
-    titles = [title for title in columns if any(row[title] for row in cells.values())]
-    lines += [f"| optimizer | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
-    lines += [f"| {name} | {' | '.join(row[title] for title in titles)} |" for name, row in cells.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _ms(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _cell(f: Callable[[dict], str], row: dict) -> str:
-    try:
-        return f(row)
-    except KeyError:  # not measured
-        return ""
+    return "\n".join([*lines, *report.table("optimizer", columns, result["rows"])]) + "\n"
 
 
 def plot(result: dict, file: Path) -> None:

@@ -42,7 +42,6 @@ from examples.pretrain.train import TrainState, compute_dtype, make_train_step, 
 
 OPTIMIZERS = ("adamw", "normpre_g", "normpre_l")
 TORCH = "torch_adamw"
-PARTS = ("forward", "forward_backward", "update", "step")
 
 # In float32 (6e-8) a sum of a thousand products is off by a few 1e-6 at worst; a mean over tokens and a norm over all
 # parameters average that, and come out within 1e-6. The other form of GELU, by erf, moves the gradient's norm by 2e-5
@@ -281,7 +280,6 @@ def summary(command: str, config: Config, seconds: dict, found: dict) -> dict:
 def markdown(result: dict) -> str:
     """The report as a table."""
     model, rows, last = result["model"], result["rows"], result["last_loss"]
-    with_mfu = "mfu" in rows["adamw"]
     lines = [
         f"`{result['command']}`, {result['date']}, {result['machine']['device']} ({result['machine']['cores']} cores), "
         f"jax {result['versions']['jax']}, torch {result['versions']['torch']} ({result['torch_is']}); "
@@ -293,21 +291,17 @@ def markdown(result: dict) -> str:
         f"gradients' norms by {result['float32_difference']['gradient_norm']:.0e}, relatively. The last step's loss is "
         f"{last['adamw']:.4f} with our AdamW, {last[TORCH]:.4f} with torch's.",
         "",
-        "| | step, ms | forward | forward + backward | clip + update | tokens / s |" + (" MFU |" if with_mfu else ""),
-        "|---|---|---|---|---|---|" + ("---|" if with_mfu else ""),
     ]
-    for name, row in rows.items():
-        cells = [_cell(row, part) for part in ("step", "forward", "forward_backward", "update")]
-        cells.append(f"{row['tokens_per_second']:,.0f}")
-        cells += [f"{row['mfu']:.1%}"] if with_mfu else []
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(row: dict[str, float], part: str) -> str:
-    if f"{part}_ms" not in row:  # the same as AdamW's
-        return ""
-    return f"{row[f'{part}_ms']:.1f} ({row[f'{part}_over_torch']:.2f})"
+    part = lambda name: lambda row: f"{row[f'{name}_ms']:.1f} ({row[f'{name}_over_torch']:.2f})"  # noqa: E731
+    columns = {
+        "step, ms": part("step"),
+        "forward": part("forward"),
+        "forward + backward": part("forward_backward"),
+        "clip + update": part("update"),
+        "tokens / s": lambda row: f"{row['tokens_per_second']:,.0f}",
+        "MFU": lambda row: f"{row['mfu']:.1%}",
+    }
+    return "\n".join([*lines, *report.table("", columns, rows)]) + "\n"
 
 
 def main(options: Options, overrides: Sequence[str] = ()) -> None:

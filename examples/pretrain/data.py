@@ -72,7 +72,7 @@ def open_corpus(config: DataConfig, say: Callable[[str], None]) -> Dataset:
 
 
 def load(folder: Path) -> Dataset:
-    """Map the token files of ``folder``, checking their sizes; ``verify`` checks their content.
+    """Map the token files of ``folder``, checking their sizes.
 
     Raises:
         RunError: where a file is missing, cut short, or belongs to another tokenizer.
@@ -103,25 +103,6 @@ def load(folder: Path) -> Dataset:
     if not same_tokenizer or largest >= rows:
         raise RunError(f"{folder}/tokenizer.json is not the token files' tokenizer: delete {folder} to make it anew")
     return dataset
-
-
-def verify(dataset: Dataset) -> None:
-    """Compare the content of the token files with the manifest's checksums, reading all of them.
-
-    Raises:
-        RunError: naming a file that has changed.
-    """
-    for split in SPLITS:
-        sums = dataset.manifest[split]
-        expected = {f"{split}.bin": sums["sha256"]}
-        if dataset.padded:
-            expected[f"{split}.offsets"] = sums["offsets_sha256"]
-        for name, checksum in expected.items():
-            if sha256(dataset.folder / name) != checksum:
-                raise RunError(
-                    f"{dataset.folder / name} is not what was prepared (another checksum): "
-                    f"delete {dataset.folder} to make it anew"
-                )
 
 
 def bytes_per_token(dataset: Dataset) -> np.ndarray:

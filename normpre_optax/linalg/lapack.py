@@ -8,6 +8,8 @@ matrix, under ``jax.vmap`` too. Elsewhere the batched routine is used.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,16 @@ import jax.numpy as jnp
 from normpre_optax.platforms import by_platform
 
 
-def _walk(f, x: jax.Array):
-    """``f`` of each matrix of a stack ``(..., m, n)``, in turn."""
-    one = jax.custom_batching.sequential_vmap(f)
-    for _ in x.shape[:-2]:
-        one = functools.partial(jax.lax.map, one)
-    return one(x)
+def _factorise(f: Callable, x: jax.Array) -> Any:
+    """``f`` of a stack ``(..., m, n)``; on CPU of each of its matrices, in turn."""
+
+    def walk(x: jax.Array) -> Any:
+        one = jax.custom_batching.sequential_vmap(f)
+        for _ in x.shape[:-2]:
+            one = functools.partial(jax.lax.map, one)
+        return one(x)
+
+    return by_platform(x, cpu=walk, default=f)
 
 
 def eigh(a: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -38,9 +44,7 @@ def eigh(a: jax.Array) -> tuple[jax.Array, jax.Array]:
         >>> print(eigh(jnp.diag(jnp.array([1.0, 3.0, 2.0])))[0])
         [3. 2. 1.]
     """
-    values, vectors = by_platform(
-        a, cpu=lambda x: _walk(lambda y: tuple(jnp.linalg.eigh(y)), x), default=lambda x: tuple(jnp.linalg.eigh(x))
-    )
+    values, vectors = _factorise(lambda x: tuple(jnp.linalg.eigh(x)), a)
     return values[..., ::-1], vectors[..., ::-1]
 
 
@@ -60,12 +64,7 @@ def svd(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         >>> print(svd(jnp.array([[0.0, 2.0], [1.0, 0.0]]))[1])
         [2. 1.]
     """
-
-    def thin(y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        u, s, vt = jnp.linalg.svd(y, full_matrices=False)
-        return u, s, vt
-
-    return by_platform(x, cpu=lambda y: _walk(thin, y), default=thin)
+    return _factorise(lambda y: tuple(jnp.linalg.svd(y, full_matrices=False)), x)
 
 
 @jax.jit
@@ -84,8 +83,4 @@ def singular_values(x: jax.Array) -> jax.Array:
         >>> print(singular_values(jnp.array([[0.0, 2.0], [1.0, 0.0]])))
         [2. 1.]
     """
-
-    def values(y: jax.Array) -> jax.Array:
-        return jnp.linalg.svd(y, compute_uv=False)
-
-    return by_platform(x, cpu=lambda y: _walk(values, y), default=values)
+    return _factorise(lambda y: jnp.linalg.svd(y, compute_uv=False), x)

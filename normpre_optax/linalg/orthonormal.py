@@ -131,13 +131,13 @@ def shifted(g: jax.Array) -> jax.Array:
     return g + 4 * size * jnp.finfo(g.dtype).eps * trace * jnp.eye(size, dtype=g.dtype)
 
 
-def orthonormal_rows(y: jax.Array, passes: int = 3) -> jax.Array:
-    """Orthonormal basis of the row span of ``y``.
+def orthonormal_rows(y: jax.Array) -> jax.Array:
+    """Orthonormal basis of the row span of ``y``, by three passes of Cholesky-QR, all but the last one shifted.
+
+    Three make up for any condition number that the dtype can represent.
 
     Args:
         y: matrices ``(..., l, m)``, ``l <= m``.
-        passes: Cholesky-QR passes, all but the last one shifted; three make up for any condition number that the dtype
-            can represent.
 
     Returns:
         ``Q`` of shape ``(..., l, m)`` with ``Q Q^T = I`` on the numerical range of ``y``. Rows beyond its rank are
@@ -159,4 +159,4 @@ def orthonormal_rows(y: jax.Array, passes: int = 3) -> jax.Array:
         return exact_product(inverse_cholesky(exact_product(y, y.mT), spare), y)
 
     y = y / jnp.where(peak == 0, 1, peak)
-    return one_pass(jax.lax.fori_loop(0, passes - 1, lambda _, y: one_pass(y, spare=True), y), spare=False)
+    return one_pass(jax.lax.fori_loop(0, 2, lambda _, y: one_pass(y, spare=True), y), spare=False)

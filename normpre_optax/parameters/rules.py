@@ -2,7 +2,7 @@
 """Which parameters are matrices, and along which axes: rules from a name and a shape to `MatrixDims`, or AdamW.
 
 `default_matrix_dims` reads one leaf by its name, its shape and what the tree around it shows; `resolve` applies the
-default or the user's `matrix_dims` to a whole tree; `explain` prints the outcome.
+default or the user's `matrix_dims` to a whole tree; `parameters/explain.py` prints the outcome.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import tree_util
-from jax.sharding import AbstractMesh, AxisType, Mesh
 from optax.contrib import MuonDimensionNumbers
 
-from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, check_dims, matrix_shape, matrix_spec
+from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, check_dims
 from normpre_optax.parameters.leaves import (
     QUERIES,
     Leaf,
@@ -33,7 +32,6 @@ from normpre_optax.parameters.leaves import (
     views,
     words,
 )
-from normpre_optax.parameters.sharing import check_spec, shares, specs_of, stack_of
 
 _OUTPUTS = {"out", "output", "o", "o_proj", "out_proj", "output_proj", "proj", "c_proj", "to_out", "wo", "w_o"}
 _ATTENTION = {"attn", "attention", "mha", "mhsa", "msa", "mqa", "gqa", "multihead", "sa"}
@@ -69,27 +67,6 @@ class UncoveredError(ValueError):
     def __init__(self, message: str, why: str):
         super().__init__(message)
         self.why = why
-
-
-def path_string(key_path: tuple[Any, ...]) -> str:
-    """Joins a jax key path into a parameter's name.
-
-    The inner attribute of a Flax variable or box (a trailing `.value`) is not part of it.
-
-    Args:
-        key_path: as `jax.tree_util.tree_flatten_with_path` gives it.
-
-    Returns:
-        The "/"-joined name.
-
-    Example:
-        >>> tree = {"blocks": [{"kernel": 1.0}]}
-        >>> [path_string(path) for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
-        ['blocks/0/kernel']
-    """
-    if key_path and isinstance(key_path[-1], tree_util.GetAttrKey) and key_path[-1].name in ("value", "raw_value"):
-        key_path = key_path[:-1]
-    return "/".join(key_names(key_path))
 
 
 def default_matrix_dims(path: str, leaf: Any) -> MatrixDims | None:
@@ -242,7 +219,7 @@ def _by_shape(path: str, leaf: Leaf) -> tuple[MatrixDims | None, str]:
         raise _uncovered(path, leaf, why)
     layers = _layer_axes(parts, leaf)
     rest = tuple(range(layers, leaf.ndim))
-    stacked = f", {_count(layers, 'layer axis', 'layer axes')} in front" if layers else ""
+    stacked = f", {counted(layers, 'layer axis', 'layer axes')} in front" if layers else ""
     if len(rest) < 2:
         return None, "stacked vector"
     if len(rest) == 2:
@@ -252,6 +229,11 @@ def _by_shape(path: str, leaf: Leaf) -> tuple[MatrixDims | None, str]:
         raise _uncovered(path, leaf)
     layout = "(d, heads, size)" if isinstance(dims.inputs, int) else "(heads, size, d)"
     return dims, f"attention {layout}{stacked}"
+
+
+def counted(n: int, one: str, many: str) -> str:
+    """`n` things in words: "1 matrix", "48 matrices"."""
+    return f"{n:,} {one if n == 1 else many}"
 
 
 def _layer_axes(parts: list[str], leaf: Leaf) -> int:
@@ -329,21 +311,23 @@ def resolve(params: Any, matrix_dims: Any = None) -> dict[str, Choice]:
         >>> [(choice.path, choice.dims is not None) for choice in resolve(params).values()]
         [('up/bias', False), ('up/kernel', True)]
     """
-    choose = _chooser(params, matrix_dims)
-    return {path: _choice(path, leaf, choose) for path, leaf in views(params).items()}
+    choose = chooser(params, matrix_dims)
+    return {path: decide(path, leaf, choose) for path, leaf in views(params).items()}
 
 
-_Chooser = Callable[[str, Leaf], tuple[MatrixDims | None, str]]
+Chooser = Callable[[str, Leaf], tuple[MatrixDims | None, str]]
 
 
-def _choice(path: str, leaf: Leaf, choose: _Chooser) -> Choice:
+def decide(path: str, leaf: Leaf, choose: Chooser) -> Choice:
+    """One parameter's `Choice`, its axes checked."""
     dims, reason = choose(path, leaf)
     if dims is not None:
         check_dims(path, leaf.shape, dims)
     return Choice(path, leaf.shape, dims, reason)
 
 
-def _chooser(params: Any, matrix_dims: Any) -> _Chooser:
+def chooser(params: Any, matrix_dims: Any) -> Chooser:
+    """What `matrix_dims` says of a parameter, and why, whichever of its kinds it is."""
     if matrix_dims is None:
         return default_choice
     if _is_tree(matrix_dims):
@@ -389,7 +373,7 @@ def _positional(function: Callable[..., Any]) -> int:
     return sum(p.kind in kinds and p.default is p.empty for p in parameters)
 
 
-def _from_rule(rule: Callable[[str, Leaf], Any]) -> _Chooser:
+def _from_rule(rule: Callable[[str, Leaf], Any]) -> Chooser:
     def choose(path: str, leaf: Leaf) -> tuple[MatrixDims | None, str]:
         return _given(path, leaf, _entry(path, rule(path, leaf)))
 
@@ -415,7 +399,7 @@ def _entry(path: str, value: Any) -> MatrixDims | None:
         raise TypeError(f"matrix_dims for parameter {path!r}: {error}") from None
 
 
-def _from_tree(params: Any, tree: Any) -> _Chooser:
+def _from_tree(params: Any, tree: Any) -> Chooser:
     """Matches a (prefix) tree to the parameters by the names along their paths, so that boxes make no difference."""
     entries = dict(_tree_entries(tree))
     given: dict[str, MatrixDims | None] = {}
@@ -457,105 +441,3 @@ def _places(params: Any) -> Iterator[tuple[str, ...]]:
     for key_path, node in tree_util.tree_flatten_with_path(params, is_leaf=is_gap)[0]:
         if is_gap(node):
             yield key_names(key_path)
-
-
-def explain(params: Any, matrix_dims: Any = None, *, mesh: Any = None, shardings: Any = None) -> str:
-    """Shows what becomes of every parameter.
-
-    Args:
-        params: the parameters, as the optimizer will see them.
-        matrix_dims: as the optimizer takes it.
-        mesh: a `jax.sharding.Mesh` to say who computes what on it, and what that moves.
-        shardings: where the parameters lie on it, as the optimizer takes it; None asks the arrays.
-
-    Returns:
-        A plain-text table: path, shape, optimizer, matrices as count x (out x in), reason; then the totals, and with
-        `mesh` how the matrices are shared out. A parameter for which the optimizer would raise is shown as such.
-
-    Raises:
-        ValueError: `matrix_dims` is a tree that does not match, or two parameters have the same path.
-        TypeError: `matrix_dims` is none of the accepted kinds, or a leaf is no array.
-
-    Example:
-        >>> print(explain({"up": {"kernel": jnp.zeros((4, 8)), "bias": jnp.zeros(8)}}))
-        parameter  shape   optimizer  matrices     reason
-        up/bias    (8,)    adamw                   bias
-        up/kernel  (4, 8)  matrix     1 x (8 x 4)  (in, out)
-        <BLANKLINE>
-        matrix: 32 numbers in 1 parameter, 1 matrix
-        adamw:  8 numbers in 1 parameter
-    """
-    choose = _chooser(params, matrix_dims)
-    leaves = views(params)
-    rows = [_row(path, leaf, choose) for path, leaf in leaves.items()]
-    lines = [*_aligned([_HEADER, *(row.cells for row in rows)]), "", *_totals(rows)]
-    if mesh is not None:
-        lines += ["", *_on_mesh(params, leaves, rows, mesh, shardings)]
-    elif shardings is not None:
-        raise ValueError("explain: shardings say nothing without mesh=")
-    return "\n".join(lines)
-
-
-def _on_mesh(params: Any, leaves: dict[str, Leaf], rows: list[_Row], mesh: Any, shardings: Any) -> list[str]:
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"explain: mesh must be a jax.sharding.Mesh or AbstractMesh, got {mesh!r}")
-    sizes, stacks = dict(mesh.shape), []
-    if shardings is None:
-        for path, x in zip(leaves, jax.tree.leaves(params), strict=True):
-            there = getattr(getattr(x, "sharding", None), "mesh", mesh)
-            if not there.empty and dict(there.shape) != sizes:
-                raise ValueError(f"explain: parameter {path!r} lies on another mesh: {dict(there.shape)}, not {sizes}")
-    for (path, leaf), row, spec in zip(leaves.items(), rows, specs_of(params, shardings), strict=True):
-        check_spec(path, leaf.shape, spec, sizes)
-        if row.dims is not None:
-            shape = matrix_shape(leaf.shape, row.dims)
-            stacks.append(stack_of(shape, "float32", matrix_spec(spec, leaf.shape, row.dims)))
-    lines = shares(sizes, stacks)
-    if stacks and shardings is None and AxisType.Explicit not in mesh.axis_types:
-        lines.append(
-            "  if they are told where the parameters lie, which Auto axes do not say: give them shardings= too"
-        )
-    return lines
-
-
-_HEADER = ("parameter", "shape", "optimizer", "matrices", "reason")
-
-
-class _Row(NamedTuple):
-    cells: tuple[str, ...]
-    size: int
-    matrices: int
-    dims: MatrixDims | None = None
-
-
-def _row(path: str, leaf: Leaf, choose: _Chooser) -> _Row:
-    try:
-        choice = _choice(path, leaf, choose)
-    except (ValueError, TypeError) as error:
-        return _Row((path, str(leaf.shape), "ERROR", "", getattr(error, "why", str(error))), leaf.size, 0)
-    if choice.dims is None:
-        return _Row((path, str(leaf.shape), "adamw", "", choice.reason), leaf.size, 0)
-    batch, rows, columns = matrix_shape(leaf.shape, choice.dims)
-    cells = (path, str(leaf.shape), "matrix", f"{batch} x ({rows} x {columns})", choice.reason)
-    return _Row(cells, leaf.size, batch, choice.dims)
-
-
-def _aligned(table: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-
-
-def _totals(rows: list[_Row]) -> list[str]:
-    lines = []
-    for label in ("matrix", "adamw", "ERROR"):
-        chosen = [row for row in rows if row.cells[2] == label]
-        if not chosen and label == "ERROR":
-            continue
-        total = f"{sum(row.size for row in chosen):,} numbers in {_count(len(chosen), 'parameter', 'parameters')}"
-        matrices = f", {_count(sum(row.matrices for row in chosen), 'matrix', 'matrices')}" if label == "matrix" else ""
-        lines.append(f"{label + ':':8}{total}{matrices}")
-    return lines
-
-
-def _count(n: int, one: str, many: str) -> str:
-    return f"{n:,} {one if n == 1 else many}"

@@ -140,7 +140,6 @@ def test_other_text_is_another_folder(corpus, data_config, dataset, tmp_path):
 
 
 def test_the_manifest_tells_what_the_files_hold(dataset):
-    data.verify(dataset)
     for split in token_files.SPLITS:
         content = (dataset.folder / f"{split}.bin").read_bytes()
         tokens = np.frombuffer(content, "<u2")
@@ -184,13 +183,3 @@ def test_damaged_token_files_are_refused(dataset, tmp_path, damage):
     with pytest.raises(RunError, match="delete") as error:
         data.load(folder)
     assert "\n" not in str(error.value)
-
-
-def test_changed_tokens_have_another_checksum(dataset, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(dataset.folder, folder)
-    tokens = np.fromfile(folder / "validation.bin", "<u2")
-    tokens[7] ^= 1
-    tokens.tofile(folder / "validation.bin")
-    with pytest.raises(RunError, match=r"validation\.bin is not what was prepared"):
-        data.verify(data.load(folder))

@@ -122,7 +122,6 @@ def test_openwebtext_from_local_files(tmp_path, out, byte_level, name):
     path = save(tmp_path / name, TEXTS)
     run("openwebtext", "--files", path, "--tokenizer", byte_level, "--validation-percent", 10, "--output", out)
     dataset = data.load(out)
-    data.verify(dataset)
     train, validation = decoded(dataset, "train"), decoded(dataset, "validation")
     assert sorted(train + validation) == sorted(TEXTS)
     assert train == [text for text in TEXTS if text in set(train)]
@@ -144,7 +143,9 @@ def test_c4_is_a_truncated_or_padded_document_per_sequence(tmp_path, out, senten
         *("--context", 24, "--train-documents", 250, "--validation-documents", 5, "--output", out),
     )
     dataset = data.load(out)
-    data.verify(dataset)
+    for split in token_files.SPLITS:
+        sums = [dataset.manifest[split][key] for key in ("sha256", "offsets_sha256")]
+        assert sums == [token_files.sha256(out / f"{split}.{kind}") for kind in ("bin", "offsets")]
     assert dataset.padded
     assert [dataset.manifest[split]["documents"] for split in token_files.SPLITS] == [250, 5]
     tokenizer = find_tokenizer(str(sentence_piece))

@@ -11,24 +11,13 @@ import pytest
 from normpre_optax.linalg import eigenspace
 from normpre_optax.linalg.spectrum import clip_modes
 from tests import cases, reference
+from tests.cases import EPS32, gaussian, with_spectrum
 
 # Compiled whole: run eagerly, every inner loop would compile anew at every call.
 leading_modes_exact = jax.jit(eigenspace.leading_modes_exact, static_argnums=1)
 leading_modes_sketch = jax.jit(
     lambda psi, omega, rank, powers: eigenspace.leading_modes_sketch(psi, omega.mT, rank, powers), static_argnums=(2, 3)
 )
-
-EPS32 = float(np.finfo(np.float32).eps)
-
-
-def gaussian(shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
-def with_spectrum(m, n, singular_values, seed=0):
-    u, _ = np.linalg.qr(gaussian((m, len(singular_values)), seed))
-    v, _ = np.linalg.qr(gaussian((n, len(singular_values)), seed + 1))
-    return u @ np.diag(singular_values) @ v.T
 
 
 SPECTRUM = np.array([4.0, 3.0, 2.2, 1.5, 1.2, 0.9, 0.5, 0.1])

@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 
 from normpre_optax.linalg.lapack import eigh, singular_values, svd
-
-
-def gaussian(shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape)
+from tests.cases import gaussian
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])

@@ -9,21 +9,10 @@ import pytest
 from normpre_optax.linalg.newton_schulz import COEFFICIENTS, newton_schulz, symmetric_product
 from normpre_optax.platforms import on
 from tests import reference
+from tests.cases import EPS32, gaussian, with_spectrum
 
 SHAPES = [(4, 9), (9, 4), (6, 6), (1, 5), (5, 1), (1, 1), (16, 64)]
-EPS32 = float(np.finfo(np.float32).eps)
 HEADROOM = {"muon": 1.0, "you": 1.0, "polar_express": 1.02}
-
-
-def gaussian(shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
-def with_spectrum(m, n, singular_values, seed=0):
-    """U diag(s) V^T with random orthonormal U, V."""
-    u, _ = np.linalg.qr(gaussian((m, len(singular_values)), seed))
-    v, _ = np.linalg.qr(gaussian((n, len(singular_values)), seed + 1))
-    return u @ np.diag(singular_values) @ v.T
 
 
 def slope(table):

@@ -8,18 +8,13 @@ import pytest
 
 from normpre_optax.linalg import orthonormal
 from tests import cases
+from tests.cases import EPS32, gaussian
 
 # Compiled whole: run eagerly, the inner loop would compile anew at every call.
 inverse_cholesky = jax.jit(orthonormal.inverse_cholesky)
 # One operation after the other: two batched calls of LAPACK side by side can stop for ever (docs/cpu_hang.md).
 factored = cases.one_by_one_jit(orthonormal.factored)
 orthonormal_columns = jax.jit(lambda y: orthonormal.orthonormal_rows(y.mT).mT)
-
-EPS32 = float(np.finfo(np.float32).eps)
-
-
-def gaussian(shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 def with_condition(m, k, condition):

@@ -18,6 +18,7 @@ from normpre_optax.linalg.rows import (
 )
 from normpre_optax.platforms import on
 from tests import reference
+from tests.cases import EPS32, EPS64, gaussian
 
 
 def unit_tangent_rows(m, w, mode="relaxed", radius=1.0, axis=-1):
@@ -28,12 +29,6 @@ def unit_tangent_rows(m, w, mode="relaxed", radius=1.0, axis=-1):
 
 SHAPES = [(3, 8), (8, 3), (5, 5), (1, 6), (6, 1), (1, 1)]
 MODES = ["relaxed", "bounded", "strict", "none"]
-EPS32 = float(np.finfo(np.float32).eps)
-EPS64 = float(np.finfo(np.float64).eps)
-
-
-def gaussian(shape, seed=0, scale=1.0):
-    return scale * np.random.default_rng(seed).standard_normal(shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

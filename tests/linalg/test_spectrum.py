@@ -10,12 +10,7 @@ from normpre_optax.linalg.eigenspace import leading_modes_exact
 from normpre_optax.linalg.spectrum import clip_modes, clipped_squares, exact_msign
 from normpre_optax.platforms import on
 from tests import reference
-
-EPS32 = float(np.finfo(np.float32).eps)
-
-
-def gaussian(shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape)
+from tests.cases import EPS32, gaussian, with_spectrum
 
 
 def unit(shape, seed=0):
@@ -94,12 +89,6 @@ def test_msign_of_a_bad_matrix_spoils_no_neighbour():
     np.testing.assert_allclose(hurt[[0, 2]], clean[[0, 2]], atol=4 * EPS32)
 
 
-def with_spectrum(shape, singular_values):
-    u, _ = np.linalg.qr(gaussian((shape[0], len(singular_values))))
-    v, _ = np.linalg.qr(gaussian((shape[1], len(singular_values)), 1))
-    return u @ np.diag(singular_values) @ v.T
-
-
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize(
@@ -112,7 +101,7 @@ def with_spectrum(shape, singular_values):
     ],
 )
 def test_what_clipping_leaves_of_the_squares_is_known_without_measuring(platform, columns, values, rank):
-    psi = jnp.asarray(with_spectrum((6, 10), values), jnp.float32)
+    psi = jnp.asarray(with_spectrum(6, 10, values), jnp.float32)
     modes = leading_modes_exact(psi, rank)
     stored = psi.mT if columns else psi
     got = on(platform, clipped_squares)(stored, jnp.sum(psi**2, keepdims=True), modes, columns=columns)
@@ -123,7 +112,7 @@ def test_what_clipping_leaves_of_the_squares_is_known_without_measuring(platform
 
 def test_where_little_is_left_a_cpu_measures_it_and_others_know_a_bound():
     """One mode of length 300 and nothing else: of 9e4 squares one is left, and the difference is off by 1e-2."""
-    stack = np.stack([with_spectrum((6, 10), [300.0]), with_spectrum((6, 10), [2.0, 1.0])])
+    stack = np.stack([with_spectrum(6, 10, [300.0]), with_spectrum(6, 10, [2.0, 1.0])])
     psi = jnp.asarray(stack, jnp.float32)
     modes = leading_modes_exact(psi, 2)
     squares = jnp.sum(psi**2, axis=(-2, -1), keepdims=True)
@@ -137,7 +126,7 @@ def test_where_little_is_left_a_cpu_measures_it_and_others_know_a_bound():
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_the_squares_of_a_bad_matrix_are_its_own(platform):
-    psi = np.stack([with_spectrum((4, 6), [3.0, 1.0])] * 3).astype(np.float32)
+    psi = np.stack([with_spectrum(4, 6, [3.0, 1.0])] * 3).astype(np.float32)
     psi[1, 0, 0] = np.nan
     psi = jnp.asarray(psi)
     squares = jnp.sum(psi**2, axis=(-2, -1), keepdims=True)

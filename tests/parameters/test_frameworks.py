@@ -12,18 +12,11 @@ from flax.training.train_state import TrainState
 from normpre_optax.algorithm import normpre_g
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.rules import resolve
+from tests.parameters.tables import chosen, under
 
 IN_OUT, OUT_IN = MatrixDims(inputs=0, outputs=1), MatrixDims(inputs=1, outputs=0)
 TO_HEADS, FROM_HEADS = MatrixDims(inputs=0, outputs=(1, 2)), MatrixDims(inputs=(0, 1), outputs=2)
 VOCABULARY, LENGTH, WIDTH, HIDDEN, HEADS, LAYERS = 50, 5, 16, 32, 4, 3
-
-
-def chosen(params, matrix_dims=None):
-    return {path: choice.dims for path, choice in resolve(params, matrix_dims).items()}
-
-
-def under(prefix, table):
-    return {f"{prefix}/{path}": dims for path, dims in table.items()}
 
 
 # Flax Linen.

@@ -12,18 +12,12 @@ from flax import nnx
 
 from normpre_optax.algorithm import normpre_g
 from normpre_optax.parameters.dims import MatrixDims
+from normpre_optax.parameters.explain import explain
 from normpre_optax.parameters.nnx import dims_from_nnx
-from normpre_optax.parameters.rules import explain, resolve
+from normpre_optax.parameters.rules import resolve
+from tests.parameters.tables import chosen, under
 
 VOCABULARY, LENGTH, WIDTH, HIDDEN, HEADS, LAYERS = 50, 5, 16, 32, 4, 3
-
-
-def chosen(params, matrix_dims=None):
-    return {path: choice.dims for path, choice in resolve(params, matrix_dims).items()}
-
-
-def under(prefix, table):
-    return {f"{prefix}/{path}": dims for path, dims in table.items()}
 
 
 def read(model):

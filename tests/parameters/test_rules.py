@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default rule on names and shapes, the ways to override it, its errors, and the table that explain prints."""
+"""The default rule on names and shapes, the ways to override it, its errors and its reasons."""
 
 import functools
 import re
@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 from normpre_optax.parameters.dims import MatrixDims
-from normpre_optax.parameters.rules import Choice, default_matrix_dims, explain, path_string, resolve
+from normpre_optax.parameters.rules import Choice, default_matrix_dims, resolve
+from tests.parameters.tables import chosen
 
 IN_OUT, OUT_IN = MatrixDims(inputs=0, outputs=1), MatrixDims(inputs=1, outputs=0)
 STACKED = MatrixDims(inputs=1, outputs=2)
@@ -26,10 +27,6 @@ TO_HEADS, FROM_HEADS = MatrixDims(inputs=0, outputs=(1, 2)), MatrixDims(inputs=(
 
 def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def chosen(params, matrix_dims=None):
-    return {path: choice.dims for path, choice in resolve(params, matrix_dims).items()}
 
 
 def tree(**leaves):
@@ -399,7 +396,7 @@ class Projections(eqx.Module):
     value: jax.Array
 
 
-def test_path_strings_and_order_follow_jax():
+def test_paths_and_order_follow_jax():
     x = jnp.zeros(2)
     params = {
         "b": [x, Pair(x, {"k": x})],
@@ -410,7 +407,6 @@ def test_path_strings_and_order_follow_jax():
     }
     found = resolve(params)
     assert list(found) == ["a/0", "a/1", "b/0", "b/1/left", "b/1/right/k", "box", "out/2", "var"]
-    assert list(found) == [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     assert [choice.path for choice in found.values()] == list(found)
 
 
@@ -618,51 +614,7 @@ def test_rule_for_lora_pairs():
     assert stacked == {"up/lora_a": last_two, "up/lora_b": last_two}
 
 
-# The table.
-
-
-def test_explain_prints_the_table():
-    params = {
-        "blocks": {
-            "attn": {"out": {"kernel": array(12, 12, 64, 768)}, "query": {"kernel": array(12, 768, 12, 64)}},
-            "ln": {"scale": array(12, 768)},
-            "mlp": {"fc": {"bias": array(12, 3072), "kernel": array(12, 768, 3072)}},
-        },
-        "lm_head": {"kernel": array(768, 50257)},
-        "wte": {"embedding": array(50257, 768)},
-    }
-    assert explain(params).splitlines() == [
-        "parameter                 shape              optimizer  matrices           reason",
-        "blocks/attn/out/kernel    (12, 12, 64, 768)  matrix     12 x (768 x 768)   "
-        "attention (heads, size, d), 1 layer axis in front",
-        "blocks/attn/query/kernel  (12, 768, 12, 64)  matrix     12 x (768 x 768)   "
-        "attention (d, heads, size), 1 layer axis in front",
-        "blocks/ln/scale           (12, 768)          adamw                         norm or scale",
-        "blocks/mlp/fc/bias        (12, 3072)         adamw                         bias",
-        "blocks/mlp/fc/kernel      (12, 768, 3072)    matrix     12 x (3072 x 768)  (in, out), 1 layer axis in front",
-        "lm_head/kernel            (768, 50257)       adamw                         output head",
-        "wte/embedding             (50257, 768)       adamw                         embedding",
-        "",
-        "matrix: 42,467,328 numbers in 3 parameters, 36 matrices",
-        "adamw:  77,240,832 numbers in 4 parameters",
-    ]
-
-
-def test_explain_shows_what_would_fail():
-    params = {"w": array(2, 3, 4), "up": array(3, 4)}
-    table = explain(params)
-    assert re.search(r"^w +\(2, 3, 4\) +ERROR +no rule covers it$", table, re.MULTILINE)
-    assert re.search(r"^up +\(3, 4\) +matrix +1 x \(4 x 3\) +\(in, out\)$", table, re.MULTILINE)
-    assert table.endswith("ERROR:  24 numbers in 1 parameter")
-    wrong = explain(params, {"w": MatrixDims(0, 3), "up": None})
-    assert re.search(r"^w .* ERROR .* outputs=3 is out of range", wrong, re.MULTILINE)
-    assert re.search(r"^up .* adamw +given by matrix_dims$", wrong, re.MULTILINE)
-
-
-def test_explain_counts_the_matrices_of_a_fused_kernel():
-    params = {"qkv": {"kernel": array(2, 8, 24)}}
-    fused = explain(params, {"qkv": MatrixDims(inputs=1, outputs=2, output_blocks=3)})
-    assert re.search(r"matrix +6 x \(8 x 8\) +given by matrix_dims", fused)
+# Reasons.
 
 
 def test_reasons_tell_the_users_choices_from_the_default():
