@@ -30,8 +30,7 @@ class Fault(NamedTuple):
     tests: str
 
 
-FAULTS = {
-}
+FAULTS = {}
 
 
 def caught_by(fault: Fault, tree: Path) -> str:
