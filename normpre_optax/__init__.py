@@ -9,6 +9,7 @@ from normpre_optax import diagnostics
 from normpre_optax.algorithm import normpre, normpre_g, normpre_l, scale_by_normpre
 from normpre_optax.assemble import STATIC_ARGS
 from normpre_optax.family import families
+from normpre_optax.meshes.exchange import divided
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.nnx import dims_from_nnx
 from normpre_optax.parameters.rules import default_matrix_dims, explain
@@ -27,7 +28,6 @@ from normpre_optax.transforms.normalize import equalize_rows_and_columns, normal
 from normpre_optax.transforms.precondition import precondition_globally, precondition_locally, whiten
 from normpre_optax.transforms.scale import scale_to_rms
 from normpre_optax.transforms.second_moment import scale_by_row_moment
-from normpre_optax.transforms.sharding import divided
 from normpre_optax.transforms.tangent import project_to_tangent
 from normpre_optax.transforms.wrappers import alternate_orientation, as_matrices
 

@@ -18,11 +18,11 @@ import jax
 import optax
 
 from normpre_optax.assemble import RestOptions, assemble
+from normpre_optax.meshes.exchange import maybe_divided
 from normpre_optax.transforms.checks import float_dtype, transformation
 from normpre_optax.transforms.oriented import Rescalable, chain
 from normpre_optax.transforms.precondition import precondition_globally, precondition_locally
 from normpre_optax.transforms.scale import scale_to_rms
-from normpre_optax.transforms.sharding import maybe_divided
 from normpre_optax.transforms.tangent import normalize_tangent_rows
 from normpre_optax.transforms.wrappers import (
     alternate_orientation,

@@ -9,11 +9,10 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from normpre_optax.meshes.specs import like_parameters, specs_of
 from normpre_optax.parameters.leaves import views
 from normpre_optax.parameters.rules import resolve
-from normpre_optax.parameters.sharing import specs_of
 from normpre_optax.transforms.checks import float_dtype, number, same_trees
-from normpre_optax.transforms.meshes import like_parameters
 from normpre_optax.transforms.wrappers import at_least_float32
 
 STATIC_ARGS = frozenset(

@@ -19,6 +19,17 @@ TABLE = {
     "platforms.py": ({"jax"}, set()),
     "linalg/": ({"jax"}, {"linalg", "platforms"}),
     "parameters/": (THIRD_PARTY, {"parameters"}),
+    "parameters/rules.py": (THIRD_PARTY, {"parameters", "meshes.plan", "meshes.specs"}),
+    "meshes/specs.py": ({"jax"}, {"parameters.dims"}),
+    "meshes/plan.py": ({"jax", "numpy"}, {"meshes.specs"}),
+    "meshes/exchange.py": (
+        {"jax", "optax"},
+        {"meshes.plan", "platforms", "transforms.checks", "transforms.oriented"},
+    ),
+    "meshes/run.py": (
+        {"jax"},
+        {"meshes.exchange", "meshes.specs", "parameters.dims", "transforms.batches"},
+    ),
     "transforms/": (
         THIRD_PARTY,
         {"linalg", "platforms", "transforms.checks", "transforms.draws", "transforms.oriented"},
@@ -31,37 +42,29 @@ TABLE = {
     "transforms/wrappers.py": (
         THIRD_PARTY,
         {
+            "meshes.run",
+            "meshes.specs",
             "parameters",
             "platforms",
             "transforms.batches",
             "transforms.checks",
-            "transforms.meshes",
             "transforms.oriented",
-            "transforms.sharding",
         },
     ),
     "transforms/monitor.py": (THIRD_PARTY, {"diagnostics", "parameters", "transforms.checks"}),
     "transforms/draws.py": ({"jax"}, set()),
     "transforms/batches.py": (THIRD_PARTY, {"parameters", "platforms"}),
-    "transforms/sharding.py": (
-        THIRD_PARTY,
-        {"parameters.sharing", "platforms", "transforms.checks", "transforms.oriented"},
-    ),
-    "transforms/meshes.py": (
-        THIRD_PARTY,
-        {"parameters.dims", "parameters.sharing", "transforms.batches", "transforms.sharding"},
-    ),
     "assemble.py": (
         THIRD_PARTY,
-        {"parameters", "transforms.checks", "transforms.meshes", "transforms.wrappers"},
+        {"meshes.specs", "parameters", "transforms.checks", "transforms.wrappers"},
     ),
-    "algorithm.py": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),
-    "recipes/": ({"jax", "optax"}, {"transforms", "parameters", "assemble"}),
+    "algorithm.py": ({"jax", "optax"}, {"transforms", "parameters", "assemble", "meshes.exchange"}),
+    "recipes/": ({"jax", "optax"}, {"transforms", "parameters", "assemble", "meshes.exchange"}),
     "family.py": ({"optax"}, {"algorithm", "recipes"}),
     "diagnostics.py": ({"jax"}, {"linalg", "parameters.dims"}),
     "__init__.py": (
         set(),
-        {"algorithm", "assemble", "diagnostics", "family", "linalg", "parameters", "recipes", "transforms"},
+        {"algorithm", "assemble", "diagnostics", "family", "linalg", "meshes", "parameters", "recipes", "transforms"},
     ),
 }
 LAZY = {"parameters/nnx.py": {"flax"}}  # inside functions only
@@ -134,6 +137,9 @@ def test_recipes_do_not_import_each_other(file):
         ("algorithm.py", "from normpre_optax.linalg import rows"),
         ("assemble.py", "from normpre_optax.recipes import muon"),
         ("parameters/rules.py", "from normpre_optax.linalg.rows import unit_rows"),
+        ("parameters/dims.py", "from normpre_optax.meshes.specs import matrix_spec"),
+        ("meshes/plan.py", "from normpre_optax.transforms.batches import run"),
+        ("transforms/scale.py", "from normpre_optax.meshes.specs import mesh_of"),
         ("parameters/nnx.py", "import flax"),
         ("parameters/rules.py", "def f():\n    import flax"),
         ("algorithm.py", "from optax._src import base"),

@@ -18,7 +18,9 @@ from jax import tree_util
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from optax.contrib import MuonDimensionNumbers
 
-from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, check_dims, matrix_shape, matrix_spec
+from normpre_optax.meshes.plan import in_words, stack_of
+from normpre_optax.meshes.specs import check_spec, matrix_spec, specs_of
+from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, check_dims, matrix_shape
 from normpre_optax.parameters.leaves import (
     QUERIES,
     Leaf,
@@ -33,7 +35,6 @@ from normpre_optax.parameters.leaves import (
     views,
     words,
 )
-from normpre_optax.parameters.sharing import check_spec, shares, specs_of, stack_of
 
 _OUTPUTS = {"out", "output", "o", "o_proj", "out_proj", "output_proj", "proj", "c_proj", "to_out", "wo", "w_o"}
 _ATTENTION = {"attn", "attention", "mha", "mhsa", "msa", "mqa", "gqa", "multihead", "sa"}
@@ -510,7 +511,7 @@ def _on_mesh(params: Any, leaves: dict[str, Leaf], rows: list[_Row], mesh: Any, 
         if row.dims is not None:
             shape = matrix_shape(leaf.shape, row.dims)
             stacks.append(stack_of(shape, "float32", matrix_spec(spec, leaf.shape, row.dims)))
-    lines = shares(sizes, stacks)
+    lines = in_words(sizes, stacks)
     if stacks and shardings is None and AxisType.Explicit not in mesh.axis_types:
         lines.append(
             "  if they are told where the parameters lie, which Auto axes do not say: give them shardings= too"

@@ -7,11 +7,11 @@ import jax
 import optax
 
 from normpre_optax.assemble import RestOptions, assemble
+from normpre_optax.meshes.exchange import maybe_divided
 from normpre_optax.transforms.normalize import equalize_rows_and_columns, normalize_rows
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally
 from normpre_optax.transforms.scale import scale_by_shape
-from normpre_optax.transforms.sharding import maybe_divided
 from normpre_optax.transforms.wrappers import as_matrices, fixed_orientation
 
 # What is brought to length one before the orthogonalisation.

@@ -5,11 +5,11 @@ import jax
 import optax
 
 from normpre_optax.assemble import RestOptions, assemble
+from normpre_optax.meshes.exchange import maybe_divided
 from normpre_optax.transforms.normalize import standardize_rows
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import whiten
 from normpre_optax.transforms.scale import scale_to_rms
-from normpre_optax.transforms.sharding import maybe_divided
 from normpre_optax.transforms.wrappers import as_matrices
 
 

@@ -16,10 +16,12 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from normpre_optax.meshes.run import init_on_mesh, run_on_mesh
+from normpre_optax.meshes.specs import mesh_of
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, to_matrices
 from normpre_optax.parameters.rules import resolve
 from normpre_optax.platforms import by_platform
-from normpre_optax.transforms import batches, meshes
+from normpre_optax.transforms import batches
 from normpre_optax.transforms.batches import Matrices, Parameter, is_per_parameter
 from normpre_optax.transforms.checks import float_dtype
 from normpre_optax.transforms.oriented import (
@@ -31,7 +33,6 @@ from normpre_optax.transforms.oriented import (
     oriented,
     turned,
 )
-from normpre_optax.transforms.sharding import mesh_of
 
 
 def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -82,7 +83,7 @@ def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTran
         axes = [dims for _, _, dims in readings(params)]
         mesh = mesh_of(params)
         if mesh is not None:
-            return meshes.init(inner.init, params, axes, mesh)
+            return init_on_mesh(inner.init, params, axes, mesh)
         return inner.init(treedef.unflatten(map(to_matrices, leaves, axes)))
 
     def update(updates, state, params=None, *, told: Mapping[str, PartitionSpec] | None = None, **extra_args):
@@ -109,7 +110,7 @@ def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTran
         if mesh is None:
             new, kept, shared = batches.run(stage, parameters, shared)
         else:
-            new, kept, shared = meshes.run(stage, parameters, shared, mesh, [path for path, _, _ in found], told)
+            new, kept, shared = run_on_mesh(stage, parameters, shared, mesh, [path for path, _, _ in found], told)
         return treedef.unflatten(new), layout.join([treedef.unflatten(x) for x in zip(*kept, strict=True)], shared)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -11,16 +11,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from normpre_optax.parameters.dims import MatrixDims, matrix_shape, matrix_spec, to_matrices
-from normpre_optax.parameters.sharing import check_spec
+from normpre_optax.meshes.exchange import Layout
+from normpre_optax.meshes.specs import check_spec, matrix_spec, spec_of
+from normpre_optax.parameters.dims import MatrixDims, matrix_shape, to_matrices
 from normpre_optax.transforms.batches import Parameter, Stage, is_per_parameter, on_stacks
-from normpre_optax.transforms.sharding import Layout
 
 
-def run(
+def run_on_mesh(
     stage: Stage,
     parameters: Sequence[Parameter],
     shared: list[Any],
@@ -118,7 +117,7 @@ def without_numbers(path: str) -> str:
     """The name that parameters of a model's layers share.
 
     Example:
-        >>> from normpre_optax.transforms.meshes import without_numbers
+        >>> from normpre_optax.meshes.run import without_numbers
         >>> without_numbers("blocks/11/mlp/up_2/kernel")
         'blocks/#/mlp/up_#/kernel'
     """
@@ -136,12 +135,7 @@ def _in_auto_axes(f: Callable, mesh: AbstractMesh, out: Any) -> Callable:
     return jax.jit(on_mesh, keep_unused=True)
 
 
-def spec_of(x: jax.Array) -> PartitionSpec:
-    """Where JAX says that an array lies: its Explicit axes."""
-    return jax.typeof(x).sharding.spec
-
-
-def init(inner_init, params: Any, dims: Sequence[MatrixDims], mesh: AbstractMesh) -> Any:
+def init_on_mesh(inner_init, params: Any, dims: Sequence[MatrixDims], mesh: AbstractMesh) -> Any:
     """The state of a stage for parameters on a mesh, sharded along the axes that it has in common with them.
 
     Args:
@@ -188,16 +182,3 @@ def _state_spec(shape: tuple[int, ...], stack: tuple[int, ...], spec: PartitionS
             left.remove(axis)
         entries.append(None if axis is None else spec[axis])
     return PartitionSpec(*entries)
-
-
-def like_parameters(updates, params):
-    """Gradients moved to where the parameters lie, if they are told to lie elsewhere."""
-
-    def move(u, p):
-        there = jax.typeof(p).sharding
-        if there.mesh.empty or AxisType.Explicit not in there.mesh.axis_types or jax.typeof(u).sharding == there:
-            return u
-        traced = isinstance(u, Tracer) or isinstance(p, Tracer)
-        return jax.sharding.reshard(u, there) if traced else jax.device_put(u, p.sharding)
-
-    return jax.tree.map(move, updates, params)

@@ -3,7 +3,7 @@
 
 A spectral stage multiplies a matrix by itself many times. Left to the partitioner, a sharded matrix is gathered for
 every product. ``divided`` sends each matrix whole to one device instead, balanced by the work it makes; the rest of
-the optimizer is cheap row by row and stays where the parameters are. The plan is made by ``parameters.sharing``.
+the optimizer is cheap row by row and stays where the parameters are. The plan is ``plan``'s.
 """
 
 import functools
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from normpre_optax.parameters.sharing import Team, Work, flat_index, newton_schulz_work, plan, stack_of
+from normpre_optax.meshes.plan import Team, Work, flat_index, make_plan, newton_schulz_work, stack_of
 from normpre_optax.platforms import by_platform
 from normpre_optax.transforms.checks import transformation
 from normpre_optax.transforms.oriented import OrientedTransformation, Rescalable, oriented
@@ -27,23 +27,6 @@ class Layout(NamedTuple):
 
     mesh: AbstractMesh
     specs: list[PartitionSpec]
-
-
-def mesh_of(tree) -> AbstractMesh | None:
-    """The mesh that the arrays of a tree live on; None for a single device, and inside ``jax.shard_map``.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from normpre_optax.transforms.sharding import mesh_of
-        >>> mesh_of({"w": jnp.ones((2, 3))}) is None
-        True
-    """
-    for x in jax.tree.leaves(tree):
-        mesh = jax.typeof(x).sharding.mesh
-        if mesh.empty or (mesh.size == 1 and AxisType.Explicit not in mesh.axis_types):
-            continue
-        return None if AxisType.Manual in mesh.axis_types else mesh
-    return None
 
 
 def divided(inner: optax.GradientTransformation, work: Work | None = None) -> OrientedTransformation:
@@ -99,7 +82,7 @@ def maybe_divided(inner: optax.GradientTransformation, divide: bool) -> optax.Gr
     """``divided(inner)`` or ``inner``, as the option ``divide`` of the finished optimizers says.
 
     Example:
-        >>> from normpre_optax.transforms.sharding import maybe_divided
+        >>> from normpre_optax.meshes.exchange import maybe_divided
         >>> maybe_divided(optax.identity(), "yes")
         Traceback (most recent call last):
         ...
@@ -114,17 +97,17 @@ def _exchange(treat: Callable, arrays: list[jax.Array], ids: list[jax.Array], la
     """``treat`` every matrix on the device that owns it; the results lie as ``arrays`` do."""
     sizes = dict(layout.mesh.shape)
     stacks = [stack_of(x.shape, x.dtype, spec) for x, spec in zip(arrays, layout.specs, strict=True)]
-    shares = plan(sizes, stacks, work)
+    plan = make_plan(sizes, stacks, work)
 
     def on_device(mine: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
         at = {a: jax.lax.axis_index(a) for a in sizes}
         device = flat_index(at, sizes, tuple(sizes))
-        own_ids = ids[jnp.asarray(shares.slots)[device]]
-        arrived = [_to_owners(team, mine, at, sizes) for team in shares.teams]
-        branches = [functools.partial(_treat_all, treat, kind, shares.teams) for kind in shares.kinds]
-        treated = jax.lax.switch(jnp.asarray(shares.kind)[device], branches, arrived, own_ids)
+        own_ids = ids[jnp.asarray(plan.slots)[device]]
+        arrived = [_to_owners(team, mine, at, sizes) for team in plan.teams]
+        branches = [functools.partial(_treat_all, treat, kind, plan.teams) for kind in plan.kinds]
+        treated = jax.lax.switch(jnp.asarray(plan.kind)[device], branches, arrived, own_ids)
         new: list[Any] = [None] * len(mine)
-        for team, buffer in zip(shares.teams, treated, strict=True):
+        for team, buffer in zip(plan.teams, treated, strict=True):
             for i, x in _to_holders(team, buffer, mine, sizes).items():
                 new[i] = x
         return new
