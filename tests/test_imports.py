@@ -28,7 +28,7 @@ TABLE = {
     ),
     "meshes/run.py": (
         {"jax"},
-        {"meshes.exchange", "meshes.specs", "parameters.dims", "transforms.batches"},
+        {"meshes.specs", "parameters.dims", "transforms.batches", "transforms.oriented"},
     ),
     "transforms/": (
         THIRD_PARTY,
@@ -53,7 +53,7 @@ TABLE = {
     ),
     "transforms/monitor.py": (THIRD_PARTY, {"diagnostics", "parameters", "transforms.checks"}),
     "transforms/draws.py": ({"jax"}, set()),
-    "transforms/batches.py": (THIRD_PARTY, {"parameters", "platforms"}),
+    "transforms/batches.py": (THIRD_PARTY, {"parameters", "platforms", "transforms.oriented"}),
     "assemble.py": (
         THIRD_PARTY,
         {"meshes.specs", "parameters", "transforms.checks", "transforms.wrappers"},

@@ -9,7 +9,7 @@ the optimizer is cheap row by row and stays where the parameters are. The plan i
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from normpre_optax.meshes.plan import Team, Work, flat_index, make_plan, newton_schulz_work, stack_of
 from normpre_optax.platforms import by_platform
 from normpre_optax.transforms.checks import transformation
-from normpre_optax.transforms.oriented import OrientedTransformation, Rescalable, oriented
-
-
-class Layout(NamedTuple):
-    """Where stacks ``(batch, rows, columns)`` lie: the mesh, and the axes that shard each, as they are stored."""
-
-    mesh: AbstractMesh
-    specs: list[PartitionSpec]
+from normpre_optax.transforms.oriented import UPRIGHT, OrientedTransformation, Rescalable, oriented
 
 
 def divided(inner: optax.GradientTransformation, work: Work | None = None) -> OrientedTransformation:
@@ -62,18 +55,20 @@ def divided(inner: optax.GradientTransformation, work: Work | None = None) -> Or
 
 
 def _divided(inner: OrientedTransformation, weigh: Work) -> OrientedTransformation:
-    def update(updates, state, params=None, *, layout: Layout | None = None, matrix_ids: Any = None, **extra_args):
-        stateful = any(jnp.ndim(x) > 0 for x in jax.tree.leaves(state))
-        if layout is None or stateful:
-            known = {} if layout is None else {"layout": layout}
-            return inner.update(updates, state, params, matrix_ids=matrix_ids, **known, **extra_args)
+    def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
+        mesh, specs = matrix_layout.mesh, list(matrix_layout.specs)
+        if mesh is None or any(jnp.ndim(x) > 0 for x in jax.tree.leaves(state)):
+            return inner.update(updates, state, params, matrix_layout=matrix_layout, **extra_args)
+
+        def treated(arrays: list[jax.Array], ids: list[jax.Array]):
+            known = {"matrix_ids": ids, "matrix_layout": matrix_layout._replace(mesh=None, specs=())}
+            return inner.update(arrays, state, None, **extra_args | known)
 
         def treat(stack: jax.Array, ids: jax.Array) -> Any:
-            one = lambda x, i: inner.update(x, state, None, matrix_ids=i, **extra_args)[0]  # noqa: E731
+            one = lambda x, i: treated([x], [i])[0][0]  # noqa: E731
             return by_platform(stack, ids, cpu=lambda x, i: jax.lax.map(lambda pair: one(*pair), (x, i)), default=one)
 
-        new = _exchange(treat, updates, matrix_ids, layout, weigh)
-        return new, inner.update([], state, None, matrix_ids=[], **extra_args)[1]
+        return _exchange(treat, updates, extra_args["matrix_ids"], mesh, specs, weigh), treated([], [])[1]
 
     return OrientedTransformation(inner.init, update)
 
@@ -93,10 +88,10 @@ def maybe_divided(inner: optax.GradientTransformation, divide: bool) -> optax.Gr
     return divided(inner) if divide else inner
 
 
-def _exchange(treat: Callable, arrays: list[jax.Array], ids: list[jax.Array], layout: Layout, work: Work):
+def _exchange(treat: Callable, arrays: list[jax.Array], ids: list[jax.Array], mesh: AbstractMesh, specs, work: Work):
     """``treat`` every matrix on the device that owns it; the results lie as ``arrays`` do."""
-    sizes = dict(layout.mesh.shape)
-    stacks = [stack_of(x.shape, x.dtype, spec) for x, spec in zip(arrays, layout.specs, strict=True)]
+    sizes = dict(mesh.shape)
+    stacks = [stack_of(x.shape, x.dtype, spec) for x, spec in zip(arrays, specs, strict=True)]
     plan = make_plan(sizes, stacks, work)
 
     def on_device(mine: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
@@ -112,10 +107,9 @@ def _exchange(treat: Callable, arrays: list[jax.Array], ids: list[jax.Array], la
                 new[i] = x
         return new
 
-    specs = list(layout.specs)
     mapped = jax.shard_map(
         on_device,
-        mesh=layout.mesh,
+        mesh=mesh,
         in_specs=(specs, PartitionSpec()),
         out_specs=specs,
         check_vma=False,  # what is gathered along copies is the same on all of them

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from normpre_optax.meshes.exchange import Layout
 from normpre_optax.meshes.specs import check_spec, matrix_spec, spec_of
-from normpre_optax.parameters.dims import MatrixDims, matrix_shape, to_matrices
+from normpre_optax.parameters.dims import MatrixDims, matrix_shape
 from normpre_optax.transforms.batches import Parameter, Stage, is_per_parameter, on_stacks
+from normpre_optax.transforms.oriented import MatrixLayout
 
 
 def run_on_mesh(
@@ -30,7 +30,7 @@ def run_on_mesh(
     """Run ``stage`` once, on stacks of the matrices of all parameters.
 
     Args:
-        stage: as ``batches.run`` takes it; it is told the ``layout`` of the stacks.
+        stage: as ``batches.run`` takes it; it is told where the stacks lie.
         parameters: the parameters.
         shared: state that belongs to no matrix.
         mesh: where they live.
@@ -40,22 +40,20 @@ def run_on_mesh(
     Returns:
         As ``batches.run``: new updates, which lie where the parameters do, new states, new shared state.
     """
-    elsewhere = [name for name, p in zip(names, parameters, strict=True) if not _lies_on(mesh, p.update)]
-    if elsewhere:
-        raise ValueError(f"parameter {elsewhere[0]!r} lies on another mesh than others, {mesh}: put all of them on one")
-    axes = [p.dims for p in parameters]
-    is_explicit = AxisType.Explicit in mesh.axis_types
     specs = _specs(parameters, names, told, mesh)
-    is_told = is_explicit or told is not None
+
+    def place(i: int) -> Hashable:
+        if specs is None:  # Parameters that only a number tells apart lie alike.
+            return without_numbers(names[i])
+        batch, *_ = matrix_spec(specs[i], parameters[i].update.shape, parameters[i].dims)
+        return specs[i], None if batch is None else i  # Where layers are shared out, nothing is put beside them.
+
     groups: dict[Hashable, list[int]] = {}
-    for i, (parameter, spec, name) in enumerate(zip(parameters, specs, names, strict=True)):
-        # Parameters that only a number tells apart lie alike. Where layers are shared out, nothing is put beside them.
-        batch, *_ = matrix_spec(spec, parameter.update.shape, parameter.dims)
-        alone = i if is_told and batch is not None else None
-        groups.setdefault((parameter.kind(), spec, alone, None if is_told else without_numbers(name)), []).append(i)
-    work = functools.partial(_on_stacks, stage, axes, specs, list(groups.values()), is_told)
+    for i, parameter in enumerate(parameters):
+        groups.setdefault((parameter.kind(), place(i)), []).append(i)
+    work = functools.partial(_on_stacks, stage, [p.dims for p in parameters], specs, list(groups.values()))
     bare = [p._replace(dims=None) for p in parameters]
-    if not is_explicit:
+    if AxisType.Explicit not in mesh.axis_types:
         return work(bare, shared)
     out = (specs, *jax.tree.map(spec_of, ([p.state for p in parameters], shared)))
     return _in_auto_axes(work, mesh, out)(bare, shared)
@@ -63,36 +61,27 @@ def run_on_mesh(
 
 def _on_stacks(
     stage: Stage,
-    axes: list[MatrixDims],
-    specs: list[PartitionSpec],
+    dims: list[MatrixDims],
+    specs: list[PartitionSpec] | None,
     groups: list[list[int]],
-    is_told: bool,
     bare: list[Parameter],
     shared: list[Any],
 ):
-    parameters = [p._replace(dims=dims) for p, dims in zip(bare, axes, strict=True)]
-    if not is_told:
-        return on_stacks(stage, parameters, shared, groups)
-    transposed = all(p.stored_transposed() for p in parameters)
-    firsts = [parameters[members[0]] for members in groups]
-    lie = [
-        matrix_spec(specs[members[0]], first.update.shape, first.dims, transposed)
-        for members, first in zip(groups, firsts, strict=True)
-    ]
+    parameters = [p._replace(dims=d) for p, d in zip(bare, dims, strict=True)]
+    layout = MatrixLayout(all(p.stored_transposed() for p in parameters))
+    if specs is None:
+        return on_stacks(stage, parameters, shared, groups, layout)
     here = jax.typeof(bare[0].update).sharding.mesh
+    stacks = [
+        matrix_spec(specs[first], bare[first].update.shape, dims[first], layout.transposed) for first, *_ in groups
+    ]
 
     def placed(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(here, spec))
 
-    new, states, shared = on_stacks(
-        stage, parameters, shared, groups, lambda x, group: placed(x, lie[group]), layout=Layout(here, lie)
-    )
+    layout = layout._replace(mesh=here, specs=stacks)
+    new, states, shared = on_stacks(stage, parameters, shared, groups, layout, lambda x, k: placed(x, stacks[k]))
     return [placed(x, spec) for x, spec in zip(new, specs, strict=True)], states, shared
-
-
-def _lies_on(mesh: AbstractMesh, x: jax.Array) -> bool:
-    own = jax.typeof(x).sharding.mesh
-    return own.empty or own.shape == mesh.shape
 
 
 def _specs(
@@ -100,11 +89,16 @@ def _specs(
     names: Sequence[str],
     told: Mapping[str, PartitionSpec] | None,
     mesh: AbstractMesh,
-) -> list[PartitionSpec]:
+) -> list[PartitionSpec] | None:
+    """Where the parameters lie; None if nobody says."""
+    for name, parameter in zip(names, parameters, strict=True):
+        own = jax.typeof(parameter.update).sharding.mesh
+        if not own.empty and own.shape != mesh.shape:
+            raise ValueError(f"parameter {name!r} lies on another mesh than others, {mesh}: put all of them on one")
     if AxisType.Explicit in mesh.axis_types:
         return [spec_of(p.update) for p in parameters]
     if told is None:
-        return [PartitionSpec()] * len(names)
+        return None
     for name, parameter in zip(names, parameters, strict=True):
         check_spec(name, parameter.update.shape, told[name], dict(mesh.shape))
     return [told[name] for name in names]
@@ -135,11 +129,11 @@ def _in_auto_axes(f: Callable, mesh: AbstractMesh, out: Any) -> Callable:
     return jax.jit(on_mesh, keep_unused=True)
 
 
-def init_on_mesh(inner_init, params: Any, dims: Sequence[MatrixDims], mesh: AbstractMesh) -> Any:
+def init_on_mesh(make: Callable, params: Any, dims: Sequence[MatrixDims], mesh: AbstractMesh) -> Any:
     """The state of a stage for parameters on a mesh, sharded along the axes that it has in common with them.
 
     Args:
-        inner_init: of the stage, on a tree of stacks (batch, out, in).
+        make: the list of the parameters to that state.
         params: the parameters.
         dims: their axes.
         mesh: where they live.
@@ -148,10 +142,6 @@ def init_on_mesh(inner_init, params: Any, dims: Sequence[MatrixDims], mesh: Abst
         The state.
     """
     leaves, treedef = jax.tree.flatten(params)
-
-    def make(leaves):
-        return inner_init(treedef.unflatten(map(to_matrices, leaves, dims)))
-
     if AxisType.Explicit not in mesh.axis_types:
         return make(leaves)
     stacks = [

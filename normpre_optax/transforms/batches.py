@@ -24,13 +24,14 @@ import jax.numpy as jnp
 
 from normpre_optax.parameters.dims import MatrixDims, from_matrices, stored_transposed, to_matrices
 from normpre_optax.platforms import by_platform
+from normpre_optax.transforms.oriented import MatrixLayout
 
 # How many bytes of parameters are taken at once. A stage's temporaries are a few times as large.
 TPU_BYTES = 2**26
 GPU_BYTES = 2**30
 
 Stage = Callable[..., tuple[list[jax.Array], list[Any], list[Any]]]
-"""``(matrices, shared state, transposed=stored as (in, out)?)`` to new update, new states, new shared state."""
+"""``(matrices, shared state, how they lie)`` to new update, new states, new shared state."""
 
 
 class Matrices(NamedTuple):
@@ -188,7 +189,8 @@ def _pool(
     parameters = [p._replace(dims=d) for p, d in zip(bare, dims, strict=True)]
     places = iter(range(len(parameters)))
     groups = [[next(places) for _ in members] for members in pool]
-    return on_stacks(stage, parameters, shared, groups, parts=[len(members) for members in pool])
+    layout = MatrixLayout(parameters[0].stored_transposed(), parts=[len(members) for members in pool])
+    return on_stacks(stage, parameters, shared, groups, layout)
 
 
 def on_stacks(
@@ -196,8 +198,8 @@ def on_stacks(
     parameters: Sequence[Parameter],
     shared: list[Any],
     groups: Sequence[Sequence[int]],
+    layout: MatrixLayout,
     place: Callable[[jax.Array, int], jax.Array] = lambda x, group: x,
-    **told: Any,
 ) -> tuple[list[jax.Array], list[list[jax.Array]], list[Any]]:
     """Run ``stage`` once, on the stacks of some groups of parameters.
 
@@ -206,20 +208,19 @@ def on_stacks(
         parameters: the parameters.
         shared: state that belongs to no matrix.
         groups: which parameters are put together in one stack.
+        layout: how the stacks are to lie, for the stage to know.
         place: puts a group's stack where it is to lie on a mesh.
-        told: more for the stage to know.
 
     Returns:
         As ``run``.
     """
-    transposed = all(p.stored_transposed() for p in parameters)
     stacks = []
     for k, members in enumerate(groups):
-        laid = [parameters[i].matrices(transposed) for i in members]
+        laid = [parameters[i].matrices(layout.transposed) for i in members]
         stack = jax.tree.map(lambda x, *more: jnp.concatenate([x, *more]) if more else x, *laid)
         weight = None if stack.weight is None else place(stack.weight, k)
         stacks.append(stack._replace(update=place(stack.update, k), weight=weight))
-    new, state, shared = stage(in_lists(stacks), shared, transposed=transposed, **told)
+    new, state, shared = stage(in_lists(stacks), shared, layout)
     updates: list[Any] = [None] * len(parameters)
     states: list[Any] = [None] * len(parameters)
     for k, members in enumerate(groups):
@@ -227,7 +228,7 @@ def on_stacks(
         whole = place(new[k], k)
         for at, i in enumerate(members):
             part = slice(at * batch, (at + 1) * batch)
-            updates[i] = parameters[i].from_matrices(whole[part], transposed)
+            updates[i] = parameters[i].from_matrices(whole[part], layout.transposed)
             states[i] = [kept[k][part] for kept in state]
     return updates, states, shared
 
@@ -237,10 +238,10 @@ def _kind_in_turn(stage: Stage, dims: MatrixDims, shared: list[Any], group: list
 
     def one(parameter: Parameter):
         parameter = parameter._replace(dims=dims)
-        transposed = parameter.stored_transposed()
-        matrices = parameter.matrices(transposed)
-        new, state, now = _each_slice(functools.partial(stage, transposed=transposed), matrices, shared)
-        return (parameter.from_matrices(new, transposed), state), now
+        layout = MatrixLayout(parameter.stored_transposed())
+        matrices = parameter.matrices(layout.transposed)
+        new, state, now = _each_slice(functools.partial(stage, layout=layout), matrices, shared)
+        return (parameter.from_matrices(new, layout.transposed), state), now
 
     if len(group) == 1:
         result, now = one(group[0])
