@@ -71,9 +71,11 @@ def oriented(tx: optax.GradientTransformation) -> OrientedTransformation:
     inner = optax.with_extra_args_support(tx)
 
     def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
-        turn = turned if matrix_layout.transposed else lambda tree: tree
+        turn, specs = lambda tree: tree, matrix_layout.specs
+        if matrix_layout.transposed:
+            turn, specs = turned, [PartitionSpec(batch, *sides[::-1]) for batch, *sides in specs]
         if matrix_layout.mesh is not None:  # A stage inside may ask; nothing else of it holds there.
-            extra_args["matrix_layout"] = MatrixLayout(mesh=matrix_layout.mesh, specs=matrix_layout.specs)
+            extra_args["matrix_layout"] = MatrixLayout(mesh=matrix_layout.mesh, specs=specs)
         new, state = inner.update(turn(updates), state, turn(params), **extra_args)
         return turn(new), state
 

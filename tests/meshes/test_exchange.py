@@ -38,3 +38,23 @@ def test_a_stage_with_state_for_each_matrix_is_not_divided():
         tx = npo.as_matrices(npo.MatrixDims(0, 1), inner)
         found.append(jax.jit(tx.update)({"up": kernel}, tx.init({"up": kernel}))[0]["up"])
     np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((16, 21), (("data", "fsdp"), None)),  # taken for the other axis, they do not divide it
+        ((16, 24), (None, ("data", "fsdp"))),
+        ((16, 24), ("data", "fsdp")),
+    ],
+)
+@pytest.mark.parametrize("stage", [npo.divided(npo.precondition_globally()), npo.precondition_locally(2, 1)])
+def test_inside_a_chain_of_optax_matrices_are_turned_and_so_is_where_they_lie(stage, shape, spec):
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    tx = npo.as_matrices(npo.MatrixDims(0, 1), optax.chain(stage, optax.scale(2.0)))
+    kernel = gaussian(shape)
+    there = {"up": jax.device_put(kernel, NamedSharding(mesh, PartitionSpec(*spec)))}
+    found, _ = jax.jit(tx.update)(there, tx.init(there), there)
+    expected, _ = tx.update({"up": kernel}, tx.init({"up": kernel}), {"up": kernel})
+    assert found["up"].sharding.is_equivalent_to(there["up"].sharding, 2)
+    np.testing.assert_allclose(found["up"], expected["up"], atol=1e-5)  # sums in another order, entries near one
