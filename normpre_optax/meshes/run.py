@@ -68,7 +68,9 @@ def _on_stacks(
     shared: list[Any],
 ):
     parameters = [p._replace(dims=d) for p, d in zip(bare, dims, strict=True)]
-    layout = MatrixLayout(all(p.stored_transposed() for p in parameters))
+    # As most numbers are stored, so that only the others are turned.
+    balance = sum(p.update.size if p.stored_transposed() else -p.update.size for p in parameters)
+    layout = MatrixLayout(transposed=balance > 0)
     if specs is None:
         return on_stacks(stage, parameters, shared, groups, layout)
     here = jax.typeof(bare[0].update).sharding.mesh

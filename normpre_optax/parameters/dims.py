@@ -191,8 +191,6 @@ def stored_transposed(ndim: int, dims: MatrixDims) -> bool:
 def _order(ndim: int, dims: MatrixDims, transposed: bool) -> tuple[int, ...]:
     """The parameter's axes in the order in which the stack has them."""
     batch, outputs, inputs = split_axes(ndim, dims)
-    if transposed and dims.output_blocks > 1:
-        raise ValueError("output blocks are cut from (out, in) only")
     return batch + inputs + outputs if transposed else batch + outputs + inputs
 
 
@@ -202,7 +200,7 @@ def to_matrices(x: jax.Array, dims: MatrixDims, transposed: bool = False) -> jax
     Args:
         x: the parameter (or its gradient), any layout.
         dims: axes that fit it.
-        transposed: with output neurons as columns instead; not for `output_blocks`.
+        transposed: with output neurons as columns instead.
 
     Returns:
         Array (batch, out, in), or (batch, in, out) if transposed; batch and block indices in row-major order, blocks
@@ -212,6 +210,8 @@ def to_matrices(x: jax.Array, dims: MatrixDims, transposed: bool = False) -> jax
         >>> to_matrices(jnp.arange(6.0).reshape(2, 3), MatrixDims(inputs=0, outputs=1)).tolist()
         [[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]]
     """
+    if transposed and dims.output_blocks > 1:  # they are cut from (out, in)
+        return jnp.matrix_transpose(to_matrices(x, dims))
     order = _order(x.ndim, dims, transposed)
     batch, rows, columns = matrix_shape(x.shape, dims)
     shape = (batch, columns, rows) if transposed else (batch, rows, columns)
@@ -237,6 +237,8 @@ def from_matrices(stack: jax.Array, dims: MatrixDims, shape: tuple[int, ...], tr
         >>> bool((from_matrices(to_matrices(x, dims), dims, x.shape) == x).all())
         True
     """
+    if transposed and dims.output_blocks > 1:
+        return from_matrices(jnp.matrix_transpose(stack), dims, shape)
     order = _order(len(shape), dims, transposed)
     x = _reshape(stack, tuple(shape[axis] for axis in order))
     if order == tuple(range(len(shape))):

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import normpre_optax as npo
+from normpre_optax.transforms.oriented import OrientedTransformation, chain
 from tests import cases
 
 FACTORIES = {
@@ -193,6 +194,31 @@ def test_injected_hyperparameters_lie_on_the_mesh_from_the_second_step_on(name):
         expected, plain_state = cases.updater(plain)(grads, plain_state, here)
         # A few roundings of updates of 0.01.
         np.testing.assert_allclose(updates["up"]["kernel"], expected["up"]["kernel"], atol=2e-8)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_a_few_parameters_stored_the_other_way_are_turned_and_not_all_others(axis_type):
+    seen = []
+
+    def update(updates, state, params=None, *, matrix_layout, **extra_args):
+        seen.append(matrix_layout.transposed)
+        return updates, state
+
+    watch = OrientedTransformation(lambda params: optax.EmptyState(), update)
+    shapes = {"up": (16, 32), "down": (32, 16), "qkv": (16, 24), "torch": (8, 16)}
+    dims = {"up": npo.MatrixDims(0, 1), "down": npo.MatrixDims(0, 1)}
+    dims |= {"qkv": npo.MatrixDims(0, 1, output_blocks=3), "torch": npo.MatrixDims(1, 0)}
+    tx = npo.as_matrices(dims, chain(npo.normalize_rows(), npo.divided(npo.precondition_globally()), watch))
+    random = np.random.default_rng(0)
+    here = {name: jnp.asarray(random.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    expected, _ = tx.update(here, tx.init(here), here)
+    seen.clear()
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(axis_type,))
+    there = jax.device_put(here, NamedSharding(mesh, PartitionSpec("fsdp")))
+    found, _ = cases.quick_jit(tx.update)(there, tx.init(there), there)
+    assert set(seen) == {True}
+    for name, x in found.items():
+        np.testing.assert_allclose(x, expected[name], atol=1e-5)  # sums in another order, entries near one
 
 
 def test_the_optimizer_state_of_optax_is_the_same_tree_on_a_mesh():
