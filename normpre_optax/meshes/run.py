@@ -21,7 +21,7 @@ from normpre_optax.transforms.oriented import MatrixLayout
 
 def run_on_mesh(
     stage: Stage,
-    parameters: Sequence[Parameter],
+    parameters: list[Parameter],
     shared: list[Any],
     mesh: AbstractMesh,
     names: Sequence[str],
@@ -51,32 +51,24 @@ def run_on_mesh(
     groups: dict[Hashable, list[int]] = {}
     for i, parameter in enumerate(parameters):
         groups.setdefault((parameter.kind(), place(i)), []).append(i)
-    work = functools.partial(_on_stacks, stage, [p.dims for p in parameters], specs, list(groups.values()))
-    bare = [p._replace(dims=None) for p in parameters]
+    work = functools.partial(_on_stacks, stage, specs, list(groups.values()))
     if AxisType.Explicit not in mesh.axis_types:
-        return work(bare, shared)
+        return work(parameters, shared)
     out = (specs, *jax.tree.map(spec_of, ([p.state for p in parameters], shared)))
-    return _in_auto_axes(work, mesh, out)(bare, shared)
+    return _in_auto_axes(work, mesh, out)(parameters, shared)
 
 
 def _on_stacks(
-    stage: Stage,
-    dims: list[MatrixDims],
-    specs: list[PartitionSpec] | None,
-    groups: list[list[int]],
-    bare: list[Parameter],
-    shared: list[Any],
+    stage: Stage, specs: list[PartitionSpec] | None, groups: list[list[int]], parameters: list[Parameter], shared: list
 ):
-    parameters = [p._replace(dims=d) for p, d in zip(bare, dims, strict=True)]
     # As most numbers are stored, so that only the others are turned.
     balance = sum(p.update.size if p.stored_transposed() else -p.update.size for p in parameters)
     layout = MatrixLayout(transposed=balance > 0)
     if specs is None:
         return on_stacks(stage, parameters, shared, groups, layout)
-    here = jax.typeof(bare[0].update).sharding.mesh
-    stacks = [
-        matrix_spec(specs[first], bare[first].update.shape, dims[first], layout.transposed) for first, *_ in groups
-    ]
+    here = jax.typeof(parameters[0].update).sharding.mesh
+    firsts = [(specs[i], parameters[i]) for i, *_ in groups]
+    stacks = [matrix_spec(spec, p.update.shape, p.dims, layout.transposed) for spec, p in firsts]
 
     def placed(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(here, spec))
@@ -87,10 +79,7 @@ def _on_stacks(
 
 
 def _specs(
-    parameters: Sequence[Parameter],
-    names: Sequence[str],
-    told: Mapping[str, PartitionSpec] | None,
-    mesh: AbstractMesh,
+    parameters: list[Parameter], names: Sequence[str], told: Mapping[str, PartitionSpec] | None, mesh: AbstractMesh
 ) -> list[PartitionSpec] | None:
     """Where the parameters lie; None if nobody says."""
     for name, parameter in zip(names, parameters, strict=True):

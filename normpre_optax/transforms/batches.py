@@ -15,6 +15,7 @@ stacks and may put together what small problems they have in common.
 What each of them costs, as its compiler sees it, stands in docs/performance.md.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -63,18 +64,20 @@ def in_lists(stacks: Sequence[Matrices]) -> Matrices:
     )
 
 
-class Parameter(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Parameter:
     """One parameter's part of an update: ``update`` and ``weight`` in its own layout, the rest by its matrices."""
 
     update: jax.Array
     weight: jax.Array | None
     ids: jax.Array
     state: list[jax.Array]
-    dims: MatrixDims
+    dims: MatrixDims = dataclasses.field(metadata={"static": True})
 
     def kind(self) -> Hashable:
         """Parameters of one kind share a compiled copy."""
-        return self.dims, tuple((x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(self[:4]))
+        return self.dims, tuple((x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(self))
 
     def stored_transposed(self) -> bool:
         """Whether the matrices lie as (in, out)."""
@@ -96,7 +99,7 @@ def is_per_parameter(node: Any, treedef: Any) -> bool:
 
 
 def run(
-    stage: Stage, parameters: Sequence[Parameter], shared: list[Any]
+    stage: Stage, parameters: list[Parameter], shared: list[Any]
 ) -> tuple[list[jax.Array], list[list[jax.Array]], list[Any]]:
     """Run ``stage`` on the matrices of every parameter.
 
@@ -108,62 +111,52 @@ def run(
     Returns:
         The parameters' new updates in their own layouts, their new states, and the new shared state.
     """
-    dims = [p.dims for p in parameters]
-
-    def arranged(how: Callable) -> Callable:
-        def on_platform(bare: list[Parameter], shared: list[Any]):
-            return how(stage, [p._replace(dims=d) for p, d in zip(bare, dims, strict=True)], shared)
-
-        return on_platform
-
-    new, states, shared = by_platform(
-        [p._replace(dims=None) for p in parameters],
+    return by_platform(
+        parameters,
         shared,
-        cpu=arranged(_in_turn),
-        tpu=arranged(functools.partial(_in_pools, limit=TPU_BYTES, stacked=False)),
-        default=arranged(functools.partial(_in_pools, limit=GPU_BYTES, stacked=True)),
+        cpu=functools.partial(_in_turn, stage),
+        tpu=functools.partial(_in_pools, stage, limit=TPU_BYTES, stacked=False),
+        default=functools.partial(_in_pools, stage, limit=GPU_BYTES, stacked=True),
     )
-    return new, states, shared
 
 
-def _by_kind(parameters: Sequence[Parameter]) -> list[list[int]]:
+def _by_kind(parameters: list[Parameter]) -> list[list[int]]:
     kinds: dict[Hashable, list[int]] = {}
     for i, parameter in enumerate(parameters):
         kinds.setdefault(parameter.kind(), []).append(i)
     return list(kinds.values())
 
 
-def _in_turn(stage: Stage, parameters: Sequence[Parameter], shared: list[Any]):
+def _in_turn(stage: Stage, parameters: list[Parameter], shared: list[Any]):
     """One matrix after the other, in a loop for every kind."""
     results: list[Any] = [None] * len(parameters)
     now = shared
     for members in _by_kind(parameters):
-        group = [parameters[i]._replace(dims=None) for i in members]
-        new, now = _kind_in_turn(stage, parameters[members[0]].dims, shared, group)
+        new, now = _kind_in_turn(stage, shared, [parameters[i] for i in members])
         for i, result in zip(members, new, strict=True):
             results[i] = result
     return [new for new, _ in results], [state for _, state in results], now
 
 
-def _in_pools(stage: Stage, parameters: Sequence[Parameter], shared: list[Any], limit: int, stacked: bool):
+def _in_pools(stage: Stage, parameters: list[Parameter], shared: list[Any], limit: int, stacked: bool):
     """Several parameters at once, up to ``limit`` bytes of them, those of one kind as one stack if ``stacked``."""
     new: list[Any] = [None] * len(parameters)
     states: list[Any] = [None] * len(parameters)
     now, traced = shared, {}
     if stacked:  # A momentum that several kernels read is made once, and not again by each of them.
-        parameters = [p._replace(update=jax.lax.optimization_barrier(p.update)) for p in parameters]
+        parameters = [dataclasses.replace(p, update=jax.lax.optimization_barrier(p.update)) for p in parameters]
     for pool in _pools(parameters, limit, stacked):
         flat = [i for members in pool for i in members]
         kinds = tuple(tuple(parameters[i].kind() for i in members) for members in pool)
         if kinds not in traced:  # Pools of one kind are traced once.
-            traced[kinds] = jax.jit(functools.partial(_pool, stage, pool, [parameters[i].dims for i in flat]))
-        updates, kept, now = traced[kinds]([parameters[i]._replace(dims=None) for i in flat], shared)
+            traced[kinds] = jax.jit(functools.partial(_pool, stage, pool))
+        updates, kept, now = traced[kinds]([parameters[i] for i in flat], shared)
         for i, update, state in zip(flat, updates, kept, strict=True):
             new[i], states[i] = update, state
     return new, states, now
 
 
-def _pools(parameters: Sequence[Parameter], limit: int, stacked: bool) -> Iterator[list[list[int]]]:
+def _pools(parameters: list[Parameter], limit: int, stacked: bool) -> Iterator[list[list[int]]]:
     """Lists of stacks, each a list of parameters. Matrices that lie the other way are a pool of their own."""
     for transposed in (False, True):
         pool, size = [], 0
@@ -183,10 +176,7 @@ def _pools(parameters: Sequence[Parameter], limit: int, stacked: bool) -> Iterat
             yield pool
 
 
-def _pool(
-    stage: Stage, pool: list[list[int]], dims: list[MatrixDims], bare: list[Parameter], shared: list[Any]
-) -> tuple[list[jax.Array], list[list[jax.Array]], list[Any]]:
-    parameters = [p._replace(dims=d) for p, d in zip(bare, dims, strict=True)]
+def _pool(stage: Stage, pool: list[list[int]], parameters: list[Parameter], shared: list[Any]):
     places = iter(range(len(parameters)))
     groups = [[next(places) for _ in members] for members in pool]
     layout = MatrixLayout(parameters[0].stored_transposed(), parts=[len(members) for members in pool])
@@ -195,7 +185,7 @@ def _pool(
 
 def on_stacks(
     stage: Stage,
-    parameters: Sequence[Parameter],
+    parameters: list[Parameter],
     shared: list[Any],
     groups: Sequence[Sequence[int]],
     layout: MatrixLayout,
@@ -233,11 +223,10 @@ def on_stacks(
     return updates, states, shared
 
 
-def _kind_in_turn(stage: Stage, dims: MatrixDims, shared: list[Any], group: list[Parameter]):
+def _kind_in_turn(stage: Stage, shared: list[Any], group: list[Parameter]):
     """One parameter after the other in a loop, and one matrix after the other within each."""
 
     def one(parameter: Parameter):
-        parameter = parameter._replace(dims=dims)
         layout = MatrixLayout(parameter.stored_transposed())
         matrices = parameter.matrices(layout.transposed)
         new, state, now = _each_slice(functools.partial(stage, layout=layout), matrices, shared)

@@ -124,14 +124,13 @@ def discount_low_rank(
 
     def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
         del params, extra_args
-        transposed = matrix_layout.transposed
 
         def columns(m: jax.Array) -> int:
-            return m.shape[-2 if transposed else -1]
+            return m.shape[-2 if matrix_layout.transposed else -1]
 
         def discount(m: jax.Array, factors: jax.Array) -> jax.Array:
             r, p = factors[..., : columns(m)], factors[..., columns(m) :]
-            return (m - in_context(share) * _outer(p, r, transposed, compute_dtype)).astype(m.dtype)
+            return (m - in_context(share) * _outer(p, r, matrix_layout.transposed, compute_dtype)).astype(m.dtype)
 
         left = jax.tree.map(discount, updates, state.factors)
         return left, LowRankState(jax.tree.map(lambda m, f: f[..., : columns(m)], updates, state.factors))

@@ -110,11 +110,9 @@ def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTran
             new, view = inner.update(matrices.update, view, matrices.weight, **extra)
             return (new, *form.split(view))
 
-        mesh = mesh_of((updates, params))
-        if mesh is None:
-            new, kept, shared = batches.run(stage, parameters, shared)
-        else:
-            new, kept, shared = run_on_mesh(stage, parameters, shared, mesh, [path for path, _, _ in found], told)
+        mesh, names = mesh_of((updates, params)), [path for path, _, _ in found]
+        run = batches.run if mesh is None else functools.partial(run_on_mesh, mesh=mesh, names=names, told=told)
+        new, kept, shared = run(stage, parameters, shared)
         return treedef.unflatten(new), form.join([treedef.unflatten(x) for x in zip(*kept, strict=True)], shared)
 
     return optax.GradientTransformationExtraArgs(init, update)
