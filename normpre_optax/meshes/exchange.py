@@ -60,7 +60,7 @@ def _divided(inner: OrientedTransformation, weigh: Work) -> OrientedTransformati
         if mesh is None or any(jnp.ndim(x) > 0 for x in jax.tree.leaves(state)):
             return inner.update(updates, state, params, matrix_layout=matrix_layout, **extra_args)
 
-        def treated(arrays: list[jax.Array], ids: list[jax.Array]):
+        def treated(arrays: list[jax.Array], ids: list[jax.Array]) -> tuple[Any, Any]:
             known = {"matrix_ids": ids, "matrix_layout": matrix_layout._replace(mesh=None, specs=())}
             return inner.update(arrays, state, None, **extra_args | known)
 
