@@ -3,7 +3,7 @@
 
 A spectral stage multiplies a matrix by itself many times. Left to the partitioner, a sharded matrix is gathered for
 every product. ``divided`` sends each matrix whole to one device instead, balanced by the work it makes; the rest of
-the optimizer is cheap row by row and stays where the parameters are. The plan is ``plan``'s.
+the optimizer is cheap row by row and stays where the parameters are. ``plan`` says who gets which.
 """
 
 import functools
