@@ -17,6 +17,7 @@ from normpre_optax.algorithm import (
 from normpre_optax.directions import matrix_momentum, orthogonalize, orthogonalized_momentum
 from normpre_optax.family import STATIC_ARGS, families
 from normpre_optax.hybrid import hybrid
+from normpre_optax.meshes.exchange import divided
 from normpre_optax.options import static_args
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.explain import explain
@@ -39,7 +40,6 @@ from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally, precondition_locally, whiten
 from normpre_optax.transforms.scale import scale_by_shape, scale_to_rms
 from normpre_optax.transforms.second_moment import scale_by_row_moment
-from normpre_optax.transforms.sharding import divided
 from normpre_optax.transforms.tangent import normalize_tangent_rows, project_to_tangent
 from normpre_optax.transforms.wrappers import (
     alternate_orientation,

@@ -20,6 +20,7 @@ import optax
 
 from normpre_optax.directions import orthogonalize
 from normpre_optax.hybrid import hybrid
+from normpre_optax.meshes.exchange import divided
 from normpre_optax.options import (
     NewtonSchulzOptions,
     NormPreGOptimizer,
@@ -37,7 +38,6 @@ from normpre_optax.transforms.checks import transformation
 from normpre_optax.transforms.oriented import Rescalable, chain
 from normpre_optax.transforms.precondition import precondition_locally
 from normpre_optax.transforms.scale import scale_to_rms
-from normpre_optax.transforms.sharding import divided
 from normpre_optax.transforms.tangent import normalize_tangent_rows
 from normpre_optax.transforms.wrappers import (
     alternate_orientation,

@@ -6,6 +6,7 @@ from typing import Annotated, Unpack
 
 import optax
 
+from normpre_optax.meshes.exchange import divided
 from normpre_optax.options import (
     NesterovOptions,
     NewtonSchulzOptions,
@@ -16,7 +17,6 @@ from normpre_optax.options import (
 )
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally
-from normpre_optax.transforms.sharding import divided
 from normpre_optax.transforms.wrappers import as_matrices, at_least_float32, in_dtype
 
 

@@ -9,12 +9,10 @@ import jax
 import numpy as np
 import optax
 
+from normpre_optax.meshes.specs import like_parameters, specs_of
 from normpre_optax.options import RestOptions, with_options
-from normpre_optax.parameters.leaves import views
-from normpre_optax.parameters.rules import resolve
-from normpre_optax.parameters.sharing import specs_of
+from normpre_optax.parameters.rules import Choices, resolve
 from normpre_optax.transforms.checks import same_trees
-from normpre_optax.transforms.meshes import like_parameters
 from normpre_optax.transforms.wrappers import at_least_float32
 
 
@@ -75,6 +73,9 @@ def hybrid(
 def _optimizer(direction: Callable, learning_rate, options: RestOptions, params) -> optax.GradientTransformation:
     """The optimizer of these very parameters."""
     found = resolve(params, options["matrix_dims"])
+    if options["shardings"] is not None:
+        specs = specs_of(params, options["shardings"])
+        found = Choices({path: one._replace(spec=spec) for (path, one), spec in zip(found.items(), specs, strict=True)})
     labels = jax.tree.structure(params).unflatten(["adamw" if c.dims is None else "matrix" for c in found.values()])
     mask = _decay_mask(options["weight_decay_mask"], params)
     betas = options["adam_b1"], options["adam_b2"], options["adam_eps"]
@@ -83,7 +84,7 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     def finished(tx: optax.GradientTransformation, decay, rate) -> optax.GradientTransformation:
         return optax.chain(tx, optax.add_decayed_weights(decay, lambda _: mask), optax.scale_by_learning_rate(rate))
 
-    matrix = direction(matrix_dims=lambda path, leaf: found[path].dims)
+    matrix = direction(matrix_dims=found)
     adam = optax.scale_by_adam(*betas, mu_dtype=options["mu_dtype"])
     decay = options["weight_decay"]
     parts: dict[Hashable, optax.GradientTransformation] = {
@@ -97,8 +98,6 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
 
 
 def _update(direction: Callable, learning_rate, options: RestOptions, updates, state, params, **extra_args):
-    if options["shardings"] is not None:
-        extra_args["told"] = dict(zip(views(params), specs_of(params, options["shardings"]), strict=True))
     return _optimizer(direction, learning_rate, options, params).update(updates, state, params, **extra_args)
 
 

@@ -12,13 +12,18 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Eight virtual CPU devices, for the tests on meshes; everything else runs on the first one. And programs that compile
 # three times faster, without LLVM's optimisations and XLA's newer code for fusions: most tests compile more than they
 # run. What stands in XLA_FLAGS goes before. Set before JAX wakes.
-for flag in (
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_use_fusion_emitters=false",
-):
-    if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", "")]
+    + [
+        f"--{flag}={value}"
+        for flag, value in (
+            ("xla_force_host_platform_device_count", "8"),
+            ("xla_backend_optimization_level", "0"),
+            ("xla_cpu_use_fusion_emitters", "false"),
+        )
+        if flag not in os.environ.get("XLA_FLAGS", "")
+    ]
+)
 
 import jax
 import pytest
@@ -49,7 +54,7 @@ def _forget_programs():
 
 @pytest.fixture(autouse=True)
 def _for_cpus(request):
-    """What depends on the device is traced for CPUs alone, a third of the work, but where a test is marked otherwise."""
+    """What depends on the device is traced for CPUs alone, unless a test is marked otherwise."""
     if request.node.get_closest_marker("every_platform"):
         yield
         return

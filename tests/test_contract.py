@@ -127,6 +127,7 @@ def test_does_not_recompile_on_later_updates(name, dtype):
     assert len(traces) == 1
 
 
+@pytest.mark.every_platform
 @every_dtype
 @every_optimizer
 def test_keeps_the_dtype_of_the_parameters_and_the_shape_of_its_state(name, dtype):
@@ -160,6 +161,7 @@ def test_its_state_is_arrays_and_init_is_traceable(name):
     assert describe(tx.init(jax.tree.map(lambda x: x + 1, params))) == describe(state)
 
 
+@pytest.mark.every_platform
 @every_dtype
 @representatives
 def test_compiled_and_uncompiled_updates_are_equal_and_repeatable(name, dtype):
@@ -201,6 +203,7 @@ def test_a_schedule_is_read_at_every_step(name):
             assert_close(found, jax.tree.map(lambda u, k=step: u * (k + 1), updates), atol=2e-6)
 
 
+@pytest.mark.every_platform
 @representatives
 def test_sharded_parameters_get_sharded_state_and_it_stays(name):
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("fsdp",))
@@ -402,6 +405,7 @@ def stacked(*trees):
     return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
 
 
+@pytest.mark.every_platform
 @representatives
 def test_vmap_runs_independent_optimizers(name):
     tx, both = optimizer(name), stacked(numbers(0), numbers(5))
@@ -420,6 +424,7 @@ def scan(tx, params):
     return lambda state, gradients: jax.lax.scan(step, state, gradients)
 
 
+@pytest.mark.every_platform
 @representatives
 def test_scan_over_steps_is_the_loop(name):
     tx, params = optimizer(name), numbers()

@@ -28,7 +28,7 @@ NOT_RUN = {
     "design.md": "an excerpt of algorithm.py, which it shows",
     "diagnostics.md": "tests/test_diagnostics.py runs it",
     "family.md": "tests/test_family.py runs it",
-    "scaling.md": "wants eight devices; tests/test_meshes.py has its cases",
+    "scaling.md": "wants eight devices; tests/meshes/test_run.py has its cases",
 }
 WITH_CODE = [page for page in PAGES if page.name not in NOT_RUN and BLOCK.search(page.read_text())]
 

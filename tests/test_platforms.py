@@ -17,6 +17,7 @@ from normpre_optax.transforms.draws import draws_of_stacks, sketch_draws
 from tests import cases
 from tests.cases import EPS32
 
+pytestmark = pytest.mark.every_platform
 STEPS = 3
 # The slope of five steps of Newton-Schulz at zero: 485 and 970. They start from norm one, a few eps off.
 MUON, POLAR_EXPRESS = 4 * 3.4445**5 * EPS32, 4 * 970 * EPS32

@@ -26,7 +26,7 @@ from normpre_optax.linalg.orthonormal import orthonormal_rows
 from normpre_optax.linalg.precision import product
 from normpre_optax.linalg.spectrum import clip_modes
 from normpre_optax.transforms.draws import sketch_draws
-from normpre_optax.transforms.oriented import chain
+from normpre_optax.transforms.oriented import MatrixLayout, chain
 
 RANK, WIDTH = 32, 40
 
@@ -93,7 +93,11 @@ def stages(options: Options) -> dict[str, Stage]:
             lambda m, w: normalized.update(m, state, w)[0], m, w, matrices=3, operations=8 * size
         ),
         "tangent and norm, stored columns": stage(
-            lambda m, w: normalized.update(m, state, w, transposed=True)[0], m, w, matrices=3, operations=8 * size
+            lambda m, w: normalized.update(m, state, w, matrix_layout=MatrixLayout(transposed=True))[0],
+            m,
+            w,
+            matrices=3,
+            operations=8 * size,
         ),
         "G: Newton-Schulz": stage(
             lambda x: newton_schulz(x, compute_dtype=dtype), psi, matrices=2, operations=min(gram, plain) * square

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 
@@ -137,7 +136,7 @@ def check_dims(path: str, shape: tuple[int, ...], dims: MatrixDims) -> None:
         if any(not -len(shape) <= axis < len(shape) for axis in _as_tuple(axes)):
             allowed = f"its axes are 0 to {len(shape) - 1}" if shape else "it has no axes"
             raise ValueError(f"{where}: {name}={axes} is out of range, {allowed}")
-    _, outputs, inputs = _split(len(shape), dims)
+    _, outputs, inputs = split_axes(len(shape), dims)
     if len(set(outputs + inputs)) < len(outputs + inputs):
         raise ValueError(f"{where}: inputs={dims.inputs} and outputs={dims.outputs} name an axis twice")
     rows = math.prod(shape[axis] for axis in outputs)
@@ -145,7 +144,7 @@ def check_dims(path: str, shape: tuple[int, ...], dims: MatrixDims) -> None:
         raise ValueError(f"{where}: output_blocks={dims.output_blocks} does not divide its {rows} outputs")
 
 
-def _split(ndim: int, dims: MatrixDims) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def split_axes(ndim: int, dims: MatrixDims) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Returns the (batch, output, input) axes, all counted from the front."""
     inputs = tuple(axis % ndim for axis in _as_tuple(dims.inputs))
     outputs = tuple(axis % ndim for axis in _as_tuple(dims.outputs))
@@ -167,7 +166,7 @@ def matrix_shape(shape: tuple[int, ...], dims: MatrixDims) -> tuple[int, int, in
         >>> matrix_shape((12, 64, 768), MatrixDims(inputs=(0, 1), outputs=2))
         (1, 768, 768)
     """
-    batch, outputs, inputs = (math.prod(shape[axis] for axis in axes) for axes in _split(len(shape), dims))
+    batch, outputs, inputs = (math.prod(shape[axis] for axis in axes) for axes in split_axes(len(shape), dims))
     return batch * dims.output_blocks, outputs // dims.output_blocks, inputs
 
 
@@ -185,15 +184,13 @@ def stored_transposed(ndim: int, dims: MatrixDims) -> bool:
         >>> [stored_transposed(2, dims) for dims in (MatrixDims(inputs=0, outputs=1), MatrixDims(inputs=1, outputs=0))]
         [True, False]
     """
-    batch, outputs, inputs = _split(ndim, dims)
+    batch, outputs, inputs = split_axes(ndim, dims)
     return dims.output_blocks == 1 and batch + inputs + outputs == tuple(range(ndim))
 
 
 def _order(ndim: int, dims: MatrixDims, transposed: bool) -> tuple[int, ...]:
     """The parameter's axes in the order in which the stack has them."""
-    batch, outputs, inputs = _split(ndim, dims)
-    if transposed and dims.output_blocks > 1:
-        raise ValueError("output blocks are cut from (out, in) only")
+    batch, outputs, inputs = split_axes(ndim, dims)
     return batch + inputs + outputs if transposed else batch + outputs + inputs
 
 
@@ -203,7 +200,7 @@ def to_matrices(x: jax.Array, dims: MatrixDims, transposed: bool = False) -> jax
     Args:
         x: the parameter (or its gradient), any layout.
         dims: axes that fit it.
-        transposed: with output neurons as columns instead; not for `output_blocks`.
+        transposed: with output neurons as columns instead.
 
     Returns:
         Array (batch, out, in), or (batch, in, out) if transposed; batch and block indices in row-major order, blocks
@@ -213,6 +210,8 @@ def to_matrices(x: jax.Array, dims: MatrixDims, transposed: bool = False) -> jax
         >>> to_matrices(jnp.arange(6.0).reshape(2, 3), MatrixDims(inputs=0, outputs=1)).tolist()
         [[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]]
     """
+    if transposed and dims.output_blocks > 1:  # they are cut from (out, in)
+        return jnp.matrix_transpose(to_matrices(x, dims))
     order = _order(x.ndim, dims, transposed)
     batch, rows, columns = matrix_shape(x.shape, dims)
     shape = (batch, columns, rows) if transposed else (batch, rows, columns)
@@ -238,42 +237,13 @@ def from_matrices(stack: jax.Array, dims: MatrixDims, shape: tuple[int, ...], tr
         >>> bool((from_matrices(to_matrices(x, dims), dims, x.shape) == x).all())
         True
     """
+    if transposed and dims.output_blocks > 1:
+        return from_matrices(jnp.matrix_transpose(stack), dims, shape)
     order = _order(len(shape), dims, transposed)
     x = _reshape(stack, tuple(shape[axis] for axis in order))
     if order == tuple(range(len(shape))):
         return x
     return jnp.transpose(x, tuple(order.index(axis) for axis in range(len(shape))))
-
-
-def matrix_spec(
-    spec: PartitionSpec, shape: tuple[int, ...], dims: MatrixDims, transposed: bool = False
-) -> PartitionSpec:
-    """Where the stack of a sharded parameter lies, if nothing is to be moved.
-
-    Args:
-        spec: the parameter's.
-        shape: its shape.
-        dims: axes that fit it.
-        transposed: as `to_matrices` is given it.
-
-    Returns:
-        Entries for (batch, out, in), or (batch, in, out). Of axes that are flattened into one only the first can stay
-        sharded; outputs that are cut into blocks cannot.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec
-        >>> tuple(matrix_spec(PartitionSpec(None, "tensor"), (768, 12, 64), MatrixDims(inputs=0, outputs=(1, 2))))
-        (None, 'tensor', None)
-    """
-    entries = tuple(spec) + (None,) * (len(shape) - len(spec))
-    batch, outputs, inputs = _split(len(shape), dims)
-
-    def first(axes: tuple[int, ...]):
-        return next((entries[axis] for axis in axes if shape[axis] > 1), None)
-
-    rows = first(outputs) if dims.output_blocks == 1 else None
-    sides = (first(inputs), rows) if transposed else (rows, first(inputs))
-    return PartitionSpec(first(batch), *sides)
 
 
 def _reshape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

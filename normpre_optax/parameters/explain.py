@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from normpre_optax.parameters.dims import MatrixDims, matrix_shape, matrix_spec
+from normpre_optax.meshes.plan import in_words, stack_of
+from normpre_optax.meshes.specs import check_spec, matrix_spec, specs_of
+from normpre_optax.parameters.dims import MatrixDims, matrix_shape
 from normpre_optax.parameters.leaves import Leaf, views
 from normpre_optax.parameters.rules import Chooser, chooser, counted, decide
-from normpre_optax.parameters.sharing import check_spec, shares, specs_of, stack_of
 
 
 def explain(params: Any, matrix_dims: Any = None, *, mesh: Any = None, shardings: Any = None) -> str:
@@ -67,7 +68,7 @@ def _on_mesh(params: Any, leaves: dict[str, Leaf], rows: list[_Row], mesh: Any, 
         if row.dims is not None:
             shape = matrix_shape(leaf.shape, row.dims)
             stacks.append(stack_of(shape, "float32", matrix_spec(spec, leaf.shape, row.dims)))
-    lines = shares(sizes, stacks)
+    lines = in_words(sizes, stacks)
     if stacks and shardings is None and AxisType.Explicit not in mesh.axis_types:
         lines.append(
             "  if they are told where the parameters lie, which Auto axes do not say: give them shardings= too"

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import tree_util
+from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, check_dims
@@ -53,12 +54,17 @@ _AXIS_HEADS = {"heads", "kv", "head", "dim", "q"}
 
 
 class Choice(NamedTuple):
-    """What `resolve` decided for one parameter; `dims=None` means AdamW."""
+    """What `resolve` decided for one parameter; `dims=None` means AdamW. `spec` says where it lies, if anybody does."""
 
     path: str
     shape: tuple[int, ...]
     dims: MatrixDims | None
     reason: str
+    spec: PartitionSpec | None = None
+
+
+class Choices(dict[str, Choice]):
+    """`Choice` by path. Decided on a whole tree, it stands for `matrix_dims` on a part of it."""
 
 
 class UncoveredError(ValueError):
@@ -289,7 +295,7 @@ def _uncovered(path: str, leaf: Leaf, why: str = "") -> UncoveredError:
     return UncoveredError(message, f"no rule covers it{why}")
 
 
-def resolve(params: Any, matrix_dims: Any = None) -> dict[str, Choice]:
+def resolve(params: Any, matrix_dims: Any = None) -> Choices:
     """Decides for every parameter whether it is a matrix, and along which axes.
 
     Args:
@@ -297,7 +303,8 @@ def resolve(params: Any, matrix_dims: Any = None) -> dict[str, Choice]:
         matrix_dims: None (the default rule); a rule `(path, leaf) -> MatrixDims | None`; a callable `(params) -> tree`;
             or a (prefix) tree of `MatrixDims` / None. `optax.contrib.MuonDimensionNumbers` may stand for `MatrixDims`.
             A rule is shown each parameter as a `Leaf`: its shape, ndim, size, dtype and axis names, not its values. A
-            tree is matched by the names along its paths, so it fits boxed and bare parameters alike.
+            tree is matched by the names along its paths, so it fits boxed and bare parameters alike. Or what this
+            function returned for a larger tree.
 
     Returns:
         A dict from path to `Choice`, in the order in which jax flattens `params`.
@@ -311,8 +318,11 @@ def resolve(params: Any, matrix_dims: Any = None) -> dict[str, Choice]:
         >>> [(choice.path, choice.dims is not None) for choice in resolve(params).values()]
         [('up/bias', False), ('up/kernel', True)]
     """
+    if isinstance(matrix_dims, Choices):
+        paths = ["/".join(names) for names, *_ in named_leaves(params)]
+        return Choices({path: matrix_dims[path] for path in paths})
     choose = chooser(params, matrix_dims)
-    return {path: decide(path, leaf, choose) for path, leaf in views(params).items()}
+    return Choices({path: decide(path, leaf, choose) for path, leaf in views(params).items()})
 
 
 Chooser = Callable[[str, Leaf], tuple[MatrixDims | None, str]]

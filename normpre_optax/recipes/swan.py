@@ -7,12 +7,12 @@ from typing import Annotated, Unpack
 import optax
 
 from normpre_optax.hybrid import hybrid
+from normpre_optax.meshes.exchange import divided
 from normpre_optax.options import DirectionOptions, Number, Option, RestOptions, pick, with_options
 from normpre_optax.transforms.normalize import standardize_rows
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import whiten
 from normpre_optax.transforms.scale import scale_to_rms
-from normpre_optax.transforms.sharding import divided
 from normpre_optax.transforms.wrappers import as_matrices, at_least_float32
 
 

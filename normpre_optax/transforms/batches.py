@@ -15,6 +15,7 @@ stacks and may put together what small problems they have in common.
 What each of them costs, as its compiler sees it, stands in docs/performance.md.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,13 +25,14 @@ import jax.numpy as jnp
 
 from normpre_optax.parameters.dims import MatrixDims, from_matrices, stored_transposed, to_matrices
 from normpre_optax.platforms import by_platform
+from normpre_optax.transforms.oriented import MatrixLayout
 
 # How many bytes of parameters are taken at once. A stage's temporaries are a few times as large.
 TPU_BYTES = 2**26
 GPU_BYTES = 2**30
 
 Stage = Callable[..., tuple[list[jax.Array], list[Any], list[Any]]]
-"""``(matrices, shared state, transposed=stored as (in, out)?)`` to new update, new states, new shared state."""
+"""``(matrices, shared state, how they lie)`` to new update, new states, new shared state."""
 
 
 class Matrices(NamedTuple):
@@ -62,18 +64,20 @@ def in_lists(stacks: Sequence[Matrices]) -> Matrices:
     )
 
 
-class Parameter(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Parameter:
     """One parameter's part of an update: ``update`` and ``weight`` in its own layout, the rest by its matrices."""
 
     update: jax.Array
     weight: jax.Array | None
     ids: jax.Array
     state: list[jax.Array]
-    dims: MatrixDims
+    dims: MatrixDims = dataclasses.field(metadata={"static": True})
 
     def kind(self) -> Hashable:
         """Parameters of one kind share a compiled copy."""
-        return self.dims, tuple((x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(self[:4]))
+        return self.dims, tuple((x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(self))
 
     def stored_transposed(self) -> bool:
         """Whether the matrices lie as (in, out)."""
@@ -89,13 +93,15 @@ class Parameter(NamedTuple):
         return from_matrices(stack, self.dims, self.update.shape, transposed)
 
 
-def is_per_parameter(node: Any, treedef: Any) -> bool:
-    """Whether part of a state is a tree like the parameters', of arrays that belong to them, and no counter."""
-    return jax.tree.structure(node) == treedef and all(jnp.ndim(x) > 0 for x in jax.tree.leaves(node))
+def is_per_parameter(node: Any, treedef: Any, batches: Sequence[int]) -> bool:
+    """Whether part of a state is a tree like the parameters', with a stack as long as that of each, and no counter."""
+    if jax.tree.structure(node) != treedef:
+        return False
+    return all(jnp.shape(x)[:1] == (batch,) for x, batch in zip(jax.tree.leaves(node), batches, strict=True))
 
 
 def run(
-    stage: Stage, parameters: Sequence[Parameter], shared: list[Any]
+    stage: Stage, parameters: list[Parameter], shared: list[Any]
 ) -> tuple[list[jax.Array], list[list[jax.Array]], list[Any]]:
     """Run ``stage`` on the matrices of every parameter.
 
@@ -107,62 +113,52 @@ def run(
     Returns:
         The parameters' new updates in their own layouts, their new states, and the new shared state.
     """
-    dims = [p.dims for p in parameters]
-
-    def arranged(how: Callable) -> Callable:
-        def on_platform(bare: list[Parameter], shared: list[Any]):
-            return how(stage, [p._replace(dims=d) for p, d in zip(bare, dims, strict=True)], shared)
-
-        return on_platform
-
-    new, states, shared = by_platform(
-        [p._replace(dims=None) for p in parameters],
+    return by_platform(
+        parameters,
         shared,
-        cpu=arranged(_in_turn),
-        tpu=arranged(functools.partial(_in_pools, limit=TPU_BYTES, stacked=False)),
-        default=arranged(functools.partial(_in_pools, limit=GPU_BYTES, stacked=True)),
+        cpu=functools.partial(_in_turn, stage),
+        tpu=functools.partial(_in_pools, stage, limit=TPU_BYTES, stacked=False),
+        default=functools.partial(_in_pools, stage, limit=GPU_BYTES, stacked=True),
     )
-    return new, states, shared
 
 
-def _by_kind(parameters: Sequence[Parameter]) -> list[list[int]]:
+def _by_kind(parameters: list[Parameter]) -> list[list[int]]:
     kinds: dict[Hashable, list[int]] = {}
     for i, parameter in enumerate(parameters):
         kinds.setdefault(parameter.kind(), []).append(i)
     return list(kinds.values())
 
 
-def _in_turn(stage: Stage, parameters: Sequence[Parameter], shared: list[Any]):
+def _in_turn(stage: Stage, parameters: list[Parameter], shared: list[Any]):
     """One matrix after the other, in a loop for every kind."""
     results: list[Any] = [None] * len(parameters)
     now = shared
     for members in _by_kind(parameters):
-        group = [parameters[i]._replace(dims=None) for i in members]
-        new, now = _kind_in_turn(stage, parameters[members[0]].dims, shared, group)
+        new, now = _kind_in_turn(stage, shared, [parameters[i] for i in members])
         for i, result in zip(members, new, strict=True):
             results[i] = result
     return [new for new, _ in results], [state for _, state in results], now
 
 
-def _in_pools(stage: Stage, parameters: Sequence[Parameter], shared: list[Any], limit: int, stacked: bool):
+def _in_pools(stage: Stage, parameters: list[Parameter], shared: list[Any], limit: int, stacked: bool):
     """Several parameters at once, up to ``limit`` bytes of them, those of one kind as one stack if ``stacked``."""
     new: list[Any] = [None] * len(parameters)
     states: list[Any] = [None] * len(parameters)
     now, traced = shared, {}
     if stacked:  # A momentum that several kernels read is made once, and not again by each of them.
-        parameters = [p._replace(update=jax.lax.optimization_barrier(p.update)) for p in parameters]
+        parameters = [dataclasses.replace(p, update=jax.lax.optimization_barrier(p.update)) for p in parameters]
     for pool in _pools(parameters, limit, stacked):
         flat = [i for members in pool for i in members]
         kinds = tuple(tuple(parameters[i].kind() for i in members) for members in pool)
         if kinds not in traced:  # Pools of one kind are traced once.
-            traced[kinds] = jax.jit(functools.partial(_pool, stage, pool, [parameters[i].dims for i in flat]))
-        updates, kept, now = traced[kinds]([parameters[i]._replace(dims=None) for i in flat], shared)
+            traced[kinds] = jax.jit(functools.partial(_pool, stage, pool))
+        updates, kept, now = traced[kinds]([parameters[i] for i in flat], shared)
         for i, update, state in zip(flat, updates, kept, strict=True):
             new[i], states[i] = update, state
     return new, states, now
 
 
-def _pools(parameters: Sequence[Parameter], limit: int, stacked: bool) -> Iterator[list[list[int]]]:
+def _pools(parameters: list[Parameter], limit: int, stacked: bool) -> Iterator[list[list[int]]]:
     """Lists of stacks, each a list of parameters. Matrices that lie the other way are a pool of their own."""
     for transposed in (False, True):
         pool, size = [], 0
@@ -182,22 +178,20 @@ def _pools(parameters: Sequence[Parameter], limit: int, stacked: bool) -> Iterat
             yield pool
 
 
-def _pool(
-    stage: Stage, pool: list[list[int]], dims: list[MatrixDims], bare: list[Parameter], shared: list[Any]
-) -> tuple[list[jax.Array], list[list[jax.Array]], list[Any]]:
-    parameters = [p._replace(dims=d) for p, d in zip(bare, dims, strict=True)]
+def _pool(stage: Stage, pool: list[list[int]], parameters: list[Parameter], shared: list[Any]):
     places = iter(range(len(parameters)))
     groups = [[next(places) for _ in members] for members in pool]
-    return on_stacks(stage, parameters, shared, groups, parts=[len(members) for members in pool])
+    layout = MatrixLayout(parameters[0].stored_transposed(), parts=[len(members) for members in pool])
+    return on_stacks(stage, parameters, shared, groups, layout)
 
 
 def on_stacks(
     stage: Stage,
-    parameters: Sequence[Parameter],
+    parameters: list[Parameter],
     shared: list[Any],
     groups: Sequence[Sequence[int]],
+    layout: MatrixLayout,
     place: Callable[[jax.Array, int], jax.Array] = lambda x, group: x,
-    **told: Any,
 ) -> tuple[list[jax.Array], list[list[jax.Array]], list[Any]]:
     """Run ``stage`` once, on the stacks of some groups of parameters.
 
@@ -206,20 +200,19 @@ def on_stacks(
         parameters: the parameters.
         shared: state that belongs to no matrix.
         groups: which parameters are put together in one stack.
+        layout: how the stacks are to lie, for the stage to know.
         place: puts a group's stack where it is to lie on a mesh.
-        told: more for the stage to know.
 
     Returns:
         As ``run``.
     """
-    transposed = all(p.stored_transposed() for p in parameters)
     stacks = []
     for k, members in enumerate(groups):
-        laid = [parameters[i].matrices(transposed) for i in members]
+        laid = [parameters[i].matrices(layout.transposed) for i in members]
         stack = jax.tree.map(lambda x, *more: jnp.concatenate([x, *more]) if more else x, *laid)
         weight = None if stack.weight is None else place(stack.weight, k)
         stacks.append(stack._replace(update=place(stack.update, k), weight=weight))
-    new, state, shared = stage(in_lists(stacks), shared, transposed=transposed, **told)
+    new, state, shared = stage(in_lists(stacks), shared, layout)
     updates: list[Any] = [None] * len(parameters)
     states: list[Any] = [None] * len(parameters)
     for k, members in enumerate(groups):
@@ -227,20 +220,19 @@ def on_stacks(
         whole = place(new[k], k)
         for at, i in enumerate(members):
             part = slice(at * batch, (at + 1) * batch)
-            updates[i] = parameters[i].from_matrices(whole[part], transposed)
+            updates[i] = parameters[i].from_matrices(whole[part], layout.transposed)
             states[i] = [kept[k][part] for kept in state]
     return updates, states, shared
 
 
-def _kind_in_turn(stage: Stage, dims: MatrixDims, shared: list[Any], group: list[Parameter]):
+def _kind_in_turn(stage: Stage, shared: list[Any], group: list[Parameter]):
     """One parameter after the other in a loop, and one matrix after the other within each."""
 
     def one(parameter: Parameter):
-        parameter = parameter._replace(dims=dims)
-        transposed = parameter.stored_transposed()
-        matrices = parameter.matrices(transposed)
-        new, state, now = _each_slice(functools.partial(stage, transposed=transposed), matrices, shared)
-        return (parameter.from_matrices(new, transposed), state), now
+        layout = MatrixLayout(parameter.stored_transposed())
+        matrices = parameter.matrices(layout.transposed)
+        new, state, now = _each_slice(functools.partial(stage, layout=layout), matrices, shared)
+        return (parameter.from_matrices(new, layout.transposed), state), now
 
     if len(group) == 1:
         result, now = one(group[0])

@@ -18,7 +18,7 @@ from normpre_optax.linalg.precision import product, working_dtype
 from normpre_optax.linalg.rows import row_norms, unit_rows
 from normpre_optax.transforms.checks import float_dtype, static_int
 from normpre_optax.transforms.draws import for_each_matrix, identities, sketch_draws
-from normpre_optax.transforms.oriented import OrientedTransformation, in_context
+from normpre_optax.transforms.oriented import UPRIGHT, OrientedTransformation, in_context
 
 
 class LowRankState(NamedTuple):
@@ -78,8 +78,9 @@ def orthogonalize_low_rank(
 
         return LowRankState(jax.tree.map(start, params, identities(params)))
 
-    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
+    def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
         del params, extra_args
+        transposed = matrix_layout.transposed
 
         def iterate(m: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
             lifted = m.astype(start.dtype)
@@ -121,15 +122,15 @@ def discount_low_rank(
          [0. 0.]]
     """
 
-    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
+    def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
         del params, extra_args
 
         def columns(m: jax.Array) -> int:
-            return m.shape[-2 if transposed else -1]
+            return m.shape[-2 if matrix_layout.transposed else -1]
 
         def discount(m: jax.Array, factors: jax.Array) -> jax.Array:
             r, p = factors[..., : columns(m)], factors[..., columns(m) :]
-            return (m - in_context(share) * _outer(p, r, transposed, compute_dtype)).astype(m.dtype)
+            return (m - in_context(share) * _outer(p, r, matrix_layout.transposed, compute_dtype)).astype(m.dtype)
 
         left = jax.tree.map(discount, updates, state.factors)
         return left, LowRankState(jax.tree.map(lambda m, f: f[..., : columns(m)], updates, state.factors))

@@ -10,7 +10,7 @@ import optax
 from normpre_optax.linalg.precision import in_working_dtype
 from normpre_optax.linalg.rows import equalize, unit_rows
 from normpre_optax.linalg.rows import standardize_rows as standardized
-from normpre_optax.transforms.oriented import OrientedTransformation
+from normpre_optax.transforms.oriented import UPRIGHT, OrientedTransformation
 from normpre_optax.transforms.row_scaling import row_scaling
 
 
@@ -93,9 +93,9 @@ def equalize_rows_and_columns() -> OrientedTransformation:
 def _on_rows(f: Callable[..., jax.Array]) -> OrientedTransformation:
     """``f(matrices, axis=...)`` on every leaf."""
 
-    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
+    def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
         del params, extra_args
-        of_row = functools.partial(f, axis=-2 if transposed else -1)
+        of_row = functools.partial(f, axis=-2 if matrix_layout.transposed else -1)
         return jax.tree.map(in_working_dtype(of_row), updates), state
 
     return OrientedTransformation(lambda params: optax.EmptyState(), update)

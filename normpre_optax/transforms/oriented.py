@@ -3,28 +3,53 @@
 
 Transposing a large matrix costs a CPU as much as ten passes over it, and most stages need not: they can walk along the
 other axis, or do the same to a matrix and to its transpose. Such a stage is an ``OrientedTransformation`` and is told
-by ``transposed`` how the matrix lies. Everything else is wrapped by ``oriented`` and sees (rows, columns).
+by a ``MatrixLayout`` how the matrix lies. Everything else is wrapped by ``oriented`` and sees (rows, columns).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+
+class MatrixLayout(NamedTuple):
+    """What a stage is told of the matrices it is handed, all of it static.
+
+    It comes as the extra argument ``matrix_layout`` of ``update``, a name that is the library's own.
+
+    Attributes:
+        transposed: the last two axes of updates and parameters are (columns, rows).
+        bounded: every row (or every column) has a length of the previous stage's choice, or is zero: its squares
+            neither overflow nor vanish.
+        parts: of how many arrays each stack was put together; empty where it does not matter.
+        mesh: where the stacks live; None on a single device, and where nobody says how they lie.
+        specs: which of its axes shard ``(batch, rows, columns)`` of each stack, as it is stored.
+    """
+
+    transposed: bool = False
+    bounded: bool = False
+    parts: Sequence[int] = ()
+    mesh: AbstractMesh | None = None
+    specs: Sequence[PartitionSpec] = ()
+
+
+UPRIGHT = MatrixLayout()
+"""(rows, columns), and nothing more is known."""
 
 
 class OrientedTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation whose ``update`` also takes ``transposed``, a bool.
+    """A transformation whose ``update`` also takes ``matrix_layout``, a ``MatrixLayout``.
 
-    With ``transposed=True`` the last two axes of updates and parameters are (columns, rows), and so are those of the
-    result, which is the transpose of what (rows, columns) would give. ``init`` always sees (rows, columns).
-    Where updates are stacks, ``parts`` may say of how many arrays each was put together.
+    Where that is ``transposed``, the result is the transpose of what (rows, columns) would give. ``init`` always sees
+    (rows, columns).
     """
 
 
 def oriented(tx: optax.GradientTransformation) -> OrientedTransformation:
-    """``tx`` itself if it takes ``transposed``; otherwise ``tx`` on the transposes, and back, where that is True.
+    """``tx`` itself if it takes ``matrix_layout``; otherwise ``tx`` on the transposes, and back, where they lie so.
 
     Args:
         tx: a transformation that reads the last two axes as (rows, columns).
@@ -34,10 +59,10 @@ def oriented(tx: optax.GradientTransformation) -> OrientedTransformation:
 
     Example:
         >>> import jax.numpy as jnp, optax
-        >>> from normpre_optax.transforms.oriented import oriented
+        >>> from normpre_optax.transforms.oriented import MatrixLayout, oriented
         >>> first_row = optax.stateless(lambda updates, params: updates * jnp.array([[1.0], [0.0]]))
         >>> x = jnp.ones((2, 2))
-        >>> print(oriented(first_row).update(x, optax.EmptyState(), transposed=True)[0])
+        >>> print(oriented(first_row).update(x, optax.EmptyState(), matrix_layout=MatrixLayout(transposed=True))[0])
         [[1. 0.]
          [1. 0.]]
     """
@@ -45,12 +70,14 @@ def oriented(tx: optax.GradientTransformation) -> OrientedTransformation:
         return tx
     inner = optax.with_extra_args_support(tx)
 
-    def update(updates, state, params=None, *, transposed: bool = False, parts=(), **extra_args):
-        del parts
-        if not transposed:
-            return inner.update(updates, state, params, **extra_args)
-        new, state = inner.update(turned(updates), state, None if params is None else turned(params), **extra_args)
-        return turned(new), state
+    def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
+        turn, specs = lambda tree: tree, matrix_layout.specs
+        if matrix_layout.transposed:
+            turn, specs = turned, [PartitionSpec(batch, *sides[::-1]) for batch, *sides in specs]
+        if matrix_layout.mesh is not None:  # A stage inside may ask; nothing else of it holds there.
+            extra_args["matrix_layout"] = MatrixLayout(mesh=matrix_layout.mesh, specs=specs)
+        new, state = inner.update(turn(updates), state, turn(params), **extra_args)
+        return turn(new), state
 
     return OrientedTransformation(inner.init, update)
 
@@ -58,7 +85,7 @@ def oriented(tx: optax.GradientTransformation) -> OrientedTransformation:
 class Normalizing(OrientedTransformation):
     """A stage after which every row (or every column) has a length of its choice, or is zero.
 
-    ``chain`` tells the next stage so, ``bounded=True``: its squares neither overflow nor vanish.
+    ``chain`` tells the next stage so: ``MatrixLayout.bounded``.
     """
 
 
@@ -79,9 +106,9 @@ class RowScaling(Normalizing):
     def __new__(cls, factors: Callable, apply: Callable) -> "RowScaling":
         """A stage of those two functions."""
 
-        def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
+        def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
             del extra_args
-            return apply(updates, params, factors(updates, params, transposed)), state
+            return apply(updates, params, factors(updates, params, matrix_layout.transposed)), state
 
         self = super().__new__(cls, lambda params: optax.EmptyState(), update)
         self.factors, self.apply = factors, apply
@@ -114,20 +141,20 @@ def chain(*stages: optax.GradientTransformation) -> OrientedTransformation:
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import normalize_rows, scale_to_rms
-        >>> from normpre_optax.transforms.oriented import chain
+        >>> from normpre_optax.transforms.oriented import MatrixLayout, chain
         >>> tx = chain(normalize_rows(), scale_to_rms(None))
         >>> x = jnp.array([[3.0, 0.0], [4.0, 1.0]])
-        >>> print(tx.update(x, tx.init(x), transposed=True)[0])
+        >>> print(tx.update(x, tx.init(x), matrix_layout=MatrixLayout(transposed=True))[0])
         [[0.6 0. ]
          [0.8 1. ]]
     """
     parts = [oriented(stage) for stage in stages]
 
-    def update(updates, state, params=None, **extra_args):
-        new_state, known = [], {}
+    def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
+        new_state = []
         for stage, own in zip(parts, state, strict=True):
-            updates, own = stage.update(updates, own, params, **known, **extra_args)
-            known = {"bounded": True} if isinstance(stage, Normalizing) else {}
+            updates, own = stage.update(updates, own, params, matrix_layout=matrix_layout, **extra_args)
+            matrix_layout = matrix_layout._replace(bounded=isinstance(stage, Normalizing))
             new_state.append(own)
         return updates, tuple(new_state)
 

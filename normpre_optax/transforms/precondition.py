@@ -22,7 +22,7 @@ from normpre_optax.linalg.whitening import whiten as whitened
 from normpre_optax.platforms import by_platform
 from normpre_optax.transforms.checks import check_rms, float_dtype, static_int
 from normpre_optax.transforms.draws import draws_of_stacks, identities
-from normpre_optax.transforms.oriented import OrientedTransformation, Rescalable, in_context
+from normpre_optax.transforms.oriented import UPRIGHT, MatrixLayout, OrientedTransformation, Rescalable, in_context
 
 METHODS = ("sketch", "exact")
 
@@ -74,11 +74,11 @@ def precondition_globally(
     def at_rms(rms: jax.typing.ArrayLike | None) -> optax.GradientTransformation:
         check_rms(rms)
 
-        def update(updates, state, params=None, *, bounded: bool = False, **extra_args):
+        def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
             del params, extra_args
 
             def one(x: jax.Array) -> jax.Array:
-                t = orthogonalized(x, bounded, unit=rms is not None)
+                t = orthogonalized(x, matrix_layout.bounded, unit=rms is not None)
                 return t if rms is None else t * _full(x, rms)
 
             with jax.named_scope("spectral"):
@@ -244,30 +244,30 @@ def precondition_locally(
             left = _squares(t) if on_mesh else clipped_squares(psi, squares, modes, dtype, columns)
             return t * (inverse_root(left) * _full(psi, rms))
 
-        def sketched(psis: list[jax.Array], omegas: list[jax.Array], transposed: bool, layout, dtype):
+        def sketched(psis: list[jax.Array], omegas: list[jax.Array], layout: MatrixLayout, dtype):
             """Clipped matrices, and the modes' coordinates."""
-            columns = [_works_on_columns(psi, transposed) for psi in psis]
+            columns = [_works_on_columns(psi, layout.transposed) for psi in psis]
             wide = [psi.mT if along else psi for psi, along in zip(psis, columns, strict=True)]
             squares = [_squares(psi) for psi in psis]
-            spread = None
-            if layout is not None:
-                spread = [_is_short_side_sharded(x, s, transposed) for x, s in zip(psis, layout.specs, strict=True)]
+            spread, on_mesh = None, layout.mesh is not None
+            if on_mesh:
+                spread = [_is_short_side_sharded(s, along) for s, along in zip(layout.specs, columns, strict=True)]
             found = leading_modes_sketches(wide, omegas, squares, rank, power_iterations, dtype, spread)
             each = zip(psis, squares, found, columns, strict=True)
-            new = [clipped(psi, s, modes, dtype, along, layout is not None) for psi, s, modes, along in each]
+            new = [clipped(psi, s, modes, dtype, along, on_mesh) for psi, s, modes, along in each]
             return new, [modes.coordinates for modes in found]
 
-        def sketched_in_half(psis: list[jax.Array], omegas: list[jax.Array], transposed: bool, layout):
+        def sketched_in_half(psis: list[jax.Array], omegas: list[jax.Array], layout: MatrixLayout):
             # The barrier keeps XLA from undoing the rounding, and so from storing Psi twice.
             rounded = jax.lax.optimization_barrier([psi.astype(jnp.bfloat16) for psi in psis])
-            return sketched(rounded, omegas, transposed, layout, jnp.bfloat16)
+            return sketched(rounded, omegas, layout, jnp.bfloat16)
 
-        def clip_by_sketch(psis: list[jax.Array], omegas: list[jax.Array], transposed: bool, layout):
-            usual = functools.partial(sketched, transposed=transposed, layout=layout, dtype=compute_dtype)
+        def clip_by_sketch(psis: list[jax.Array], omegas: list[jax.Array], layout: MatrixLayout):
+            usual = functools.partial(sketched, layout=layout, dtype=compute_dtype)
             if compute_dtype is not None or any(psi.dtype != jnp.float32 for psi in psis):
                 return usual(psis, omegas)
             # What these products cost a GPU is reading Psi: it reads half of it. A TPU rounds operands by itself.
-            half = functools.partial(sketched_in_half, transposed=transposed, layout=layout)
+            half = functools.partial(sketched_in_half, layout=layout)
             return by_platform(psis, omegas, cpu=usual, tpu=usual, default=half)
 
         def clip_exactly(psi: jax.Array, transposed: bool) -> jax.Array:
@@ -275,7 +275,7 @@ def precondition_locally(
             modes = leading_modes_exact(psi.mT if columns else psi, rank)
             return clipped(psi, _squares(psi), modes, psi.dtype, columns)
 
-        def update(updates, state, params=None, *, matrix_ids=None, transposed=False, layout=None, **extra_args):
+        def update(updates, state, params=None, *, matrix_ids=None, matrix_layout=UPRIGHT, **extra_args):
             del params, extra_args
             if isinstance(state, WarmStartState) != warm_start:
                 raise ValueError(
@@ -288,21 +288,22 @@ def precondition_locally(
             ids = treedef.flatten_up_to(identities(updates) if matrix_ids is None else matrix_ids)
             ids = [i.reshape(*psi.shape[:-2], 2) for i, psi in zip(ids, psis, strict=True)]
             new_state: Any = PreconditionLocallyState(count)
+            on_mesh = matrix_layout.mesh is not None
             with jax.named_scope("spectral"):
                 if method == "exact":
-                    new = [clip_exactly(psi, transposed) for psi in psis]
+                    new = [clip_exactly(psi, matrix_layout.transposed) for psi in psis]
                 elif not warm_start:
-                    omegas = draws(psis, ids, state.count, [width(psi) for psi in psis], layout is not None)
-                    new, _ = clip_by_sketch(psis, omegas, transposed, layout)
+                    omegas = draws(psis, ids, state.count, [width(psi) for psi in psis], on_mesh)
+                    new, _ = clip_by_sketch(psis, omegas, matrix_layout)
                 else:
                     old = treedef.flatten_up_to(state.subspace)
                     kept = [k.reshape(_bare(k.shape)) for k in old]
                     rows = [width(psi) - k.shape[-2] for psi, k in zip(psis, kept, strict=True)]
-                    fresh = draws(psis, ids, state.count, rows, layout is not None)
+                    fresh = draws(psis, ids, state.count, rows, on_mesh)
                     omegas = [
                         jnp.concatenate([f, k.astype(f.dtype)], axis=-2) for f, k in zip(fresh, kept, strict=True)
                     ]
-                    new, seen = clip_by_sketch(psis, omegas, transposed, layout)
+                    new, seen = clip_by_sketch(psis, omegas, matrix_layout)
                     seen = [
                         x[..., : o.shape[-2], :].astype(o.dtype).reshape(o.shape)
                         for x, o in zip(seen, old, strict=True)
@@ -333,10 +334,10 @@ def _works_on_columns(x: jax.Array, transposed: bool) -> bool:
     return across < above or (across == above and transposed)
 
 
-def _is_short_side_sharded(x: jax.Array, spec: jax.sharding.PartitionSpec, transposed: bool) -> bool:
-    """Whether the shorter side of a stack's matrices is spread over devices and the longer one is not."""
-    long, short = spec[-2:] if _works_on_columns(x, transposed) else spec[:-3:-1]
-    return bool(short) and not long
+def _is_short_side_sharded(spec: jax.sharding.PartitionSpec, columns: bool) -> bool:
+    """Whether the side that is worked on is spread over devices and the other one is not."""
+    other, side = spec[-2:] if columns else spec[:-3:-1]
+    return bool(side) and not other
 
 
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:

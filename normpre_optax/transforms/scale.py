@@ -10,7 +10,7 @@ import optax
 from normpre_optax.linalg.newton_schulz import unit_frobenius
 from normpre_optax.linalg.precision import in_working_dtype
 from normpre_optax.transforms.checks import check_rms
-from normpre_optax.transforms.oriented import OrientedTransformation, in_context
+from normpre_optax.transforms.oriented import UPRIGHT, OrientedTransformation, in_context
 
 
 def scale_to_rms(rms: jax.typing.ArrayLike | None = 0.2) -> OrientedTransformation:
@@ -67,12 +67,11 @@ def scale_by_shape(factor: Callable[[int, int], float]) -> OrientedTransformatio
         [[2. 2. 2. 2.]]
     """
 
-    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
+    def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
         del params, extra_args
 
         def scale(t: jax.Array) -> jax.Array:
-            rows, columns = t.shape[-2:]
-            return t * (factor(columns, rows) if transposed else factor(rows, columns))
+            return t * factor(*t.shape[-2:][:: -1 if matrix_layout.transposed else 1])
 
         return jax.tree.map(in_working_dtype(scale), updates), state
 

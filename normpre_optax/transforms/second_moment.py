@@ -12,7 +12,7 @@ import optax
 
 from normpre_optax.linalg.newton_schulz import unit_frobenius
 from normpre_optax.linalg.precision import working_dtype
-from normpre_optax.transforms.oriented import OrientedTransformation, in_context
+from normpre_optax.transforms.oriented import UPRIGHT, OrientedTransformation, in_context
 
 
 class RowMomentState(NamedTuple):
@@ -59,14 +59,14 @@ def scale_by_row_moment(decay: jax.typing.ArrayLike = 0.95, eps: float = 1e-10) 
         zero = lambda x: jnp.zeros((*x.shape[:-1], 1), working_dtype(x.dtype))  # noqa: E731
         return RowMomentState(jax.tree.map(zero, params))
 
-    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
+    def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
         del params, extra_args
 
         def of_rows(column: jax.Array) -> jax.Array:
-            return column.mT if transposed else column
+            return column.mT if matrix_layout.transposed else column
 
         def average(o: jax.Array, moment: jax.Array) -> jax.Array:
-            square = jnp.mean(o.astype(moment.dtype) ** 2, axis=-2 if transposed else -1, keepdims=True)
+            square = jnp.mean(o.astype(moment.dtype) ** 2, axis=-2 if matrix_layout.transposed else -1, keepdims=True)
             kept = in_context(decay)
             return jnp.asarray(kept * moment + (1 - kept) * of_rows(square), moment.dtype)
 

@@ -9,7 +9,7 @@ import optax
 
 from normpre_optax.linalg.precision import in_working_dtype
 from normpre_optax.linalg.rows import TANGENT_MODES, tangent_rows
-from normpre_optax.transforms.oriented import OrientedTransformation, RowScaling, in_context
+from normpre_optax.transforms.oriented import UPRIGHT, OrientedTransformation, RowScaling, in_context
 from normpre_optax.transforms.row_scaling import row_scaling, weights_of
 
 
@@ -48,11 +48,12 @@ def project_to_tangent(mode: str = "relaxed", radius: jax.typing.ArrayLike = 1.0
     """
     _check(mode, radius)
 
-    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
+    def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
         del extra_args
         if mode == "none":
             return updates, state
-        of_row = functools.partial(tangent_rows, mode=mode, radius=in_context(radius), axis=-2 if transposed else -1)
+        axis = -2 if matrix_layout.transposed else -1
+        of_row = functools.partial(tangent_rows, mode=mode, radius=in_context(radius), axis=axis)
         return jax.tree.map(in_working_dtype(of_row), updates, weights_of(params)), state
 
     return OrientedTransformation(lambda params: optax.EmptyState(), update)

@@ -7,22 +7,25 @@ orientation, ``at_least_float32`` and ``in_dtype`` the dtype. What stands inside
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
 
+from normpre_optax.meshes.run import init_on_mesh, run_on_mesh
+from normpre_optax.meshes.specs import mesh_of
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, to_matrices
-from normpre_optax.parameters.rules import resolve
+from normpre_optax.parameters.rules import Choice, resolve
 from normpre_optax.platforms import by_platform
-from normpre_optax.transforms import batches, meshes
+from normpre_optax.transforms import batches
 from normpre_optax.transforms.batches import Matrices, Parameter, is_per_parameter
 from normpre_optax.transforms.checks import float_dtype
 from normpre_optax.transforms.oriented import (
+    UPRIGHT,
+    MatrixLayout,
     Normalizing,
     OrientedTransformation,
     RowScaling,
@@ -31,7 +34,6 @@ from normpre_optax.transforms.oriented import (
     oriented,
     turned,
 )
-from normpre_optax.transforms.sharding import mesh_of
 
 
 def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -52,6 +54,7 @@ def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTran
 
     Raises:
         ValueError: if some leaf is no matrix by ``dims``, or its shape does not fit them.
+        TypeError: if an extra argument of ``update`` is called ``matrix_layout``, the library's own word.
 
     Example:
         >>> import jax.numpy as jnp
@@ -64,66 +67,65 @@ def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTran
     """
     inner = oriented(inner)
 
-    def readings(tree) -> list[tuple[str, tuple[int, ...], MatrixDims]]:
-        """Path, shape and axes of every leaf, in order."""
-        found = []
-        for choice in resolve(tree, dims).values():
+    def readings(tree) -> tuple[list[Choice], list[MatrixDims]]:
+        """What was decided for every leaf, and its axes, in order."""
+        found = list(resolve(tree, dims).values())
+        for choice in found:
             if choice.dims is None:
                 raise ValueError(
                     f"parameter {choice.path!r} of shape {choice.shape} is no matrix ({choice.reason}). The finished "
                     "optimizers (normpre_g, normpre_l, ...) send it to AdamW; a direction alone needs optax.masked or "
                     "optax.partition around it, or dims that read the leaf: MatrixDims(inputs=..., outputs=...)"
                 )
-            found.append((choice.path, choice.shape, choice.dims))
-        return found
+        return found, [choice.dims for choice in found if choice.dims is not None]
 
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
-        axes = [dims for _, _, dims in readings(params)]
+        _, axes = readings(params)
+        make = lambda leaves: inner.init(treedef.unflatten(map(to_matrices, leaves, axes)))  # noqa: E731
         mesh = mesh_of(params)
-        if mesh is not None:
-            return meshes.init(inner.init, params, axes, mesh)
-        return inner.init(treedef.unflatten(map(to_matrices, leaves, axes)))
+        return make(leaves) if mesh is None else init_on_mesh(make, params, axes, mesh)
 
-    def update(updates, state, params=None, *, told: Mapping[str, PartitionSpec] | None = None, **extra_args):
+    def update(updates, state, params=None, **extra_args):
+        if "matrix_layout" in extra_args:
+            raise TypeError("matrix_layout is what as_matrices tells its stages: give your extra argument another name")
         treedef = jax.tree.structure(updates)
-        found = readings(updates if params is None else params)
+        found, axes = readings(updates if params is None else params)
         if not found:
             return updates, inner.update(updates, state, params, **extra_args)[1]
-        layout = _StateLayout.of(state, treedef)
-        kept, shared = layout.split(state)
+        counts = [matrix_shape(one.shape, own)[0] for one, own in zip(found, axes, strict=True)]
+        form = _StateForm.of(state, treedef, counts)
+        kept, shared = form.split(state)
         kept = [treedef.flatten_up_to(tree) for tree in kept]
         weights = [None] * len(found) if params is None else jax.tree.leaves(params)
         parameters = [
-            Parameter(u, w, _matrix_ids(path, shape, axes), [leaves[i] for leaves in kept], axes)
-            for i, (u, w, (path, shape, axes)) in enumerate(zip(jax.tree.leaves(updates), weights, found, strict=True))
+            Parameter(u, w, _matrix_ids(one.path, one.shape, own), [leaves[i] for leaves in kept], own)
+            for i, (u, w, one, own) in enumerate(zip(jax.tree.leaves(updates), weights, found, axes, strict=True))
         ]
 
-        def stage(matrices: Matrices, shared: list[Any], **lie) -> tuple[Any, list[Any], list[Any]]:
-            view, extra = layout.join(matrices.state, shared), jax.tree.map(in_context, extra_args)
-            extra["matrix_ids"] = matrices.ids
-            new, view = inner.update(matrices.update, view, matrices.weight, **lie, **extra)
-            return (new, *layout.split(view))
+        def stage(matrices: Matrices, shared: list[Any], layout: MatrixLayout) -> tuple[Any, list[Any], list[Any]]:
+            view, extra = form.join(matrices.state, shared), jax.tree.map(in_context, extra_args)
+            extra |= {"matrix_ids": matrices.ids, "matrix_layout": layout}
+            new, view = inner.update(matrices.update, view, matrices.weight, **extra)
+            return (new, *form.split(view))
 
-        mesh = mesh_of((updates, params))
-        if mesh is None:
-            new, kept, shared = batches.run(stage, parameters, shared)
-        else:
-            new, kept, shared = meshes.run(stage, parameters, shared, mesh, [path for path, _, _ in found], told)
-        return treedef.unflatten(new), layout.join([treedef.unflatten(x) for x in zip(*kept, strict=True)], shared)
+        mesh, specs = mesh_of((updates, params)), {choice.path: choice.spec for choice in found}
+        run = batches.run if mesh is None else functools.partial(run_on_mesh, mesh=mesh, specs=specs)
+        new, kept, shared = run(stage, parameters, shared)
+        return treedef.unflatten(new), form.join([treedef.unflatten(x) for x in zip(*kept, strict=True)], shared)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class _StateLayout(NamedTuple):
+class _StateForm(NamedTuple):
     """Which parts of a state are trees of arrays, one for every parameter, and which are shared, such as counters."""
 
     outer: Any
     per_parameter: tuple[bool, ...]
 
     @classmethod
-    def of(cls, state, treedef) -> "_StateLayout":
-        per_parameter = functools.partial(is_per_parameter, treedef=treedef)
+    def of(cls, state, treedef, batches: list[int]) -> "_StateForm":
+        per_parameter = functools.partial(is_per_parameter, treedef=treedef, batches=batches)
         nodes, outer = jax.tree.flatten(state, is_leaf=per_parameter)
         return cls(outer, tuple(map(per_parameter, nodes)))
 
@@ -193,27 +195,31 @@ def alternate_orientation(inner: optax.GradientTransformation, *, first: str = "
 
     if isinstance(inner, RowScaling):
 
-        def choose(updates, state, params=None, *, transposed: bool = False, parts=(), **extra_args):
+        def choose(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
             del extra_args
-            found = _factors_of_either(inner, updates, params, transposed, is_by_rows(state), parts)
+            found = _factors_of_either(inner, updates, params, matrix_layout, is_by_rows(state))
             count = optax.safe_increment(state.count)
             return inner.apply(updates, params, found), AlternateOrientationState(count, state.inner_state)
 
         return Normalizing(init, choose)
 
-    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
-        def by(turn: bool):
-            return lambda u, s, p: inner.update(u, s, p, transposed=turn, **extra_args)
+    def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
+        def by(layout: MatrixLayout):
+            return lambda u, s, p: inner.update(u, s, p, matrix_layout=layout, **extra_args)
 
-        new, inner_state = jax.lax.cond(
-            is_by_rows(state), by(transposed), by(not transposed), updates, state.inner_state, params
-        )
+        ways = by(matrix_layout), by(_other_way(matrix_layout))
+        new, inner_state = jax.lax.cond(is_by_rows(state), *ways, updates, state.inner_state, params)
         return new, AlternateOrientationState(optax.safe_increment(state.count), inner_state)
 
     return OrientedTransformation(init, update)
 
 
-def _factors_of_either(inner: RowScaling, updates, params, transposed: bool, by_rows: jax.Array, parts: Sequence[int]):
+def _other_way(layout: MatrixLayout) -> MatrixLayout:
+    """The same stacks with rows for columns."""
+    return layout._replace(transposed=not layout.transposed)
+
+
+def _factors_of_either(inner: RowScaling, updates, params, layout: MatrixLayout, by_rows: jax.Array):
     """The factors of rows, or those of columns, as they broadcast to a matrix.
 
     A TPU takes both from one pass over memory, which costs it less than a branch (docs/performance.md). A CPU would
@@ -224,7 +230,7 @@ def _factors_of_either(inner: RowScaling, updates, params, transposed: bool, by_
     def of(turn: bool):
         return lambda updates, params: inner.factors(updates, params, turn)
 
-    rows, columns = of(transposed), of(not transposed)
+    rows, columns = of(layout.transposed), of(not layout.transposed)
 
     def both(*given):
         return rows(*given), columns(*given)
@@ -244,7 +250,7 @@ def _factors_of_either(inner: RowScaling, updates, params, transposed: bool, by_
 
     def one_of_parts(*given):
         def apart(stacks):
-            return stacks and [jnp.split(x, count) for x, count in zip(stacks, parts, strict=True)]
+            return stacks and [jnp.split(x, count) for x, count in zip(stacks, layout.parts, strict=True)]
 
         def stacks(*given):
             together = lambda cut: cut and [jnp.concatenate(x) for x in cut]  # noqa: E731
@@ -252,7 +258,7 @@ def _factors_of_either(inner: RowScaling, updates, params, transposed: bool, by_
 
         return one(*map(apart, given), stacks=stacks)
 
-    pair = by_platform(updates, params, cpu=one, tpu=both, default=one_of_parts if parts else one)
+    pair = by_platform(updates, params, cpu=one, tpu=both, default=one_of_parts if layout.parts else one)
     return jax.tree.map(lambda r, c: jnp.where(by_rows, r, c), *pair)
 
 
@@ -287,8 +293,8 @@ def fixed_orientation(inner: optax.GradientTransformation, orientation: str = "r
         turned_factors = lambda updates, params, transposed: inner.factors(updates, params, not transposed)  # noqa: E731
         return RowScaling(turned_factors, inner.apply)
 
-    def update(updates, state, params=None, *, transposed: bool = False, **extra_args):
-        return inner.update(updates, state, params, transposed=not transposed, **extra_args)
+    def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
+        return inner.update(updates, state, params, matrix_layout=_other_way(matrix_layout), **extra_args)
 
     return OrientedTransformation(lambda params: inner.init(turned(params)), update)
 

@@ -8,6 +8,8 @@ import pytest
 from examples.benchmarks import ahead, hlo, machine_cost
 from examples.benchmarks.machine_cost import MACHINES
 
+pytestmark = pytest.mark.every_platform
+
 # Round figures: a cycle is a microsecond, a byte a nanosecond, an operation a picosecond or more.
 TPU = machine_cost.Tpu("test", "", clock=1e6, bandwidth=1e9, peak=1e12)
 GPU = machine_cost.Gpu("test", bandwidth=1e9, bfloat16=1e12, tensor_float=5e11, float32=1e11, config="")

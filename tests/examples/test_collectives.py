@@ -13,6 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from examples.benchmarks import hlo
 
+pytestmark = pytest.mark.every_platform
+
 
 def counted(f, *args):
     compiled = jax.jit(f).lower(*args).compile()

@@ -9,7 +9,7 @@ import pytest
 
 from examples.benchmarks import ahead
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.every_platform, pytest.mark.timeout(900)]
 
 
 def row(target, name):

@@ -64,6 +64,9 @@ def test_stack_is_the_definition_and_has_an_exact_inverse(layout):
     np.testing.assert_array_equal(stack, stack_by_loops(x, dims))
     assert stack.shape == matrix_shape(shape, dims)
     np.testing.assert_array_equal(from_matrices(stack, dims, shape), x)
+    turned = to_matrices(jnp.asarray(x), dims, transposed=True)
+    np.testing.assert_array_equal(turned, np.swapaxes(stack, 1, 2))
+    np.testing.assert_array_equal(from_matrices(turned, dims, shape, transposed=True), x)
 
 
 def test_matrix_rows_are_output_neurons():

@@ -148,8 +148,8 @@ def test_matrices_that_lie_the_other_way_are_a_pool_of_their_own():
     }
     seen = []
 
-    def update(updates, state, params=None, *, transposed=False, **extra_args):
-        seen.append((transposed, [x.shape for x in jax.tree.leaves(updates)]))
+    def update(updates, state, params=None, *, matrix_layout, **extra_args):
+        seen.append((matrix_layout.transposed, [x.shape for x in jax.tree.leaves(updates)]))
         return updates, state
 
     stage = OrientedTransformation(lambda params: optax.EmptyState(), update)

@@ -125,8 +125,8 @@ ROW_SCALINGS = {
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])  # a branch, as on a GPU, and both with a choice
 @pytest.mark.parametrize("stage", ROW_SCALINGS)
-@pytest.mark.parametrize("lie", [False, True])
-def test_a_row_scaling_alternates_by_its_numbers_as_any_stage_does_by_its_results(platform, stage, lie):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_row_scaling_alternates_by_its_numbers_as_any_stage_does_by_its_results(platform, stage, transposed):
     """Which never makes either result before it has chosen; without `factors` it is any stage."""
     tx = ROW_SCALINGS[stage]()
     assert isinstance(tx, oriented.RowScaling)
@@ -134,8 +134,10 @@ def test_a_row_scaling_alternates_by_its_numbers_as_any_stage_does_by_its_result
     m, w = gaussian((3, 5)), gaussian((3, 5), 1)
     by_numbers, by_results = (npo.alternate_orientation(t, first="columns") for t in (tx, plain))
     states = by_numbers.init(w), by_results.init(w)
+    layout = oriented.MatrixLayout(transposed)
     updates = [
-        on(platform, cases.quick_jit(functools.partial(t.update, transposed=lie))) for t in (by_numbers, by_results)
+        on(platform, cases.quick_jit(functools.partial(t.update, matrix_layout=layout)))
+        for t in (by_numbers, by_results)
     ]
     for _ in range(2):
         found = [f(m, state, w) for f, state in zip(updates, states, strict=True)]
@@ -151,8 +153,8 @@ def test_the_parts_of_a_stack_change_nothing_but_where_a_gpu_puts_them_together(
     weights = [gaussian((3, 3, 5), 1), gaussian((1, 5, 3), 3)] if params else None
     state = tx.init(updates)
     told, untold = (
-        on("gpu", jax.make_jaxpr(functools.partial(tx.update, **extra)))(updates, state, weights)
-        for extra in ({"parts": [3, 1]}, {})
+        on("gpu", jax.make_jaxpr(functools.partial(tx.update, matrix_layout=layout)))(updates, state, weights)
+        for layout in (oriented.MatrixLayout(parts=[3, 1]), oriented.UPRIGHT)
     )
     given = jax.tree.leaves((updates, state, weights))
     for found, expected in zip(*(jax.core.eval_jaxpr(p.jaxpr, p.consts, *given) for p in (told, untold)), strict=True):
@@ -164,8 +166,8 @@ def test_the_parts_of_a_stack_change_nothing_but_where_a_gpu_puts_them_together(
 def told():
     """A stage that writes what its neighbour told it into the update."""
 
-    def update(updates, state, params=None, *, bounded=False, **extra_args):
-        return jax.tree.map(lambda x: jnp.full_like(x, float(bounded)), updates), state
+    def update(updates, state, params=None, *, matrix_layout, **extra_args):
+        return jax.tree.map(lambda x: jnp.full_like(x, float(matrix_layout.bounded)), updates), state
 
     return oriented.OrientedTransformation(lambda params: optax.EmptyState(), update)
 
@@ -267,6 +269,27 @@ def test_every_matrix_gets_its_own_identity():
     assert len(seen) == 1 + 1 + 1 + 3 + 1 + 3 + 2  # every layer of every stack apart
 
 
+def test_extra_arguments_may_have_any_name_but_one():
+    """What stages tell each other goes by a name of its own, and a user's words reach whoever asks for them."""
+    seen = []
+
+    def update(updates, state, params=None, *, transposed=None, layout=None, parts=None, bounded=None, **extra_args):
+        seen.append((transposed, layout, parts, bounded))
+        return updates, state
+
+    theirs = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    stage = oriented.chain(npo.alternate_orientation(npo.normalize_rows()), npo.precondition_globally(), theirs)
+    words = {"transposed": 1, "layout": "mine", "parts": 3, "bounded": None}
+    for tx in (npo.as_matrices(DIMS, stage), npo.normpre(0.01, stage, matrix_dims=DIMS)):
+        expected, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+        seen.clear()
+        found, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS, **words)
+        assert set(seen) == {tuple(words.values())}
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=8 * EPS32), found, expected)
+        with pytest.raises(TypeError, match="matrix_layout is what as_matrices tells its stages"):
+            tx.update(PARAMS, tx.init(PARAMS), PARAMS, matrix_layout=oriented.UPRIGHT)
+
+
 def test_a_leaf_that_is_no_matrix_is_named():
     tx = npo.as_matrices(None, npo.normalize_rows())
     params = {"dense": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}}
@@ -278,3 +301,18 @@ def test_dims_that_do_not_fit_are_named():
     tx = npo.as_matrices(npo.MatrixDims(inputs=0, outputs=2), npo.normalize_rows())
     with pytest.raises(ValueError, match=r"'kernel'.*outputs=2 is out of range"):
         tx.init({"kernel": jnp.ones((3, 4))})
+
+
+def test_a_bare_array_is_a_parameter_like_any_other():
+    """A state that no parameter owns is told from theirs, though both are bare arrays."""
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda u: u * state[0], updates), state + 1
+
+    tx = npo.as_matrices(None, optax.GradientTransformation(lambda params: jnp.arange(5.0), update))
+    x = gaussian((3, 4))
+    _, state = tx.update(x, tx.init(x))
+    updates, state = tx.update(x, state)
+    np.testing.assert_array_equal(updates, x)
+    np.testing.assert_array_equal(state, jnp.arange(5.0) + 2)

@@ -13,26 +13,13 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-Axes = tuple[str, ...]
+from normpre_optax.meshes.specs import Axes, axes_of
+
 Work = Callable[[int, int], float]
-
-
-def axes_of(entry) -> Axes:
-    """One entry of a PartitionSpec as a tuple of names.
-
-    Example:
-        >>> from normpre_optax.parameters.sharing import axes_of
-        >>> axes_of("data"), axes_of(None), axes_of(("data", "fsdp"))
-        (('data',), (), ('data', 'fsdp'))
-    """
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 class Stack(NamedTuple):
@@ -90,7 +77,7 @@ class Plan(NamedTuple):
     slots: np.ndarray
 
 
-def plan(sizes: dict[str, int], stacks: Sequence[Stack], work: Work) -> Plan:
+def make_plan(sizes: dict[str, int], stacks: Sequence[Stack], work: Work) -> Plan:
     """Share the matrices out: the most expensive first, each to a device that has least to do.
 
     Among several such it goes to the one with the shortest line in the exchange, whose length is that of the longest.
@@ -107,11 +94,11 @@ def plan(sizes: dict[str, int], stacks: Sequence[Stack], work: Work) -> Plan:
     """
     free = [a for a in sizes if sizes[a] > 1 and any(a not in sum(stack.axes, ()) for stack in stacks)]
     choices = [chosen for n in range(len(free) + 1) for chosen in itertools.combinations(free, n)]
-    plans = [_plan(sizes, stacks, work, frozenset(chosen)) for chosen in choices]
+    plans = [_make_plan(sizes, stacks, work, frozenset(chosen)) for chosen in choices]
     return min(plans, key=lambda found: (found.loads.max(), traffic(sizes, found)))
 
 
-def _plan(sizes: dict[str, int], stacks: Sequence[Stack], work: Work, dividing: frozenset[str]) -> Plan:
+def _make_plan(sizes: dict[str, int], stacks: Sequence[Stack], work: Work, dividing: frozenset[str]) -> Plan:
     """With the work divided along those axes of copies only."""
     loads = np.zeros(tuple(sizes.values()))
     lines: dict[Hashable, np.ndarray] = {}
@@ -191,7 +178,7 @@ def newton_schulz_work(rows: int, columns: int) -> float:
     """Operations of five steps of Newton-Schulz on a matrix, on its Gram matrix where that takes fewer.
 
     Example:
-        >>> from normpre_optax.parameters.sharing import newton_schulz_work
+        >>> from normpre_optax.meshes.plan import newton_schulz_work
         >>> newton_schulz_work(1, 1), newton_schulz_work(4, 1)
         (30.0, 60.0)
     """
@@ -200,7 +187,7 @@ def newton_schulz_work(rows: int, columns: int) -> float:
 
 
 def stack_of(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Stack:
-    """What ``plan`` needs to know of a stack ``(batch, rows, columns)`` that lies so.
+    """What ``make_plan`` needs to know of a stack ``(batch, rows, columns)`` that lies so.
 
     Example:
         >>> from jax.sharding import PartitionSpec
@@ -219,7 +206,7 @@ def traffic(sizes: dict[str, int], plan: Plan) -> float:
         Eight matrices, one for every device: what a device holds of all of them, in and out.
 
         >>> stack = stack_of((8, 16, 16), "float32", PartitionSpec(None, "fsdp"))
-        >>> traffic({"fsdp": 8}, plan({"fsdp": 8}, [stack], newton_schulz_work))
+        >>> traffic({"fsdp": 8}, make_plan({"fsdp": 8}, [stack], newton_schulz_work))
         2048.0
     """
     total = 0.0
@@ -230,87 +217,8 @@ def traffic(sizes: dict[str, int], plan: Plan) -> float:
     return total
 
 
-def specs_of(params: Any, shardings: Any = None) -> list[PartitionSpec]:
-    """Where each parameter lies, in the order of the leaves.
-
-    Args:
-        params: the parameters.
-        shardings: a tree like them (or prefix) of ``NamedSharding``, ``PartitionSpec`` or None (replicated), or a
-            callable ``(params) -> tree``; None asks the arrays.
-
-    Returns:
-        One ``PartitionSpec`` a parameter.
-
-    Raises:
-        ValueError: if ``shardings`` does not match the parameters, or one of them is neither.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec
-        >>> params = {"w": jnp.ones((4, 8)), "b": jnp.ones(8)}
-        >>> [tuple(spec) for spec in specs_of(params, {"w": PartitionSpec("fsdp"), "b": None})]
-        [(), ('fsdp',)]
-    """
-
-    def is_one(x: Any) -> bool:
-        return x is None or isinstance(x, NamedSharding | PartitionSpec)
-
-    if shardings is None:
-        return [getattr(getattr(x, "sharding", None), "spec", PartitionSpec()) for x in jax.tree.leaves(params)]
-    if callable(shardings) and not all(map(is_one, jax.tree.leaves(shardings, is_leaf=is_one))):
-        try:
-            shardings = shardings(params)
-        except AttributeError as error:
-            why = str(error).splitlines()[0]
-            raise ValueError(
-                f"shardings: the callable sees names and shapes, not where arrays lie ({why}); pass the tree itself: "
-                "jax.tree.map(lambda x: x.sharding, params)"
-            ) from None
-    odd = [x for x in jax.tree.leaves(shardings, is_leaf=is_one) if not is_one(x)]
-    if odd:
-        raise ValueError(f"shardings: expected NamedSharding, PartitionSpec or None at every leaf, got {odd[0]!r}")
-    found: list[PartitionSpec] = []
-
-    def spread(one: NamedSharding | PartitionSpec | None, part: Any) -> None:
-        spec = one.spec if isinstance(one, NamedSharding) else one or PartitionSpec()
-        found.extend([spec] * len(jax.tree.leaves(part)))
-
-    try:
-        jax.tree.map(spread, shardings, params, is_leaf=is_one)
-    except ValueError as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"shardings: the tree does not match the parameters: {why}") from None
-    return found
-
-
-def check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> None:
-    """Hold where a parameter is said to lie against its shape and the mesh.
-
-    Raises:
-        ValueError: naming the parameter.
-
-    Example:
-        >>> check_spec("up/kernel", (3, 8), PartitionSpec("fsdp"), {"fsdp": 2})
-        Traceback (most recent call last):
-        ...
-        ValueError: parameter 'up/kernel' of shape (3, 8): fsdp=2 does not divide its axis 0
-    """
-    where, seen = f"parameter {path!r} of shape {shape}", []
-    if len(spec) > len(shape):
-        raise ValueError(f"{where}: {tuple(spec)} has more entries than the parameter has axes")
-    for axis, entry in enumerate(spec):
-        for name in axes_of(entry):
-            if name not in sizes:
-                raise ValueError(f"{where}: the mesh has no axis {name!r}, its axes are {', '.join(sizes)}")
-            if name in seen:
-                raise ValueError(f"{where}: {tuple(spec)} names {name!r} twice")
-            seen.append(name)
-        if shape[axis] % math.prod(sizes[name] for name in axes_of(entry)):
-            what = ", ".join(f"{name}={sizes[name]}" for name in axes_of(entry))
-            raise ValueError(f"{where}: {what} does not divide its axis {axis}")
-
-
-def shares(sizes: dict[str, int], stacks: Sequence[Stack]) -> list[str]:
-    """What ``explain`` says of a mesh: who treats how many matrices, and what travels.
+def in_words(sizes: dict[str, int], stacks: Sequence[Stack]) -> list[str]:
+    """The plan as ``explain`` tells it: who treats how many matrices, and what travels.
 
     Args:
         sizes: of the mesh's axes.
@@ -323,7 +231,7 @@ def shares(sizes: dict[str, int], stacks: Sequence[Stack]) -> list[str]:
     axes = ", ".join(f"{name}={size}" for name, size in sizes.items())
     if not stacks:
         return [f"mesh {axes}: {devices} devices, no matrices to divide"]
-    found = plan(sizes, stacks, newton_schulz_work)
+    found = make_plan(sizes, stacks, newton_schulz_work)
     counts = [sum(map(len, found.kinds[kind])) for kind in found.kind]
     even = sum(newton_schulz_work(*stack.shape) * stack.batch for stack in stacks) / devices
     most = found.loads.max() / even if even else 1.0

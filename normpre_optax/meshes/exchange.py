@@ -3,47 +3,23 @@
 
 A spectral stage multiplies a matrix by itself many times. Left to the partitioner, a sharded matrix is gathered for
 every product. ``divided`` sends each matrix whole to one device instead, balanced by the work it makes; the rest of
-the optimizer is cheap row by row and stays where the parameters are. The plan is made by ``parameters.sharing``.
+the optimizer is cheap row by row and stays where the parameters are. ``plan`` says who gets which.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from normpre_optax.parameters.sharing import Team, Work, flat_index, newton_schulz_work, plan, stack_of
+from normpre_optax.meshes.plan import Team, Work, flat_index, make_plan, newton_schulz_work, stack_of
 from normpre_optax.platforms import by_platform
 from normpre_optax.transforms.checks import transformation
-from normpre_optax.transforms.oriented import OrientedTransformation, Rescalable, oriented
-
-
-class Layout(NamedTuple):
-    """Where stacks ``(batch, rows, columns)`` lie: the mesh, and the axes that shard each, as they are stored."""
-
-    mesh: AbstractMesh
-    specs: list[PartitionSpec]
-
-
-def mesh_of(tree) -> AbstractMesh | None:
-    """The mesh that the arrays of a tree live on; None for a single device, and inside ``jax.shard_map``.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from normpre_optax.transforms.sharding import mesh_of
-        >>> mesh_of({"w": jnp.ones((2, 3))}) is None
-        True
-    """
-    for x in jax.tree.leaves(tree):
-        mesh = jax.typeof(x).sharding.mesh
-        if mesh.empty or (mesh.size == 1 and AxisType.Explicit not in mesh.axis_types):
-            continue
-        return None if AxisType.Manual in mesh.axis_types else mesh
-    return None
+from normpre_optax.transforms.oriented import UPRIGHT, OrientedTransformation, Rescalable, oriented
 
 
 def divided(inner: optax.GradientTransformation, work: Work | None = None) -> OrientedTransformation:
@@ -79,60 +55,46 @@ def divided(inner: optax.GradientTransformation, work: Work | None = None) -> Or
 
 
 def _divided(inner: OrientedTransformation, weigh: Work) -> OrientedTransformation:
-    def update(updates, state, params=None, *, layout: Layout | None = None, matrix_ids: Any = None, **extra_args):
-        stateful = any(jnp.ndim(x) > 0 for x in jax.tree.leaves(state))
-        if layout is None or stateful:
-            known = {} if layout is None else {"layout": layout}
-            return inner.update(updates, state, params, matrix_ids=matrix_ids, **known, **extra_args)
+    def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
+        mesh, specs = matrix_layout.mesh, list(matrix_layout.specs)
+        if mesh is None or any(jnp.ndim(x) > 0 for x in jax.tree.leaves(state)):
+            return inner.update(updates, state, params, matrix_layout=matrix_layout, **extra_args)
+
+        def treated(arrays: list[jax.Array], ids: list[jax.Array]) -> tuple[Any, Any]:
+            known = {"matrix_ids": ids, "matrix_layout": matrix_layout._replace(mesh=None, specs=())}
+            return inner.update(arrays, state, None, **extra_args | known)
 
         def treat(stack: jax.Array, ids: jax.Array) -> Any:
-            one = lambda x, i: inner.update(x, state, None, matrix_ids=i, **extra_args)[0]  # noqa: E731
+            one = lambda x, i: treated([x], [i])[0][0]  # noqa: E731
             return by_platform(stack, ids, cpu=lambda x, i: jax.lax.map(lambda pair: one(*pair), (x, i)), default=one)
 
-        new = _exchange(treat, updates, matrix_ids, layout, weigh)
-        return new, inner.update([], state, None, matrix_ids=[], **extra_args)[1]
+        return _exchange(treat, updates, extra_args["matrix_ids"], mesh, specs, weigh), treated([], [])[1]
 
     return OrientedTransformation(inner.init, update)
 
 
-def maybe_divided(inner: optax.GradientTransformation, divide: bool) -> optax.GradientTransformation:
-    """``divided(inner)`` or ``inner``, as the option ``divide`` of the finished optimizers says.
-
-    Example:
-        >>> from normpre_optax.transforms.sharding import maybe_divided
-        >>> maybe_divided(optax.identity(), "yes")
-        Traceback (most recent call last):
-        ...
-        TypeError: divide must be True or False, got 'yes'
-    """
-    if not isinstance(divide, bool):
-        raise TypeError(f"divide must be True or False, got {divide!r}")
-    return divided(inner) if divide else inner
-
-
-def _exchange(treat: Callable, arrays: list[jax.Array], ids: list[jax.Array], layout: Layout, work: Work):
+def _exchange(treat: Callable, arrays: list[jax.Array], ids: list[jax.Array], mesh: AbstractMesh, specs, work: Work):
     """``treat`` every matrix on the device that owns it; the results lie as ``arrays`` do."""
-    sizes = dict(layout.mesh.shape)
-    stacks = [stack_of(x.shape, x.dtype, spec) for x, spec in zip(arrays, layout.specs, strict=True)]
-    shares = plan(sizes, stacks, work)
+    sizes = dict(mesh.shape)
+    stacks = [stack_of(x.shape, x.dtype, spec) for x, spec in zip(arrays, specs, strict=True)]
+    plan = make_plan(sizes, stacks, work)
 
     def on_device(mine: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
         at = {a: jax.lax.axis_index(a) for a in sizes}
         device = flat_index(at, sizes, tuple(sizes))
-        own_ids = ids[jnp.asarray(shares.slots)[device]]
-        arrived = [_to_owners(team, mine, at, sizes) for team in shares.teams]
-        branches = [functools.partial(_treat_all, treat, kind, shares.teams) for kind in shares.kinds]
-        treated = jax.lax.switch(jnp.asarray(shares.kind)[device], branches, arrived, own_ids)
+        own_ids = ids[jnp.asarray(plan.slots)[device]]
+        arrived = [_to_owners(team, mine, at, sizes) for team in plan.teams]
+        branches = [functools.partial(_treat_all, treat, kind, plan.teams) for kind in plan.kinds]
+        treated = jax.lax.switch(jnp.asarray(plan.kind)[device], branches, arrived, own_ids)
         new: list[Any] = [None] * len(mine)
-        for team, buffer in zip(shares.teams, treated, strict=True):
+        for team, buffer in zip(plan.teams, treated, strict=True):
             for i, x in _to_holders(team, buffer, mine, sizes).items():
                 new[i] = x
         return new
 
-    specs = list(layout.specs)
     mapped = jax.shard_map(
         on_device,
-        mesh=layout.mesh,
+        mesh=mesh,
         in_specs=(specs, PartitionSpec()),
         out_specs=specs,
         check_vma=False,  # what is gathered along copies is the same on all of them

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a transformation over all matrices of a model whose parameters live on a mesh.
+
+With Explicit axes JAX tells where every parameter lies; the work is done with Auto axes inside, and what comes out
+lies where the parameters do. With Auto axes the user may tell; else the partitioner sees to everything.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from normpre_optax.meshes.specs import check_spec, matrix_spec, spec_of
+from normpre_optax.parameters.dims import MatrixDims, matrix_shape
+from normpre_optax.transforms.batches import Parameter, Stage, is_per_parameter, on_stacks
+from normpre_optax.transforms.oriented import MatrixLayout
+
+
+def run_on_mesh(
+    stage: Stage,
+    parameters: list[Parameter],
+    shared: list[Any],
+    mesh: AbstractMesh,
+    specs: Mapping[str, PartitionSpec | None],
+) -> tuple[list[jax.Array], list[list[jax.Array]], list[Any]]:
+    """Run ``stage`` once, on stacks of the matrices of all parameters.
+
+    Args:
+        stage: as ``batches.run`` takes it; it is told where the stacks lie.
+        parameters: the parameters.
+        shared: state that belongs to no matrix.
+        mesh: where they live.
+        specs: where each of them lies, by name, for a mesh with Auto axes; None where nobody says.
+
+    Returns:
+        As ``batches.run``: new updates, which lie where the parameters do, new states, new shared state.
+    """
+    names, lie = list(specs), _specs(parameters, specs, mesh)
+
+    def place(i: int) -> Hashable:
+        if lie is None:  # Parameters that only a number tells apart lie alike.
+            return without_numbers(names[i])
+        batch, *_ = matrix_spec(lie[i], parameters[i].update.shape, parameters[i].dims)
+        return lie[i], None if batch is None else i  # Where layers are shared out, nothing is put beside them.
+
+    groups: dict[Hashable, list[int]] = {}
+    for i, parameter in enumerate(parameters):
+        groups.setdefault((parameter.kind(), place(i)), []).append(i)
+    work = functools.partial(_on_stacks, stage, lie, list(groups.values()))
+    if AxisType.Explicit not in mesh.axis_types:
+        return work(parameters, shared)
+    out = (lie, *jax.tree.map(spec_of, ([p.state for p in parameters], shared)))
+    return _in_auto_axes(work, mesh, out)(parameters, shared)
+
+
+def _on_stacks(
+    stage: Stage, specs: list[PartitionSpec] | None, groups: list[list[int]], parameters: list[Parameter], shared: list
+):
+    # As most numbers are stored, so that only the others are turned.
+    balance = sum(p.update.size if p.stored_transposed() else -p.update.size for p in parameters)
+    layout = MatrixLayout(transposed=balance > 0)
+    if specs is None:
+        return on_stacks(stage, parameters, shared, groups, layout)
+    here = jax.typeof(parameters[0].update).sharding.mesh
+    firsts = [(specs[i], parameters[i]) for i, *_ in groups]
+    stacks = [matrix_spec(spec, p.update.shape, p.dims, layout.transposed) for spec, p in firsts]
+
+    def placed(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(here, spec))
+
+    layout = layout._replace(mesh=here, specs=stacks)
+    new, states, shared = on_stacks(stage, parameters, shared, groups, layout, lambda x, k: placed(x, stacks[k]))
+    return [placed(x, spec) for x, spec in zip(new, specs, strict=True)], states, shared
+
+
+def _specs(
+    parameters: list[Parameter], said: Mapping[str, PartitionSpec | None], mesh: AbstractMesh
+) -> list[PartitionSpec] | None:
+    """Where the parameters lie; None if nobody says."""
+    for name, parameter in zip(said, parameters, strict=True):
+        own = jax.typeof(parameter.update).sharding.mesh
+        if not own.empty and own.shape != mesh.shape:
+            raise ValueError(f"parameter {name!r} lies on another mesh than others, {mesh}: put all of them on one")
+    if AxisType.Explicit in mesh.axis_types:
+        return [spec_of(p.update) for p in parameters]
+    specs = [spec for spec in said.values() if spec is not None]
+    if len(specs) < len(parameters):
+        return None
+    for name, parameter, spec in zip(said, parameters, specs, strict=True):
+        check_spec(name, parameter.update.shape, spec, dict(mesh.shape))
+    return specs
+
+
+_NUMBERS = re.compile(r"\d+")
+
+
+def without_numbers(path: str) -> str:
+    """The name that parameters of a model's layers share.
+
+    Example:
+        >>> from normpre_optax.meshes.run import without_numbers
+        >>> without_numbers("blocks/11/mlp/up_2/kernel")
+        'blocks/#/mlp/up_#/kernel'
+    """
+    return _NUMBERS.sub("#", path)
+
+
+def _in_auto_axes(f: Callable, mesh: AbstractMesh, out: Any) -> Callable:
+    """``f`` with the partitioner free to choose inside, and its results lying by ``out``."""
+
+    def on_mesh(*args):
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.sharding.auto_axes(f, out_sharding=out)(*args)
+
+    # Compiled, so that whoever calls it operation by operation needs no mesh in context: the arguments bring theirs.
+    return jax.jit(on_mesh, keep_unused=True)
+
+
+def init_on_mesh(make: Callable, params: Any, dims: Sequence[MatrixDims], mesh: AbstractMesh) -> Any:
+    """The state of a stage for parameters on a mesh, sharded along the axes that it has in common with them.
+
+    Args:
+        make: the list of the parameters to that state.
+        params: the parameters.
+        dims: their axes.
+        mesh: where they live.
+
+    Returns:
+        The state.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    if AxisType.Explicit not in mesh.axis_types:
+        return make(leaves)
+    stacks = [
+        (matrix_shape(x.shape, d), matrix_spec(spec_of(x), x.shape, d)) for x, d in zip(leaves, dims, strict=True)
+    ]
+    shapes = jax.eval_shape(make, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+
+    per_parameter = functools.partial(is_per_parameter, treedef=treedef, batches=[shape[0] for shape, _ in stacks])
+
+    def specs(node):
+        if not per_parameter(node):
+            return jax.tree.map(lambda _: PartitionSpec(), node)
+        kept = jax.tree.leaves(node)
+        return treedef.unflatten([_state_spec(x.shape, *stack) for x, stack in zip(kept, stacks, strict=True)])
+
+    out = jax.tree.map(specs, shapes, is_leaf=per_parameter)
+    return _in_auto_axes(make, mesh, out)(leaves)
+
+
+def _state_spec(shape: tuple[int, ...], stack: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+    """Of what a stage keeps for a stack: every axis that is as long as one of the stack's is sharded like it."""
+    left = list(range(3))
+    entries = []
+    for place, size in enumerate(shape):
+        same = [axis for axis in left if stack[axis] == size]
+        axis = place if place in same else next(iter(same), None)
+        if axis is not None:
+            left.remove(axis)
+        entries.append(None if axis is None else spec[axis])
+    return PartitionSpec(*entries)
