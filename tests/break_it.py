@@ -30,7 +30,170 @@ class Fault(NamedTuple):
     tests: str
 
 
-FAULTS = {}
+FAULTS = {
+    "tangent_lengthens": Fault(
+        "linalg/rows.py",
+        "relaxed = 1 - ww /",
+        "relaxed = 1 + ww /",
+        "tests/linalg/test_rows.py",
+    ),
+    "noise_is_a_direction": Fault(
+        "linalg/rows.py",
+        "(xx <= (8 * eps) ** 2 * mm)",
+        "(xx < 0)",
+        "tests/linalg/test_rows.py",
+    ),
+    "muons_third_coefficient": Fault(
+        "linalg/newton_schulz.py",
+        "((3.4445, -4.7750, 2.0315),)",
+        "((3.4445, -4.7750, 2.0215),)",
+        "tests/linalg/test_newton_schulz.py",
+    ),
+    "gram_not_scaled": Fault(
+        "linalg/newton_schulz.py",
+        "y = _times(q * start, y, operand_dtype)",
+        "y = _times(q, y, operand_dtype)",
+        "tests/linalg/test_newton_schulz.py",
+    ),
+    "modes_below_one_clipped": Fault(
+        "linalg/spectrum.py",
+        "jnp.maximum(modes.values, 1)) - 1",
+        "jnp.maximum(modes.values, 0.5)) - 1",
+        "tests/linalg/test_spectrum.py",
+    ),
+    "a_power_less": Fault(
+        "linalg/eigenspace.py",
+        "for _ in range(power_iterations):",
+        "for _ in range(power_iterations - 1):",
+        "tests/linalg/test_eigenspace.py",
+    ),
+    "smallest_modes": Fault(
+        "linalg/eigenspace.py",
+        "return values[..., :k], exact_product(z[..., :k].mT, inverse)",
+        "return values[..., -k:], exact_product(z[..., -k:].mT, inverse)",
+        "tests/linalg/test_eigenspace.py",
+    ),
+    "noise_is_a_pivot": Fault(
+        "linalg/orthonormal.py",
+        "inverse = jnp.where(pivot <= noise, 0,",
+        "inverse = jnp.where(pivot < 0, 0,",
+        "tests/linalg/test_orthonormal.py",
+    ),
+    "exact_products_are_not": Fault(
+        "linalg/precision.py",
+        "return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)",
+        "return jnp.matmul(a, b)",
+        "tests/linalg/test_precision.py",
+    ),
+    "draws_forget_the_place": Fault(
+        "transforms/draws.py",
+        "for part in (step, identity, slice_index):",
+        "for part in (step, identity):",
+        "tests/transforms/test_stages.py",
+    ),
+    "columns_first": Fault(
+        "transforms/wrappers.py",
+        '(state.count % 2 == 0) == (first == "rows")',
+        '(state.count % 2 == 0) != (first == "rows")',
+        "tests/transforms/test_wrappers.py",
+    ),
+    "updates_stay_float32": Fault(
+        "transforms/wrappers.py",
+        "lambda u, p: u.astype(jnp.asarray(p).dtype)",
+        "lambda u, p: u",
+        "tests/transforms/test_wrappers.py tests/test_contract.py",
+    ),
+    "size_of_a_row": Fault(
+        "transforms/scale.py",
+        "math.sqrt(t.shape[-2] * t.shape[-1])",
+        "math.sqrt(t.shape[-1])",
+        "tests/transforms/test_stages.py",
+    ),
+    "row_moments_grow": Fault(
+        "transforms/second_moment.py",
+        "kept * moment + (1 - kept)",
+        "kept * moment + (1 + kept)",
+        "tests/test_family.py",
+    ),
+    "dion_forgets_nothing": Fault(
+        "transforms/low_rank.py",
+        "(m - in_context(share) *",
+        "(m - 0 * in_context(share) *",
+        "tests/test_family.py",
+    ),
+    "record_a_step_late": Fault(
+        "transforms/monitor.py",
+        "count % every == 0",
+        "count % every == 1",
+        "tests/transforms/test_monitor.py",
+    ),
+    "axes_not_put_back": Fault(
+        "parameters/dims.py",
+        "tuple(order.index(axis) for axis in range(len(shape)))",
+        "order",
+        "tests/parameters/test_dims.py",
+    ),
+    "embedding_by_normpre": Fault(
+        "parameters/rules.py",
+        '"embs", "wte"}',
+        '"embs"}',
+        "tests/parameters",
+    ),
+    "mask_ignored": Fault(
+        "hybrid.py",
+        "return mask if is_tree else mask(params)",
+        "return jax.tree.map(lambda _: True, params)",
+        "tests/test_contract.py tests/test_algorithm.py",
+    ),
+    "adams_other_b2": Fault(
+        "options.py",
+        "adam_b2: Annotated[Number, Option(0.95,",
+        "adam_b2: Annotated[Number, Option(0.999,",
+        "tests/test_api_grammar.py",
+    ),
+    "any_momentum": Fault(
+        "options.py",
+        '"``mu`` in ``M = mu M + G``.", least=0, below=1)',
+        '"``mu`` in ``M = mu M + G``.")',
+        "tests/test_api_grammar.py",
+    ),
+    "any_shape": Fault(
+        "transforms/checks.py",
+        "if gradient_shapes[path] != shape:",
+        "if False:",
+        "tests/test_contract.py",
+    ),
+    "a_wrong_device": Fault(
+        "meshes/plan.py",
+        "flat * sizes[a] + at[a]",
+        "flat + sizes[a] * at[a]",
+        "tests/meshes normpre_optax/meshes",
+    ),
+    "pieces_put_together_wrong": Fault(
+        "meshes/exchange.py",
+        "cut.transpose(2, 0, 3, 1, 4).reshape(count, *shape)",
+        "cut.transpose(2, 1, 3, 0, 4).reshape(count, *shape)",
+        "tests/meshes",
+    ),
+    "draws_of_another_device": Fault(
+        "meshes/exchange.py",
+        "ids[jnp.asarray(plan.slots)[device]]",
+        "ids[jnp.asarray(plan.slots)[0]]",
+        "tests/meshes",
+    ),
+    "state_on_every_device": Fault(
+        "meshes/run.py",
+        "entries.append(None if axis is None else spec[axis])",
+        "entries.append(None)",
+        "tests/meshes tests/test_contract.py",
+    ),
+    "all_turn_for_one": Fault(
+        "meshes/run.py",
+        "transposed=balance > 0",
+        "transposed=balance < 0",
+        "tests/meshes",
+    ),
+}
 
 
 def caught_by(fault: Fault, tree: Path) -> str:

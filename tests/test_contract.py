@@ -157,7 +157,8 @@ def test_its_state_is_arrays_and_init_is_traceable(name):
     state = tx.init(params)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
     assert describe(state) == describe(jax.eval_shape(tx.init, params))
-    assert_equal(jax.jit(tx.init)(params), state)
+    # But for the last bit of a draw, where a product and a sum may be contracted.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=3e-7), jax.jit(tx.init)(params), state)
     assert describe(tx.init(jax.tree.map(lambda x: x + 1, params))) == describe(state)
 
 

@@ -48,7 +48,8 @@ def test_sketched_modes_are_those_of_algorithm_2(x64, shape, rank, oversample, p
     got = np.asarray(modes.values)
     assert (np.diff(got) <= 1e-14).all()
     # The span of Y loses eps times the condition of Y: at p = 2 that is cond(psi)^5 eps, 1e-11 for these.
-    np.testing.assert_allclose(got[got > 1], values, rtol=1e-9)
+    above = lambda found: found[found > 1 + 1e-12]  # noqa: E731 (one row has a value of one, on either side of it)
+    np.testing.assert_allclose(above(got), above(values), rtol=1e-9)
     expected = reference.precondition_sketch(psi, omega, rank, power_iterations)
     np.testing.assert_allclose(clip_modes(jnp.asarray(psi), modes), expected, atol=1e-9)
 

@@ -40,6 +40,7 @@ def products(jaxpr):
             yield from products(inner)
 
 
+@pytest.mark.every_platform
 @pytest.mark.parametrize("operand", [None, jnp.bfloat16, jnp.float16, jnp.float32])
 def test_every_product_sums_in_float32_and_is_true_float32_where_that_is_asked_for(operand):
     x = jnp.ones((3, 3))
