@@ -240,6 +240,16 @@ def test_what_accelerators_cannot_tell_from_noise_counts_as_zero(platform):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
+def test_of_momentum_along_weights_of_length_one_only_noise_is_left_and_counts_as_zero(platform):
+    """A relaxed tangent keeps ``1 - ||w||^2`` of it, which is rounding."""
+    random = np.random.default_rng(0)
+    w = jnp.asarray(reference.unit_rows(random.standard_normal((200, 37))), jnp.float32)
+    m = w * jnp.asarray(random.uniform(0.1, 9, (200, 1)), jnp.float32)
+    psi = on(platform, jax.jit(functools.partial(unit_tangent_rows, mode="relaxed")))(m, w)
+    assert not np.any(psi)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
 @pytest.mark.parametrize("mode", TANGENT_MODES)
 @pytest.mark.parametrize("size", [1e-30, 1e-33, 1e-35, 1e-37])
 def test_rows_of_tiny_momentum_along_the_weights_are_no_longer_than_one(platform, mode, size):
