@@ -143,7 +143,7 @@ FAULTS = {
         "hybrid.py",
         "return mask if is_tree else mask(params)",
         "return jax.tree.map(lambda _: True, params)",
-        "tests/test_contract.py tests/test_algorithm.py",
+        "tests/test_contract.py -k tree_of_parameters",
     ),
     "adams_other_b2": Fault(
         "options.py",
@@ -185,7 +185,7 @@ FAULTS = {
         "meshes/run.py",
         "entries.append(None if axis is None else spec[axis])",
         "entries.append(None)",
-        "tests/meshes tests/test_contract.py",
+        "tests/meshes",
     ),
     "all_turn_for_one": Fault(
         "meshes/run.py",

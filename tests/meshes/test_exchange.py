@@ -58,3 +58,25 @@ def test_inside_a_chain_of_optax_matrices_are_turned_and_so_is_where_they_lie(st
     expected, _ = tx.update({"up": kernel}, tx.init({"up": kernel}), {"up": kernel})
     assert found["up"].sharding.is_equivalent_to(there["up"].sharding, 2)
     np.testing.assert_allclose(found["up"], expected["up"], atol=1e-5)  # sums in another order, entries near one
+
+
+def test_a_matrix_keeps_its_name_on_the_device_that_treats_it():
+    """What a stage draws depends on the parameter and the place in its stack, wherever they are computed."""
+
+    def named(updates, state, params=None, *, matrix_ids, **extra_args):
+        del params, extra_args
+        place = lambda u, ids: u * 0 + ids[..., 0, None, None] % 1000 + 100_000 * ids[..., 1, None, None]  # noqa: E731
+        return jax.tree.map(place, updates, matrix_ids), state
+
+    stage = npo.divided(optax.GradientTransformationExtraArgs(optax.init_empty_state, named))
+    tx = npo.as_matrices(lambda path, leaf: npo.MatrixDims(leaf.ndim - 2, leaf.ndim - 1), stage)
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    shapes = {"layers": (4, 8, 16), "up": (8, 16), "down": (16, 8), "out": (8, 8)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    spec = lambda x: PartitionSpec(*(None,) * (x.ndim - 2), "fsdp", "data")  # noqa: E731
+    there = {name: jax.device_put(x, NamedSharding(mesh, spec(x))) for name, x in params.items()}
+    found, _ = jax.jit(tx.update)(there, tx.init(there), there)
+    expected, _ = tx.update(params, tx.init(params), params)
+    assert len({float(x[..., 0, 0].max()) for x in expected.values()}) == len(shapes)
+    for name, x in expected.items():
+        np.testing.assert_array_equal(found[name], x)

@@ -120,6 +120,16 @@ def check(name, mesh_name, axis_type=AxisType.Explicit, told=False, layouts=tupl
             assert x.sharding.is_equivalent_to(params[layout]["up"]["kernel"].sharding, 2)
 
 
+def test_what_a_stage_keeps_is_sharded_along_the_axes_that_it_shares_with_the_parameter():
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    kernel = jax.device_put(jnp.ones((3, 16, 32)), NamedSharding(mesh, PartitionSpec(None, "data", "fsdp")))
+    dims = npo.MatrixDims(1, 2)  # out = 32 over fsdp, in = 16 over data
+    rows = npo.as_matrices(dims, npo.scale_by_row_moment()).init({"w": kernel}).moment["w"]
+    assert (rows.shape, tuple(rows.sharding.spec)) == ((3, 32, 1), (None, "fsdp", None))
+    thin = npo.as_matrices(dims, npo.orthogonalize_low_rank(4)).init({"w": kernel}).factors["w"]
+    assert (thin.shape, tuple(thin.sharding.spec)) == ((3, 4, 16), (None, None, "data"))
+
+
 def test_an_optimizer_on_a_mesh_of_three_axes_needs_no_argument():
     check("normpre_g", "2x2x2", layouts=("both", "wte"))
 
