@@ -16,7 +16,7 @@ from normpre_optax.algorithm import (
 )
 from normpre_optax.directions import matrix_momentum, orthogonalize, orthogonalized_momentum
 from normpre_optax.family import STATIC_ARGS, families
-from normpre_optax.hybrid import hybrid
+from normpre_optax.finish import hybrid
 from normpre_optax.meshes.exchange import divided
 from normpre_optax.options import static_args
 from normpre_optax.parameters.dims import MatrixDims

@@ -19,7 +19,7 @@ import jax
 import optax
 
 from normpre_optax.directions import orthogonalize
-from normpre_optax.hybrid import hybrid
+from normpre_optax.finish import hybrid
 from normpre_optax.meshes.exchange import divided
 from normpre_optax.options import (
     NewtonSchulzOptions,

@@ -15,6 +15,7 @@ from normpre_optax.options import (
     pick,
     with_options,
 )
+from normpre_optax.transforms.checks import transformation
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally
 from normpre_optax.transforms.wrappers import as_matrices, at_least_float32, in_dtype
@@ -86,6 +87,8 @@ def orthogonalized_momentum(**options: Unpack[AroundOptions]) -> optax.GradientT
         >>> jnp.shape(tx.init({"kernel": jnp.ones((4, 8))})[0].trace["kernel"])
         (4, 8)
     """
+    for name, stage in [("before", x) for x in options["before"]] + [("after", x) for x in options["after"]]:
+        transformation(f"every stage of {name}", stage)
     stage = orthogonalize(**pick(NewtonSchulzOptions, options))
     stages = chain(*options["before"], stage, *options["after"])
     return matrix_momentum(stages, **pick(NesterovOptions, options) | {"compute_dtype": None})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options that optimizers share: type, default and meaning of each, once.
+"""The options that optimizers share: type, default and meaning of each, once. Recipes declare their own likewise.
 
 A factory names the group that it takes, ``**options: Unpack[MomentumOptions]``, and ``with_options`` does the rest: it
 fills in defaults, refuses what is misspelt or of the wrong type, and shows the options in the signature and the
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypedDict, Ty
 import jax
 import optax
 
-from normpre_optax.transforms.checks import of_type
+from normpre_optax.transforms.checks import is_number, of_type
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -253,15 +253,22 @@ def with_options(factory: Callable[P, R]) -> Callable[P, R]:
         ...
         TypeError: scale_by_my_muon() has no option 'momentun': did you mean 'momentum'?
     """
-    *own, rest = inspect.signature(factory).parameters.values()
-    hints = get_type_hints(get_args(rest.annotation)[0], include_extras=True)
+    signature = inspect.signature(factory, eval_str=True)
+    *own, rest = signature.parameters.values()
+    group = next(iter(get_args(rest.annotation)), None)
+    hints = {} if group is None else get_type_hints(group, include_extras=True)
     shared = {name: get_args(hint) for name, hint in hints.items()}
+    if rest.kind is not inspect.Parameter.VAR_KEYWORD or not shared or not all(map(_is_option, shared.values())):
+        raise TypeError(
+            f"{factory.__name__}() must end in **options: Unpack[G], where G is a TypedDict of "
+            "Annotated[type, Option(default, meaning)]"
+        )
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=kind)
         for name, (kind, option) in shared.items()
         if name not in {p.name for p in own}
     ]
-    signature = inspect.signature(factory).replace(parameters=[*own, *added])
+    signature = signature.replace(parameters=[*own, *added])
 
     @functools.wraps(factory)
     def complete(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -269,7 +276,10 @@ def with_options(factory: Callable[P, R]) -> Callable[P, R]:
             near = difflib.get_close_matches(name, signature.parameters, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(signature.parameters)}"
             raise TypeError(f"{factory.__name__}() has no option {name!r}: {hint}")
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{factory.__name__}(): {error}") from None
         bound.apply_defaults()
         for name, value in bound.arguments.items():
             _, option = shared.get(name, (None, None))
@@ -280,6 +290,10 @@ def with_options(factory: Callable[P, R]) -> Callable[P, R]:
     complete.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     complete.__doc__ = _documented(factory.__doc__, {p.name: shared[p.name][1].meaning for p in added})
     return complete
+
+
+def _is_option(parts: tuple) -> bool:
+    return len(parts) == 2 and isinstance(parts[1], Option)
 
 
 def _documented(doc: str | None, meanings: Mapping[str, str]) -> str | None:
@@ -328,5 +342,5 @@ def static_args(factory: Callable) -> frozenset[str]:
         >>> from normpre_optax import muon, static_args
         >>> tx = optax.inject_hyperparams(muon, static_args=static_args(muon))(learning_rate=1e-3)
     """
-    arguments = inspect.signature(factory).parameters.values()
-    return frozenset(p.name for p in arguments if jax.Array not in get_args(p.annotation))
+    arguments = inspect.signature(factory, eval_str=True).parameters.values()
+    return frozenset(p.name for p in arguments if not is_number(p.annotation))

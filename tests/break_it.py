@@ -140,7 +140,7 @@ FAULTS = {
         "tests/parameters",
     ),
     "mask_ignored": Fault(
-        "hybrid.py",
+        "finish.py",
         "return mask if is_tree else mask(params)",
         "return jax.tree.map(lambda _: True, params)",
         "tests/test_contract.py -k tree_of_parameters",

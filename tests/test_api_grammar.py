@@ -36,6 +36,8 @@ OF_NORMPRE = {k: v for k, v in COMMON.items() if k not in REST} | MOMENTUM
 OF_MUON = {"nesterov": True, **MOMENTUM, **NEWTON_SCHULZ}
 SKETCH = {"rank": 32, "oversample": 8, "power_iterations": 1, "method": "sketch", "seed": 0, "warm_start": False}
 
+NUMERIC = {"learning_rate", "momentum", "b2", "weight_decay", "tangent_radius", "rms"}  # and what begins with adam_
+
 # Name: keyword-only arguments with their defaults, of the direction alone and of the optimizer beside REST.
 DIRECTIONS = {
     "muon": {"convention": "moonlight", **OF_MUON},
@@ -163,6 +165,12 @@ def test_no_hidden_arguments(name):
         (lambda: npo.normpre_l(1e-3, method="sketch", warm_start=1), "warm_start must be True or False, got 1"),
         (lambda: npo.rmnp("1e-3"), "learning_rate must be a number, got '1e-3'"),
         (lambda: npo.rmnp(1e-3, mu_dtype=int), "mu_dtype must be a floating-point dtype"),
+        (lambda: npo.swan(1e-3, rms=np.float32(-0.2)), "rms must be positive"),
+        (lambda: npo.muon(), r"muon\(\): missing a required argument: 'learning_rate'"),
+        (lambda: npo.hybrid(npo.scale_by_muon(), 1e-3), "direction must be a function .*such as scale_by_muon or"),
+        (lambda: npo.hybrid(lambda matrix_dims: None, 1e-3), "what direction makes must be an optax"),
+        (lambda: npo.orthogonalized_momentum(before=npo.normalize_rows()), "every stage of before must be an optax"),
+        (lambda: npo.options.with_options(lambda **options: None), r"must end in \*\*options: Unpack\[G\]"),
     ],
 )
 def test_every_option_is_held_against_its_declaration(call, message):
@@ -215,9 +223,8 @@ def test_factories_return_transformations_with_extra_args(name):
 
 
 def test_static_args_are_all_that_are_no_numbers():
-    numeric = {"learning_rate", "momentum", "b2", "weight_decay", "tangent_radius", "rms"}
     for name in ("normpre", "scale_by_normpre", *npo.families()):
         arguments = set(inspect.signature(getattr(npo, name)).parameters)
-        numbers = {a for a in arguments if a in numeric or a.startswith("adam_")}
+        numbers = {a for a in arguments if a in NUMERIC or a.startswith("adam_")}
         assert npo.static_args(getattr(npo, name)) == arguments - numbers
         assert npo.STATIC_ARGS & arguments == arguments - numbers

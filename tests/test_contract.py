@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import normpre_optax as npo
+from normpre_optax import finish
 from tests import cases
 from tests.cases import updater
 
@@ -329,22 +330,46 @@ def test_hyperparameters_can_be_injected(name):
 
 def test_eager_updates_with_injected_hyperparameters_compile_once():
     """`inject_hyperparams` makes a new optimizer on every step: those that differ in arrays share what is compiled."""
-    asked = []
-
-    def rule(path, leaf):
-        asked.append(path)
-        return npo.default_matrix_dims(path, leaf)
-
     inject = optax.inject_hyperparams(npo.rmnp, static_args=npo.static_args(npo.rmnp))
-    tx, params = inject(optax.linear_schedule(0.01, 0.0, 10), matrix_dims=rule), numbers()
+    tx, params = inject(optax.linear_schedule(0.01, 0.0, 10)), numbers()
     state = tx.init(params)
     _, state = tx.update(numbers(1), state, params)
-    asked.clear()
-    updates, state = tx.update(numbers(2), state, params)
-    assert not asked  # nothing was traced
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finish, "_update_with", None)  # nothing is traced any more
+        updates, state = tx.update(numbers(2), state, params)
     bare = npo.rmnp(optax.linear_schedule(0.01, 0.0, 10))
     _, seen = bare.update(numbers(1), bare.init(params), params)
     assert_close(updates, bare.update(numbers(2), seen, params)[0])
+
+
+def test_optimizers_share_nothing_that_could_have_changed():
+    """A function may close over what has changed since another optimizer was compiled with it."""
+    rate, params = {"now": 0.01}, {"w": jnp.eye(2)}
+
+    def first_update():
+        tx = npo.rmnp(lambda count: rate["now"], weight_decay=0.0)
+        return tx.update(params, tx.init(params), params)[0]["w"]
+
+    before = first_update()
+    rate["now"] = 0.02
+    np.testing.assert_allclose(first_update(), 2 * before)
+
+
+def test_extra_arguments_of_any_name_reach_a_compiled_update():
+    tx, params = npo.rmnp(0.01), {"w": jnp.eye(2)}
+    extra = {"learning_rate": jnp.ones(()), "direction": jnp.ones(3), "options": {}, "value": jnp.zeros(())}
+    updates, _ = tx.update(params, tx.init(params), params, **extra)
+    plain_updates, _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], plain_updates["w"])
+    for name in ("matrix_layout", "matrix_ids"):
+        with pytest.raises(TypeError, match=f"{name} is what as_matrices tells its stages"):
+            tx.update(params, tx.init(params), params, **{name: 1})
+
+
+def test_stages_may_be_given_by_keyword():
+    direction = functools.partial(npo.orthogonalized_momentum, before=[npo.normalize_rows()])
+    tx, params = npo.hybrid(direction, 0.01), {"w": jnp.eye(2)}
+    assert jax.eval_shape(tx.update, params, tx.init(params), params)[0]["w"].shape == (2, 2)
 
 
 @pytest.mark.parametrize("name", npo.families())

@@ -56,12 +56,12 @@ TABLE = {
     "transforms/batches.py": (THIRD_PARTY, {"parameters", "platforms", "transforms.oriented"}),
     "options.py": ({"jax", "optax"}, {"transforms.checks"}),
     "directions.py": ({"jax", "optax"}, {"meshes.exchange", "options", "transforms"}),
-    "hybrid.py": (
+    "finish.py": (
         THIRD_PARTY,
         {"meshes.specs", "options", "parameters", "transforms.checks", "transforms.wrappers"},
     ),
-    "algorithm.py": ({"jax", "optax"}, {"directions", "hybrid", "meshes.exchange", "options", "transforms"}),
-    "recipes/": ({"jax", "optax"}, {"directions", "hybrid", "meshes.exchange", "options", "transforms"}),
+    "algorithm.py": ({"jax", "optax"}, {"directions", "finish", "meshes.exchange", "options", "transforms"}),
+    "recipes/": ({"jax", "optax"}, {"directions", "finish", "meshes.exchange", "options", "transforms"}),
     "family.py": ({"optax"}, {"algorithm", "options", "recipes"}),
     "diagnostics.py": ({"jax"}, {"linalg", "parameters.dims"}),
     "__init__.py": (
@@ -71,7 +71,7 @@ TABLE = {
             "diagnostics",
             "directions",
             "family",
-            "hybrid",
+            "finish",
             "linalg",
             "meshes",
             "options",
@@ -158,7 +158,7 @@ def test_a_recipe_imports_nothing_that_a_user_could_not(file):
         ("transforms/row_scaling.py", "from normpre_optax.transforms.tangent import project_to_tangent"),
         ("transforms/wrappers.py", "from normpre_optax.linalg.rows import unit_rows"),
         ("algorithm.py", "from normpre_optax.linalg import rows"),
-        ("hybrid.py", "from normpre_optax.recipes import muon"),
+        ("finish.py", "from normpre_optax.recipes import muon"),
         ("parameters/rules.py", "from normpre_optax.linalg.rows import unit_rows"),
         ("parameters/dims.py", "from normpre_optax.meshes.specs import matrix_spec"),
         ("meshes/plan.py", "from normpre_optax.transforms.batches import run"),
@@ -180,7 +180,7 @@ def test_the_walker_sees_what_is_forbidden(file, source):
         ("transforms/wrappers.py", "from normpre_optax.parameters.dims import MatrixDims"),
         ("transforms/scale.py", "from normpre_optax.linalg.rows import unit_rows"),
         ("parameters/nnx.py", "def f():\n    from flax import nnx"),
-        ("recipes/muon.py", "from normpre_optax.hybrid import hybrid"),
+        ("recipes/muon.py", "from normpre_optax.finish import hybrid"),
     ],
 )
 def test_the_walker_lets_pass_what_is_allowed(file, source):

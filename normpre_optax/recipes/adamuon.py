@@ -7,7 +7,7 @@ from typing import Unpack
 import optax
 
 from normpre_optax.directions import orthogonalize
-from normpre_optax.hybrid import hybrid
+from normpre_optax.finish import hybrid
 from normpre_optax.options import (
     NewtonSchulzOptions,
     OrthogonalOptimizer,

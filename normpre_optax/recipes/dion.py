@@ -6,7 +6,7 @@ from typing import Annotated, Unpack
 
 import optax
 
-from normpre_optax.hybrid import hybrid
+from normpre_optax.finish import hybrid
 from normpre_optax.options import MomentumOptions, Option, RestOptions, pick, with_options
 from normpre_optax.transforms.low_rank import discount_low_rank, error_feedback, orthogonalize_low_rank
 from normpre_optax.transforms.scale import scale_by_shape

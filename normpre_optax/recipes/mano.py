@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Unpack
 import optax
 
 from normpre_optax.directions import matrix_momentum
-from normpre_optax.hybrid import hybrid
+from normpre_optax.finish import hybrid
 from normpre_optax.options import MomentumOptions, Option, RestOptions, pick, with_options
 from normpre_optax.transforms.tangent import normalize_tangent_rows
 from normpre_optax.transforms.wrappers import alternate_orientation

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Unpack
 import optax
 
 from normpre_optax.directions import matrix_momentum
-from normpre_optax.hybrid import hybrid
+from normpre_optax.finish import hybrid
 from normpre_optax.options import NesterovOptions, Option, RestOptions, pick, with_options
 from normpre_optax.transforms.normalize import normalize_rows
 from normpre_optax.transforms.oriented import chain

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Unpack
 import optax
 
 from normpre_optax.directions import orthogonalized_momentum
-from normpre_optax.hybrid import hybrid
+from normpre_optax.finish import hybrid
 from normpre_optax.options import Option, OrthogonalOptions, RestOptions, pick, with_options
 from normpre_optax.transforms.scale import scale_by_shape
 

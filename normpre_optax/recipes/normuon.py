@@ -7,7 +7,7 @@ from typing import Annotated, Unpack
 import optax
 
 from normpre_optax.directions import orthogonalized_momentum
-from normpre_optax.hybrid import hybrid
+from normpre_optax.finish import hybrid
 from normpre_optax.options import Number, Option, OrthogonalOptions, RestOptions, pick, with_options
 from normpre_optax.transforms.scale import scale_by_shape
 from normpre_optax.transforms.second_moment import scale_by_row_moment

@@ -6,7 +6,7 @@ from typing import Annotated, Unpack
 
 import optax
 
-from normpre_optax.hybrid import hybrid
+from normpre_optax.finish import hybrid
 from normpre_optax.meshes.exchange import divided
 from normpre_optax.options import DirectionOptions, Number, Option, RestOptions, pick, with_options
 from normpre_optax.transforms.normalize import standardize_rows

@@ -23,7 +23,7 @@ def static_int(name: str, value, least: int) -> int:
     if isinstance(value, jax.Array):
         raise TypeError(
             f"{name} shapes the computation and cannot be traced, got {value}. Under optax.inject_hyperparams name it "
-            f"in static_args, for instance static_args={{{name!r}}} or what normpre_optax.STATIC_ARGS lists."
+            f"in static_args: normpre_optax.static_args(factory) are the names that it must be given."
         )
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {value!r}")
@@ -102,13 +102,25 @@ def number(name: str, value, least: float | None = None, below: float | None = N
         raise ValueError(f"{name} {span}, got {value}")
 
 
+def is_number(kind: Any) -> bool:
+    """Whether arguments of that type are numbers: float, or what may be an array.
+
+    Example:
+        >>> import jax
+        >>> from normpre_optax.transforms.checks import is_number
+        >>> [is_number(kind) for kind in (float, jax.typing.ArrayLike, float | None, int, bool, str)]
+        [True, True, True, False, False, False]
+    """
+    return bool({float, jax.Array} & {kind, *get_args(kind)})
+
+
 def of_type(name: str, value, kind: Any, least: float | None = None, below: float | None = None) -> None:
     """Refuse an argument that is not of the type that it is declared with, or out of range.
 
     Args:
         name: of the argument.
         value: given for it.
-        kind: its annotation: a ``Literal``, bool, int, a dtype, or a type with ``jax.Array``, which stands for numbers;
+        kind: its annotation: a ``Literal``, bool, int, a dtype, or a number (``is_number``);
             if a callable belongs to it, for schedules too. Anything else is not looked at.
         least: smallest number.
         below: what numbers lie under.
@@ -135,7 +147,7 @@ def of_type(name: str, value, kind: Any, least: float | None = None, below: floa
         static_int(name, value, least=-sys.maxsize if least is None else int(least))
     elif kind == jax.typing.DTypeLike | None:
         float_dtype(name, value)
-    elif jax.Array in kinds and not (callable(value) and any(get_origin(k) is Callable for k in kinds)):
+    elif is_number(kind) and not (callable(value) and any(get_origin(k) is Callable for k in kinds)):
         number(name, value, least, below)
 
 
@@ -149,7 +161,7 @@ def check_rms(rms) -> None:
         ...
         ValueError: rms must be positive, or None for no scaling; got 0
     """
-    if isinstance(rms, int | float) and not rms > 0:
+    if isinstance(rms, int | float | np.number) and not rms > 0:
         raise ValueError(f"rms must be positive, or None for no scaling; got {rms}")
 
 

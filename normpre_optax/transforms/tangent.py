@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import numpy as np
 import optax
 
 from normpre_optax.linalg.precision import in_working_dtype
@@ -92,5 +93,5 @@ def normalize_tangent_rows(
 def _check(mode: str, radius: jax.typing.ArrayLike) -> None:
     if mode not in TANGENT_MODES:
         raise ValueError(f"tangent={mode!r} is not one of {TANGENT_MODES}")
-    if isinstance(radius, int | float) and not radius > 0:
+    if isinstance(radius, int | float | np.number) and not radius > 0:
         raise ValueError(f"tangent_radius must be positive, got {radius}")

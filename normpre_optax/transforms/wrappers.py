@@ -87,8 +87,8 @@ def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTran
         return make(leaves) if mesh is None else init_on_mesh(make, params, axes, mesh)
 
     def update(updates, state, params=None, **extra_args):
-        if "matrix_layout" in extra_args:
-            raise TypeError("matrix_layout is what as_matrices tells its stages: give your extra argument another name")
+        for name in {"matrix_layout", "matrix_ids"} & extra_args.keys():
+            raise TypeError(f"{name} is what as_matrices tells its stages: give your extra argument another name")
         treedef = jax.tree.structure(updates)
         found, axes = readings(updates if params is None else params)
         if not found:

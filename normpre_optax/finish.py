@@ -12,7 +12,7 @@ import optax
 from normpre_optax.meshes.specs import like_parameters, specs_of
 from normpre_optax.options import RestOptions, with_options
 from normpre_optax.parameters.rules import Choices, resolve
-from normpre_optax.transforms.checks import same_trees
+from normpre_optax.transforms.checks import same_trees, transformation
 from normpre_optax.transforms.wrappers import at_least_float32
 
 
@@ -48,7 +48,12 @@ def hybrid(
         >>> sorted(tx.init({"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}).inner_states)
         ['adamw', 'matrix']
     """
-    direction(matrix_dims=None)  # A bad option is named here, not at init.
+    if not callable(direction):
+        raise TypeError(
+            "direction must be a function that makes one when it is called with matrix_dims=, such as scale_by_muon or "
+            f"functools.partial(scale_by_muon, nesterov=False); got {direction!r}"
+        )
+    transformation("what direction makes", direction(matrix_dims=None))  # A bad option is named here, not at init.
     compiled = _compiled(direction, learning_rate, options)
 
     def init(params):
@@ -63,9 +68,9 @@ def hybrid(
             )
         same_trees(updates, params)
         updates = like_parameters(updates, params)
-        if extra_args:
-            return _update(direction, learning_rate, options, updates, state, params, **extra_args)
-        return compiled(updates, state, params)
+        if all(isinstance(x, jax.Array) for x in jax.tree.leaves(extra_args)):
+            return compiled(updates, state, params, extra_args)
+        return _update_with(direction, learning_rate, options, updates, state, params, extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -97,37 +102,38 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     return at_least_float32(optax.partition(parts, lambda _: labels))
 
 
-def _update(direction: Callable, learning_rate, options: RestOptions, updates, state, params, **extra_args):
+def _update_with(direction: Callable, learning_rate, options, updates, state, params, extra_args: dict):
     return _optimizer(direction, learning_rate, options, params).update(updates, state, params, **extra_args)
 
 
 def _compiled(direction: Callable, learning_rate, options: RestOptions) -> Callable:
     """``_update`` under jit: without it, the loops inside would be compiled anew on every step.
 
-    Optimizers that differ in arrays only share what is compiled: ``optax.inject_hyperparams`` makes one on every step.
+    ``optax.inject_hyperparams`` makes an optimizer on every step. Those of this library's directions that differ in
+    arrays only, all else being plain data, share what is compiled.
     """
     factory = direction if isinstance(direction, functools.partial) else functools.partial(direction)
-    leaves, treedef = jax.tree.flatten((factory.keywords, learning_rate, options), is_leaf=lambda x: x is None)
-    numbers = [x for x in leaves if isinstance(x, jax.Array)]
-    static = tuple(_NUMBER if isinstance(x, jax.Array) else x for x in leaves)
-    try:
-        jitted = _jitted(factory.func, factory.args, treedef, static)
-    except TypeError:  # something in a tree has no hash
-        jitted = _jitted.__wrapped__(factory.func, factory.args, treedef, static)
-    return functools.partial(jitted, numbers)
+    values = [*factory.keywords.values(), learning_rate, *options.values()]
+    numbers = [x for x in values if isinstance(x, jax.Array)]
+    static = tuple((jax.Array, None) if isinstance(x, jax.Array) else (type(x), x) for x in values)
+    is_ours = str(getattr(factory.func, "__module__", "")).startswith("normpre_optax.") and not factory.args
+    if is_ours and all(isinstance(x, jax.Array) or type(x) in _PLAIN for x in values):
+        return functools.partial(_shared(factory.func, tuple(factory.keywords), tuple(options), static), numbers)
+    return jax.jit(functools.partial(_update_with, direction, learning_rate, options))
 
 
-_NUMBER = object()
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @functools.lru_cache(maxsize=16)
-def _jitted(factory: Callable, args: tuple, treedef, static: tuple) -> Callable:
+def _shared(factory: Callable, of_direction: tuple[str, ...], of_rest: tuple[str, ...], static: tuple) -> Callable:
     @jax.jit
-    def update(numbers, updates, state, params):
+    def update(numbers, updates, state, params, extra_args):
         left = iter(numbers)
-        keywords, learning_rate, options = treedef.unflatten([next(left) if x is _NUMBER else x for x in static])
-        direction = functools.partial(factory, *args, **keywords)
-        return _update(direction, learning_rate, options, updates, state, params)
+        values = iter([next(left) if kind is jax.Array else x for kind, x in static])
+        direction = functools.partial(factory, **{name: next(values) for name in of_direction})
+        learning_rate, options = next(values), dict(zip(of_rest, values, strict=True))
+        return _update_with(direction, learning_rate, options, updates, state, params, extra_args)
 
     return update
 
@@ -137,4 +143,6 @@ def _decay_mask(mask, params):
     if mask is None:
         return jax.tree.map(lambda _: True, params)
     is_tree = all(isinstance(leaf, bool | np.bool_) for leaf in jax.tree.leaves(mask))  # An Equinox module is callable.
+    if not is_tree and not callable(mask):
+        raise TypeError(f"weight_decay_mask must be a tree of bools or a callable (params) -> tree, got {mask!r}")
     return mask if is_tree else mask(params)
