@@ -86,6 +86,10 @@ def omega(seed, step, path, slice_index, shape, width):
 
 # Compiling without LLVM's optimisations is two to three times faster, and most tests here compile more than they run.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+# As users compile: `conftest` has all other programs compiled without optimisations and XLA's newer code for fusions.
+users_jit = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+)
 # For what accelerators are given and a CPU should not be: batched LAPACK calls side by side, which can stop for ever
 # (docs/cpu_hang.md). One operation after the other, they return.
 one_by_one_jit = functools.partial(

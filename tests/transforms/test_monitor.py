@@ -59,14 +59,14 @@ def assert_equal(a, b):
         (npo.normpre_l(1e-2, rank=2), ("mode_energies", "alignment")),
         pytest.param(npo.normpre_l(1e-2, rank=2), diagnostics.NAMES, marks=pytest.mark.slow),
         pytest.param(npo.normpre_g(1e-2), diagnostics.NAMES, marks=pytest.mark.slow),
-        pytest.param(npo.muon(1e-2), diagnostics.NAMES, marks=pytest.mark.slow),
+        pytest.param(npo.muon(1e-2), diagnostics.NAMES, marks=pytest.mark.thorough),
     ],
 )
 def test_updates_and_states_are_the_optimizers_to_the_last_bit(tx, record):
     """In the programs as users compile them, with all of LLVM's optimisations."""
     params = numbers(0)
     watched = monitor(tx, every=2, record=record)
-    bare, wrapped = jax.jit(tx.update), jax.jit(watched.update)
+    bare, wrapped = cases.users_jit(tx.update), cases.users_jit(watched.update)
     state, watching = tx.init(params), watched.init(params)
     for i in range(3):
         updates, state = bare(numbers(i + 1), state, params)
