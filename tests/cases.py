@@ -2,6 +2,7 @@
 """What several test modules share: small parameter trees, the optimizers under test, compiled updates."""
 
 import functools
+import os
 import zlib
 
 import jax
@@ -87,8 +88,9 @@ def omega(seed, step, path, slice_index, shape, width):
 # Compiling without LLVM's optimisations is two to three times faster, and most tests here compile more than they run.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 # As users compile: `conftest` has all other programs compiled without optimisations and XLA's newer code for fusions.
+USERS = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
 users_jit = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+    jax.jit, compiler_options={flag: value for flag, value in USERS.items() if flag in os.environ.get("XLA_FLAGS", "")}
 )
 # For what accelerators are given and a CPU should not be: batched LAPACK calls side by side, which can stop for ever
 # (docs/cpu_hang.md). One operation after the other, they return.
