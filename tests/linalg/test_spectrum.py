@@ -117,7 +117,8 @@ def test_where_little_is_left_a_cpu_measures_it_and_others_know_a_bound():
     modes = leading_modes_exact(psi, 2)
     squares = jnp.sum(psi**2, axis=(-2, -1), keepdims=True)
     for platform, error in (("cpu", 4 * 300 * EPS32), ("tpu", 0.05), ("gpu", 0.05)):
-        # Measured: 300 eps in the coordinates of the result, twice, and twice that in its square; known: 9e4 eps, times two for the sum and the eigenvalue.
+        # Measured: 300 eps in the coordinates of the result, twice, and twice that in its square; known: 9e4 eps, times
+        # two for the sum and the eigenvalue.
         np.testing.assert_allclose(np.ravel(on(platform, clipped_squares)(psi, squares, modes)), [1.0, 2.0], rtol=error)
     # Eigenvalues that rounding has brought above the sum: no less than one mode is left, and never a negative number.
     high = modes._replace(values=modes.values * (1 + 1e-3))
