@@ -107,7 +107,7 @@ def _update_with(direction: Callable, learning_rate, options, updates, state, pa
 
 
 def _compiled(direction: Callable, learning_rate, options: RestOptions) -> Callable:
-    """``_update`` under jit: without it, the loops inside would be compiled anew on every step.
+    """``_update_with`` under jit: without that, the loops inside would be compiled anew on every step.
 
     ``optax.inject_hyperparams`` makes an optimizer on every step. Those of this library's directions that differ in
     arrays only, all else being plain data, share what is compiled.

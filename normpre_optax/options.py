@@ -325,7 +325,7 @@ def pick(group: type[Group], options: Mapping[str, Any]) -> Group:
         >>> options.pick(options.RestOptions, {"momentum": 0.9, "weight_decay": 0.0})
         {'weight_decay': 0.0}
     """
-    return group(**{name: value for name, value in options.items() if name in get_type_hints(group)})
+    return group(**{name: value for name, value in options.items() if name in group.__annotations__})
 
 
 def static_args(factory: Callable) -> frozenset[str]:

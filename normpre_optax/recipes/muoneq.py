@@ -67,8 +67,8 @@ def muoneq(
     """MuonEq for hidden matrices, AdamW for everything else.
 
     ``M = mu M + G``, ``U = G + mu M`` (Nesterov), ``W <- W - lr (0.2 sqrt(max(m, n)) NS5(E(U)) + wd W)`` with W read as
-    (out, in) = m x n. ``E`` divides every row of U by its length (``mode="R"``, the default), every column by its own
-    (``"C"``), or every entry by both, rows and columns being measured on the same U (``"RC"``).
+    (out, in) = m x n. ``E`` divides every row of U by its length (``mode="rows"``, the default), every column by its
+    own (``"columns"``), or every entry by both, rows and columns being measured on the same U (``"both"``).
 
     The authors add 1e-8 to squared lengths. Here lengths neither overflow nor vanish and zero rows stay zero, so that
     the result does not depend on the gradient's scale; the two agree to 1e-8 over the squared lengths.
@@ -86,7 +86,7 @@ def muoneq(
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import muoneq
-        >>> tx = muoneq(1e-3, mode="RC")
+        >>> tx = muoneq(1e-3, mode="both")
         >>> params = {"kernel": jnp.eye(4), "bias": jnp.ones(4)}
         >>> sorted(tx.init(params).inner_states)
         ['adamw', 'matrix']

@@ -19,7 +19,7 @@ from normpre_optax import diagnostics
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.leaves import named_leaves
 from normpre_optax.parameters.rules import resolve
-from normpre_optax.transforms.checks import static_int, transformation
+from normpre_optax.transforms.checks import choice, static_int, transformation
 
 SIGNALS = ("momentum", "gradient")
 
@@ -107,8 +107,7 @@ def monitor(
         ("orientation", orientation, diagnostics.ORIENTATIONS),
         ("tangent", tangent, diagnostics.TANGENT_MODES),
     ):
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} is not one of {allowed}")
+        choice(name, value, allowed)
     inner = optax.with_extra_args_support(tx)
 
     def measure(dims: MatrixDims, arrays: list[jax.Array]) -> dict[str, Any]:

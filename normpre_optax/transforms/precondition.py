@@ -20,7 +20,7 @@ from normpre_optax.linalg.precision import in_working_dtype, working_dtype
 from normpre_optax.linalg.spectrum import clip_modes, clipped_squares, exact_msign
 from normpre_optax.linalg.whitening import whiten as whitened
 from normpre_optax.platforms import by_platform
-from normpre_optax.transforms.checks import check_rms, float_dtype, static_int
+from normpre_optax.transforms.checks import check_rms, choice, float_dtype, static_int
 from normpre_optax.transforms.draws import draws_of_stacks, identities
 from normpre_optax.transforms.oriented import UPRIGHT, MatrixLayout, OrientedTransformation, Rescalable, in_context
 
@@ -200,8 +200,7 @@ def precondition_locally(
     power_iterations = static_int("power_iterations", power_iterations, least=0)
     seed = static_int("seed", seed, least=0)
     float_dtype("compute_dtype", compute_dtype)
-    if method not in METHODS:
-        raise ValueError(f"{method=} is not one of {METHODS}")
+    choice("method", method, METHODS)
     if not isinstance(warm_start, bool):
         raise TypeError(f"warm_start must be True or False, got {warm_start!r}")
     if warm_start and method != "sketch":
