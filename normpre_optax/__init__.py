@@ -18,11 +18,12 @@ from normpre_optax.directions import matrix_momentum, orthogonalize, orthogonali
 from normpre_optax.family import STATIC_ARGS, families
 from normpre_optax.finish import hybrid
 from normpre_optax.meshes.exchange import divided
+from normpre_optax.norm_control import brake_radially, hold_norm, row_gains, scale_to_weights
 from normpre_optax.options import static_args
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.explain import explain
 from normpre_optax.parameters.nnx import dims_from_nnx
-from normpre_optax.parameters.rules import default_matrix_dims
+from normpre_optax.parameters.rules import default_matrix_dims, no_gains_or_biases
 from normpre_optax.recipes.adamuon import adamuon, scale_by_adamuon
 from normpre_optax.recipes.dion import dion, scale_by_dion
 from normpre_optax.recipes.mano import mano, scale_by_mano
@@ -38,7 +39,7 @@ from normpre_optax.transforms.monitor import monitor, monitored
 from normpre_optax.transforms.normalize import equalize_rows_and_columns, normalize_rows, standardize_rows
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally, precondition_locally, whiten
-from normpre_optax.transforms.scale import scale_by_shape, scale_to_rms
+from normpre_optax.transforms.scale import add_cautious_decay, scale_by_shape, scale_to_rms
 from normpre_optax.transforms.second_moment import scale_by_row_moment
 from normpre_optax.transforms.tangent import normalize_tangent_rows, project_to_tangent
 from normpre_optax.transforms.wrappers import (
@@ -56,10 +57,12 @@ __all__ = [
     "STATIC_ARGS",
     "MatrixDims",
     "adamuon",
+    "add_cautious_decay",
     "alternate_orientation",
     "as_matrices",
     "at_least_float32",
     "both_orientations",
+    "brake_radially",
     "chain",
     "default_matrix_dims",
     "diagnostics",
@@ -72,6 +75,7 @@ __all__ = [
     "explain",
     "families",
     "fixed_orientation",
+    "hold_norm",
     "hybrid",
     "in_dtype",
     "mano",
@@ -82,6 +86,7 @@ __all__ = [
     "muon",
     "muon_plus",
     "muoneq",
+    "no_gains_or_biases",
     "normalize_rows",
     "normalize_tangent_rows",
     "normpre",
@@ -96,6 +101,7 @@ __all__ = [
     "precondition_locally",
     "project_to_tangent",
     "rmnp",
+    "row_gains",
     "scale_by_adamuon",
     "scale_by_dion",
     "scale_by_mano",
@@ -112,6 +118,7 @@ __all__ = [
     "scale_by_shape",
     "scale_by_swan",
     "scale_to_rms",
+    "scale_to_weights",
     "standardize_rows",
     "static_args",
     "swan",

@@ -88,7 +88,7 @@ def scale_by_normpre(
         stage, rms = stage.at_rms(rms), None
     return at_least_float32(
         optax.chain(
-            optax.trace(options["momentum"], accumulator_dtype=options["mu_dtype"]),  # M_t
+            optax.trace(options["momentum"], options["nesterov"], options["mu_dtype"]),  # M_t
             as_matrices(
                 options["matrix_dims"],
                 chain(

@@ -10,9 +10,11 @@ import numpy as np
 import optax
 
 from normpre_optax.meshes.specs import like_parameters, specs_of
+from normpre_optax.norm_control import brake_radially, hold_norm, row_gains, scale_to_weights
 from normpre_optax.options import RestOptions, with_options
 from normpre_optax.parameters.rules import Choices, resolve
 from normpre_optax.transforms.checks import same_trees, transformation
+from normpre_optax.transforms.scale import add_cautious_decay
 from normpre_optax.transforms.wrappers import at_least_float32
 
 
@@ -84,22 +86,45 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     labels = jax.tree.structure(params).unflatten(["adamw" if c.dims is None else "matrix" for c in found.values()])
     mask = _decay_mask(options["weight_decay_mask"], params)
     betas = options["adam_b1"], options["adam_b2"], options["adam_eps"]
-    own_rate, own_decay = options["adam_learning_rate"], options["adam_weight_decay"]
+    adam_rate = learning_rate if options["adam_learning_rate"] is None else options["adam_learning_rate"]
+    decay = options["weight_decay"]
+    adam_decay = decay if options["adam_weight_decay"] is None else options["adam_weight_decay"]
+    decayed = add_cautious_decay if options["cautious"] else optax.add_decayed_weights
 
     def finished(tx: optax.GradientTransformation, decay, rate) -> optax.GradientTransformation:
-        return optax.chain(tx, optax.add_decayed_weights(decay, lambda _: mask), optax.scale_by_learning_rate(rate))
+        return optax.chain(tx, decayed(decay, lambda _: mask), optax.scale_by_learning_rate(rate))
 
-    matrix = direction(matrix_dims=found)
     adam = optax.scale_by_adam(*betas, mu_dtype=options["mu_dtype"])
-    decay = options["weight_decay"]
+    matrix, control = direction(matrix_dims=found), options["norm_control"]
+    if control == "hyperball":
+        matrix = optax.chain(matrix, scale_to_weights(matrix_dims=found))
+    step = finished(matrix, decay, learning_rate)
+    if control == "row_gains":  # Of lengths and directions only lengths decay.
+        directions = optax.chain(matrix, optax.scale_by_learning_rate(learning_rate))
+        step = row_gains(directions, finished(adam, decay, adam_rate), matrix_dims=found)
+    elif control != "none":
+        rule = control if isinstance(control, optax.GradientTransformation) else _RULES[control](matrix_dims=found)
+        step = optax.chain(step, rule)
     parts: dict[Hashable, optax.GradientTransformation] = {
-        "matrix": finished(matrix, decay, learning_rate),
-        "adamw": finished(
-            adam, decay if own_decay is None else own_decay, learning_rate if own_rate is None else own_rate
-        ),
+        "matrix": step,
+        "adamw": finished(adam, adam_decay, adam_rate),
     }
     # A tree of labels may itself be callable, such as an Equinox module.
     return at_least_float32(optax.partition(parts, lambda _: labels))
+
+
+def _relaxed(length: jax.Array) -> jax.Array:
+    return 1 - length**2
+
+
+_RULES = {
+    "brake": brake_radially,
+    "brake_matrix": functools.partial(brake_radially, per="matrix"),
+    "relax": functools.partial(brake_radially, _relaxed, _relaxed),
+    "hold": hold_norm,
+    "hold_rows": functools.partial(hold_norm, per="rows"),
+    "hyperball": hold_norm,
+}
 
 
 def _update_with(direction: Callable, learning_rate, options, updates, state, params, extra_args: dict):

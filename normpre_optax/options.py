@@ -26,6 +26,7 @@ Rate = optax.ScalarOrSchedule
 Dtype = jax.typing.DTypeLike | None
 Tangent = Literal["relaxed", "bounded", "strict", "none"]
 Orientation = Literal["alternating", "rows", "columns", "both"]
+NormControl = Literal["none", "brake", "brake_matrix", "relax", "hold", "hold_rows", "hyperball", "row_gains"]
 
 
 class Option(NamedTuple):
@@ -86,6 +87,10 @@ class MomentumOptions(DirectionOptions, total=False):
 
 class NormPreOptions(MomentumOptions, total=False):
     """Of NormPre, whatever its spectral stage."""
+
+    nesterov: Annotated[
+        bool, Option(False, "whether the update looks one gradient ahead, ``U = G + mu M``; not in the paper.")
+    ]
 
     tangent: Annotated[
         Tangent,
@@ -163,6 +168,14 @@ class SketchOptions(ComputeOptions, total=False):
             "instead of five; a departure from the paper, and ``rank`` rows more of state a matrix.",
         ),
     ]
+    threshold: Annotated[
+        Literal["mean"] | Number,
+        Option(
+            1.0,
+            'to what singular values are clipped: 1 (the paper), another number, or ``"mean"``, the root mean square '
+            "of all.",
+        ),
+    ]
 
 
 class RestOptions(LayoutOptions, total=False):
@@ -174,7 +187,20 @@ class RestOptions(LayoutOptions, total=False):
         Option(
             None,
             "tree of bools, or a callable ``(params) -> tree``, on the whole tree of parameters; None decays "
-            "everything.",
+            "everything, ``no_gains_or_biases`` what its name says.",
+        ),
+    ]
+    cautious: Annotated[
+        bool, Option(False, "decay only entries that the update before decay would bring nearer to zero.")
+    ]
+    norm_control: Annotated[
+        NormControl | optax.GradientTransformation,
+        Option(
+            "none",
+            'what holds the lengths of matrices, after everything else: ``"brake"`` (rows), ``"brake_matrix"``, '
+            '``"relax"`` (``brake_radially`` by the tangent\'s factor ``1 - r^2``), ``"hold"``, ``"hold_rows"``, '
+            '``"hyperball"`` (``"hold"`` and ``scale_to_weights``), ``"row_gains"``, or a transformation of '
+            "finished steps. For the held ones leave ``weight_decay_mask`` or ``weight_decay`` without matrices.",
         ),
     ]
     adam_learning_rate: Annotated[Rate | None, Option(None, "AdamW's, if it is to differ.")]

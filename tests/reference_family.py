@@ -147,3 +147,49 @@ def dion(shape, q, mu=MU):
         return (shape[0] / shape[1]) ** 0.5 * p @ q.T
 
     return step
+
+
+def lengths(w, per):
+    """Of every row (m, 1), or of the matrix (1, 1)."""
+    return np.sqrt(np.sum(w * w, axis=1 if per == "rows" else (0, 1), keepdims=True))
+
+
+def brake(w, u, outward, inward, per):
+    """NVIDIA's hook: the new norm is the old one plus a part of the difference."""
+    before, after = lengths(w, per), lengths(w + u, per)
+    target = before + np.where(after > before, outward(before), inward(before)) * (after - before)
+    return (w + u) * target / after
+
+
+def hyperball(w0, w, u, lr):
+    """W <- Norm(W - lr Norm(U) |W0|) |W0|, with Norm(x) = x / |x| of the whole matrix."""
+    radius = np.linalg.norm(w0)
+    moved = w - lr * u / np.linalg.norm(u) * radius
+    return moved / np.linalg.norm(moved) * radius
+
+
+def muown(w, direction, lr, decay=0.0, betas=(0.9, 0.95), eps=1e-8):
+    """W = g V / |V| row by row: ``direction`` steps V, Adam steps g. Returns a step: gradient of W to new W."""
+    g = lengths(w, "rows")
+    v_norm, m, s, t = g.copy(), np.zeros_like(g), np.zeros_like(g), 0
+
+    def step(grad):
+        nonlocal w, g, v_norm, m, s, t
+        t += 1
+        unit = w / g
+        v = unit * v_norm
+        grad_g = np.sum(grad * unit, axis=1, keepdims=True)
+        v = v - lr * direction(g / v_norm * (grad - unit * grad_g))
+        m, s = betas[0] * m + (1 - betas[0]) * grad_g, betas[1] * s + (1 - betas[1]) * grad_g**2
+        adam = m / (1 - betas[0] ** t) / (np.sqrt(s / (1 - betas[1] ** t)) + eps)
+        g = g - lr * (adam + decay * g)
+        v_norm = lengths(v, "rows")
+        w = g * v / v_norm
+        return w
+
+    return step
+
+
+def cautious_step(w, d, lr, decay):
+    """Decay where the update and the weight have one sign."""
+    return w - lr * (d + decay * w * (d * w >= 0))

@@ -29,14 +29,23 @@ COMMON = {
 }
 ON_MESHES = {"divide": True, "shardings": None}
 REST = {k: v for k, v in COMMON.items() if k.startswith("adam_") or k in ("weight_decay", "weight_decay_mask")}
-REST |= {"mu_dtype": None, "matrix_dims": None, "shardings": None}
+REST |= {"mu_dtype": None, "matrix_dims": None, "shardings": None, "cautious": False, "norm_control": "none"}
 MOMENTUM = {"momentum": 0.95, "mu_dtype": None, "compute_dtype": None, "matrix_dims": None}
 NEWTON_SCHULZ = {"ns_steps": 5, "ns_coefficients": "muon", "compute_dtype": None, "divide": True}
-OF_NORMPRE = {k: v for k, v in COMMON.items() if k not in REST} | MOMENTUM
+OF_NORMPRE = {k: v for k, v in COMMON.items() if k not in REST} | {"nesterov": False, **MOMENTUM}
 OF_MUON = {"nesterov": True, **MOMENTUM, **NEWTON_SCHULZ}
 SKETCH = {"rank": 32, "oversample": 8, "power_iterations": 1, "method": "sketch", "seed": 0, "warm_start": False}
+SKETCH |= {"threshold": 1.0}
 
-NUMERIC = {"learning_rate", "momentum", "b2", "weight_decay", "tangent_radius", "rms"}  # and what begins with adam_
+NUMERIC = {
+    "learning_rate",
+    "momentum",
+    "b2",
+    "weight_decay",
+    "tangent_radius",
+    "rms",
+    "threshold",
+}  # and what begins with adam_
 
 # Name: keyword-only arguments with their defaults, of the direction alone and of the optimizer beside REST.
 DIRECTIONS = {
@@ -83,8 +92,12 @@ PARTS = {
         "seed": 0,
         "compute_dtype": None,
         "warm_start": False,
+        "threshold": 1.0,
     },
     "scale_to_rms": {"rms": 0.2},
+    "brake_radially": {"outward": 0.5, "inward": 1.0, "per": "rows", "matrix_dims": None},
+    "hold_norm": {"norm": None, "per": "matrix", "matrix_dims": None},
+    "scale_to_weights": {"per": "matrix", "matrix_dims": None},
 }
 # What DESIGN lists; `diagnostics` belongs to the analysis.
 CONTRACT = {
@@ -100,6 +113,9 @@ CONTRACT = {
     "chain",
     "explain",
     "families",
+    "row_gains",
+    "add_cautious_decay",
+    "no_gains_or_biases",
 }
 CALLABLES = sorted(name for name in npo.__all__ if callable(getattr(npo, name)))
 

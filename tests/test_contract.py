@@ -40,6 +40,9 @@ FACTORIES |= {
     "moga": functools.partial(npo.moga, mode="columns"),
     "swan": npo.swan,
     "dion": functools.partial(npo.dion, rank=2),
+    "braked": functools.partial(npo.muon, norm_control="brake", cautious=True),
+    "hyperball": functools.partial(npo.normpre_g, norm_control="hyperball", nesterov=True),
+    "row_gains": functools.partial(npo.muoneq, norm_control="row_gains"),
 }
 every_optimizer = pytest.mark.parametrize("name", FACTORIES)
 # All optimizers are one stage in one shell, which three of them put to the test: one whose state is momentum alone, one
@@ -566,7 +569,7 @@ def minimise(tx, start, target, steps=300):
 
 
 # MANO's projection and SWAN's centred rows keep them from this optimum.
-CONVERGENT = [name for name in FACTORIES if not name.startswith(("mano", "swan"))]
+CONVERGENT = [name for name in FACTORIES if not name.startswith(("mano", "swan", "hyperball"))]
 
 
 @pytest.mark.parametrize("name", CONVERGENT)

@@ -38,11 +38,13 @@ OURS = frozenset({"normpre_g", "normpre_l"})
 LINE_STYLES = ("-", "--", ":", "-.")
 FIGURES = ("losses", "learning_rates", "rows")
 CAPTIONS = {
-    "losses": "Validation loss at the best learning rates, mean over seeds; band: from the lowest to the highest; "
+    "losses": "Validation loss at the best settings, mean over seeds; band: from the lowest to the highest; "
     "thin: training loss. The first tenth of the steps is left out.",
-    "learning_rates": "Best validation loss at seed 0.",
-    "rows": "Mean length of a hidden matrix's row (the weights of one output), at the best learning rates, seed 0.",
+    "learning_rates": "Best validation loss at seed 0, AdamW's rate and weight decay as configured.",
+    "rows": "Mean length of a hidden matrix's row (the weights of one output), at the best settings, seed 0.",
 }
+TUNED = {"adam_ratio": "AdamW's rate / the matrices'", "weight_decay": "weight decay"}
+NONE = dict.fromkeys(TUNED)
 SHOWN_FROM_SHARE = 0.1
 
 
@@ -96,14 +98,18 @@ def _base(name: str) -> str:
 
 
 def arms_of(content: dict[str, Any], optimizer: str, *, at_best: bool = False) -> list[dict[str, Any]]:
-    """Finished arms of an optimizer, all or those at its best learning rate."""
-    return [
-        arm
-        for arm in content["arms"]
-        if arm["optimizer"] == optimizer
-        and arm["status"] == "finished"
-        and (not at_best or arm["learning_rate"] == content["best"][optimizer])
-    ]
+    """Finished arms of an optimizer, all or those at its best settings."""
+    found = [arm for arm in content["arms"] if arm["optimizer"] == optimizer and arm["status"] == "finished"]
+    if not at_best:
+        return found
+    best = {"learning_rate": content["best"][optimizer], **content.get("tuned", {}).get(optimizer, {})}
+    return [arm for arm in found if {name: arm.get(name) for name in ("learning_rate", *TUNED)} == NONE | best]
+
+
+def swept(content: dict[str, Any], optimizer: str) -> list[dict[str, Any]]:
+    """Arms of an optimizer that differ in the learning rate alone."""
+    arms = (arm for arm in content["arms"] if arm["optimizer"] == optimizer and arm["seed"] == 0)
+    return [arm for arm in arms if not any(name in arm for name in TUNED)]
 
 
 def best_losses(content: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -120,10 +126,17 @@ def losses_table(content: dict[str, Any]) -> str:
     losses = best_losses(content)
     baselines = [values.mean() for name, values in losses.items() if _base(name) not in OURS]
     rival = min(baselines) if baselines else np.inf
-    lines = ["| optimizer | learning rate | validation loss | deviation | seeds |", "|---|---|---|---|---|"]
+    tuned = [name for name in TUNED if any(name in arm for arm in content["arms"])]
+    heads = ["optimizer", "learning rate", *(TUNED[name] for name in tuned), "validation loss", "deviation", "seeds"]
+    lines = [f"| {' | '.join([*heads, *(['runs'] if tuned else [])])} |", "|---" * (len(heads) + bool(tuned)) + "|"]
     for name in optimizers(content):
         if name not in losses:
-            lines.append(f"| {label(name)} | | none of its runs came to an end | | |")
+            lines.append(
+                f"| {label(name)} |"
+                + " |" * len(tuned)
+                + " | none of its runs came to an end | | |"
+                + " |" * bool(tuned)
+            )
             continue
         values = losses[name]
         mean, shown = values.mean(), f"{values.mean():.4f}"
@@ -132,18 +145,44 @@ def losses_table(content: dict[str, Any]) -> str:
         elif _base(name) in OURS and mean < rival < np.inf:
             shown = f"**{shown}**"
         deviation = f"{values.std(ddof=1):.4f}" if len(values) > 1 else ""
-        lines.append(f"| {label(name)} | {content['best'][name]:g} | {shown} | {deviation} | {len(values)} |")
+        chosen = content.get("tuned", {}).get(name, {})
+        settings = [f"{content['best'][name]:g}", *(f"{chosen.get(x, _configured(x, content)):g}" for x in tuned)]
+        runs = [str(sum(arm["optimizer"] == name for arm in content["arms"]))] if tuned else []
+        lines.append(f"| {' | '.join([label(name), *settings, shown, deviation, str(len(values)), *runs])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _configured(name: str, content: dict[str, Any]) -> float:
+    """What an arm had that was not tuned in that respect."""
+    config = content["config"]
+    if name == "weight_decay":
+        return config[name]
+    own = config.get("adam_learning_rate")
+    return 1.0 if own is None else own / config["learning_rate"]
+
+
+def tuning_table(content: dict[str, Any]) -> str:
+    """Validation loss at seed 0 by what was tuned after the learning rate, one after the other."""
+    lines = ["| optimizer | tried | value | validation loss |", "|---|---|---|---|"]
+    for name in optimizers(content):
+        arms = (arm for arm in content["arms"] if arm["optimizer"] == name and arm["seed"] == 0)
+        for arm in arms:
+            tried = [x for x in TUNED if x in arm]
+            if tried:
+                loss = f"{arm['best_validation_loss']:.4f}" if arm["status"] == "finished" else arm["status"]
+                lines.append(f"| {label(name)} | {TUNED[tried[-1]]} | {arm[tried[-1]]:g} | {loss} |")
     return "\n".join(lines) + "\n"
 
 
 def sweep_table(content: dict[str, Any]) -> str:
     """Best validation loss at seed 0 by learning rate."""
-    rates = sorted({arm["learning_rate"] for arm in content["arms"]})
+    arms = [arm for name in optimizers(content) for arm in swept(content, name)]
+    rates = sorted({arm["learning_rate"] for arm in arms})
     lines = [
         "| optimizer | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
         "|---|" + "---|" * len(rates),
     ]
-    cells = {(arm["optimizer"], arm["learning_rate"]): arm for arm in content["arms"] if arm["seed"] == 0}
+    cells = {(arm["optimizer"], arm["learning_rate"]): arm for arm in arms}
     for name in optimizers(content):
         row = []
         for rate in rates:
@@ -173,10 +212,16 @@ def remarks(content: dict[str, Any]) -> list[str]:
     """What a reader must know before believing the tables."""
     found = []
     for name, rate in content["best"].items():
-        rates = sorted({arm["learning_rate"] for arm in content["arms"] if arm["optimizer"] == name})
-        if len(rates) > 1 and rate in (rates[0], rates[-1]):
-            end = "smallest" if rate == rates[0] else "largest"
-            found.append(f"{label(name)} is best at the {end} learning rate tried: its optimum may lie beyond.")
+        arms = [arm for arm in content["arms"] if arm["optimizer"] == name]
+        chosen = {"learning_rate": rate, **content.get("tuned", {}).get(name, {})}
+        for field, text in {"learning_rate": "learning rate", **TUNED}.items():
+            if not any(field in arm for arm in arms):
+                continue
+            tried = sorted({arm[field] if field in arm else _configured(field, content) for arm in arms})
+            best = chosen[field] if field in chosen else _configured(field, content)
+            if len(tried) > 1 and best and best in (tried[0], tried[-1]):
+                end = "smallest" if best == tried[0] else "largest"
+                found.append(f"{label(name)} is best at the {end} {text} tried: its optimum may lie beyond.")
     for arm in content["arms"]:
         if arm["status"] != "finished":
             reason = arm.get("diverged") or arm.get("reason")
@@ -200,13 +245,15 @@ def markdown(content: dict[str, Any], table: str, drawn: Sequence[str]) -> str:
         f"({tokens / 1e6:,.1f} M) of {content['text']['source']}. {machine['kind']}, {machine['cores']} core(s) a run, "
         f"Python {versions['python']}, jax {versions['jax']}.\n",
         "## Validation loss\n",
-        "Best validation loss in nats per token at each optimizer's best learning rate, mean over seeds and sample "
+        "Best validation loss in nats per token at each optimizer's best settings, mean over seeds and sample "
         "standard deviation. Underlined: the best baseline; bold: ours where better.\n",
         table,
         "".join(f"- {remark}\n" for remark in remarks(content)),
     ]
     if len({arm["learning_rate"] for arm in content["arms"]}) > 1:
         parts += ["## By learning rate, seed 0\n", sweep_table(content)]
+    if any(content.get("tuned", {}).values()):
+        parts += ["## What was tuned after it, each at the best of what stands before\n", tuning_table(content)]
     parts += [f"![{name.replace('_', ' ')}]({name}.png)\n\n{CAPTIONS[name]}\n" for name in drawn]
     if content["efficiency"]:
         measured = content["efficiency"]
@@ -266,9 +313,8 @@ def draw_learning_rates(axes: Axes, content: dict[str, Any]) -> bool:
     if len(rates) < 2:
         return False
     for name in optimizers(content):
-        points = sorted(
-            (arm["learning_rate"], arm["best_validation_loss"]) for arm in arms_of(content, name) if arm["seed"] == 0
-        )
+        finished = [arm for arm in swept(content, name) if arm["status"] == "finished"]
+        points = sorted((arm["learning_rate"], arm["best_validation_loss"]) for arm in finished)
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=4, **style(name, content))
     axes.set_xscale("log")

@@ -50,7 +50,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, D) to the same."""
         x = x + self.attention(self.attention_norm(x))
-        return x + self.down(functional.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+        return x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
 
 
 class GPT2(nn.Module):

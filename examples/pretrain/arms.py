@@ -38,12 +38,40 @@ class Arm(NamedTuple):
     variant: Variant
     learning_rate: float
     seed: int
+    adam_ratio: float | None = None
+    """Learning rate of AdamW's part over the matrices'; None: the configuration's."""
+    weight_decay: float | None = None
+    """None: the configuration's."""
 
     @property
     def name(self) -> str:
         """Its folder."""
         variant = ",".join((self.variant.optimizer, *self.variant.settings)).replace("/", ".")
-        return f"{variant}-lr{self.learning_rate:g}-seed{self.seed}"
+        tuned = "".join(f"-{name.partition('_')[0]}{value:g}" for name, value in self.tuned.items())
+        return f"{variant}-lr{self.learning_rate:g}{tuned}-seed{self.seed}"
+
+    @property
+    def tuned(self) -> dict[str, float]:
+        """What else was chosen for it."""
+        found = {"adam_ratio": self.adam_ratio, "weight_decay": self.weight_decay}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def __str__(self) -> str:
+        tuned = "".join(f" {name.replace('_', ' ')} {value:g}" for name, value in self.tuned.items())
+        return f"{self.variant!s:<10} lr {self.learning_rate:<8g}{tuned} seed {self.seed}"
+
+    @property
+    def flags(self) -> list[str]:
+        """What tells its run from others."""
+        adam = [] if self.adam_ratio is None else ["--adam-learning-rate", f"{self.adam_ratio * self.learning_rate!r}"]
+        decay = [] if self.weight_decay is None else ["--weight-decay", f"{self.weight_decay!r}"]
+        own = ["--learning-rate", f"{self.learning_rate!r}", "--seed", str(self.seed), *adam, *decay]
+        return [*self.variant.flags, *own]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """As a report keeps it."""
+        return {"optimizer": str(self.variant), "learning_rate": self.learning_rate, **self.tuned, "seed": self.seed}
 
 
 @dataclass
@@ -80,8 +108,7 @@ class Study:
     def flags(self, arm: Arm) -> list[str]:
         """Of the arm's run."""
         return [
-            *(*self.config_flags, *arm.variant.flags),
-            *("--learning-rate", f"{arm.learning_rate!r}", "--seed", str(arm.seed)),
+            *(*self.config_flags, *arm.flags),
             *("--name", arm.name, "--runs-folder", str(self.folder)),
         ]
 
@@ -169,7 +196,7 @@ class Study:
             "diverged": lambda: result["diverged"],
             "failed": lambda: f"failed: {result['reason']}",
         }[result["status"]]()
-        console.print(f"{arm.variant!s:<10} lr {arm.learning_rate:<8g} seed {arm.seed}  {prefix}{said}")
+        console.print(f"{arm}  {prefix}{said}")
 
     def facts(self, command: str) -> dict[str, Any]:
         """What a report says about all arms: settings, command, date, machine, versions, text."""
@@ -258,6 +285,7 @@ def curves(folder: Path) -> dict[str, Any]:
         "train": [[int(part[-1, 0]), round(float(part[:, 1].mean()), 5)] for part in parts],
         "validation": [[line["step"], round(line["validation_loss"], 6)] for line in scores],
         "row_norm": [[line["step"], round(line["row_norm"], 5), round(line["rows_beyond_1"], 5)] for line in scores],
+        "norms": {name: round(value, 4) for name, value in scores[-1].items() if "_norm" in name or "beyond" in name},
         "events": [line for line in lines if "event" in line],
     }
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matched comparison: the same model, data order and budget under several optimizers, learning rates and seeds.
 
-First every optimizer runs at every learning rate with seed 0, then at its best one with the other seeds. A stopped
-comparison goes on where it was. ``--jobs`` runs arms side by side, each with an equal share of the cores.
+First every optimizer runs at every learning rate with seed 0; then, where some are named, with other learning rates of
+AdamW's part and other weight decays, one after the other and each at the best of what went before; then at its best
+with the other seeds. So all have the same budget. A stopped comparison goes on where it was. ``--jobs`` runs arms side
+by side, each with an equal share of the cores.
 """
 
 import shlex
@@ -19,7 +21,7 @@ from examples.analysis import comparison_report
 
 from . import cluster, configs, data, mesh
 from .arms import Arm, Study, stop
-from .config import RunError, check
+from .config import RunError, check, flag
 from .processes import on_signals
 from .variants import Variant, read_variants
 
@@ -35,8 +37,13 @@ class Options:
     learning_rates: str = ""
     """Peak learning rates to try, separated by commas; "muon:8e-3" is for that optimizer only. Empty: the
     configuration's."""
+    adam_ratios: str = ""
+    """Learning rates of AdamW's part over the matrices', to be tried beside the configuration's at the best learning
+    rate."""
+    weight_decays: str = ""
+    """Weight decays to be tried beside the configuration's at the best of both."""
     seeds: int = 1
-    """Seeds (of initialisation and data order) at each optimizer's best learning rate."""
+    """Seeds (of initialisation and data order) at each optimizer's best settings."""
     jobs: int = 1
     """Arms that run side by side. More than one on a machine with one accelerator is slower, not faster."""
     name: str = ""
@@ -56,6 +63,7 @@ class Comparison:
     options: Options
     variants: list[Variant]
     learning_rates: dict[Variant, list[float]]
+    tuned: dict[str, list[float]]
     study: Study
 
 
@@ -81,9 +89,11 @@ def run(comparison: Comparison, arguments: str, console: Console) -> None:
     )
     with study.begun():
         study.run(sweep, console)
-        best = best_rates(study.results)
-        others = [(seed, variant) for seed in range(1, options.seeds) for variant in variants if variant in best]
-        study.run([Arm(variant, best[variant], seed) for seed, variant in others], console)
+        for name, values in comparison.tuned.items():
+            best = best_arms(study.results).values()
+            study.run([arm._replace(**{name: value}) for value in values for arm in best], console)
+        best = best_arms(study.results)
+        study.run([arm._replace(seed=seed) for seed in range(1, options.seeds) for arm in best.values()], console)
         efficiency = study.efficiency(variants, options.efficiency_steps, console) if options.efficiency else None
         report(study, best, efficiency, arguments, console)
     if not best:
@@ -101,7 +111,8 @@ def plan(options: Options, overrides: list[str]) -> Comparison:
     study = make_study("compare", options.config, overrides, options.runs_folder, options.name, options.jobs)
     variants = read_variants(options.optimizers, study.config_flags)
     rates = learning_rates(options.learning_rates, variants, study.config.learning_rate)
-    return Comparison(options, variants, rates, study)
+    tuned = {name: numbers_of(name, getattr(options, name + "s")) for name in ("adam_ratio", "weight_decay")}
+    return Comparison(options, variants, rates, tuned, study)
 
 
 def make_study(kind: str, config_name: str, overrides: list[str], runs_folder: Path, name: str, jobs: int) -> Study:
@@ -146,19 +157,35 @@ def learning_rates(text: str, variants: Sequence[Variant], default: float) -> di
     return {variant: sorted(found) or [default] for variant, found in rates.items()}
 
 
-def best_rates(results: dict[Arm, dict[str, Any]]) -> dict[Variant, float]:
-    """For every optimizer with a finished arm the learning rate with the lowest loss at seed 0."""
-    best: dict[Variant, tuple[float, float]] = {}
+def numbers_of(name: str, text: str) -> list[float]:
+    """What "0,0.1" means, in ascending order.
+
+    Raises:
+        RunError: where it is not of that form.
+    """
+    try:
+        found = sorted({float(part) for part in text.split(",") if part.strip()})
+    except ValueError as error:
+        raise RunError(f"{flag(name)}s: numbers separated by commas, got {text!r}") from error
+    least = 0 if name == "weight_decay" else np.finfo(float).tiny
+    if not all(least <= value < np.inf for value in found):
+        raise RunError(f"{flag(name)}s must be {'0 or more' if least == 0 else 'positive'}, got {text!r}")
+    return found
+
+
+def best_arms(results: dict[Arm, dict[str, Any]]) -> dict[Variant, Arm]:
+    """For every optimizer with a finished arm the one of seed 0 with the lowest loss."""
+    best: dict[Variant, tuple[float, Arm]] = {}
     for arm, result in results.items():
         if arm.seed == 0 and result["status"] == "finished":
-            found = (result["best_validation_loss"], arm.learning_rate)
-            best[arm.variant] = min(best.get(arm.variant, (np.inf, 0.0)), found)
-    return {variant: rate for variant, (_, rate) in best.items()}
+            found = (result["best_validation_loss"], arm)
+            best[arm.variant] = min(best.get(arm.variant, found), found, key=lambda pair: pair[0])
+    return {variant: arm for variant, (_, arm) in best.items()}
 
 
 def report(
     study: Study,
-    best: dict[Variant, float],
+    best: dict[Variant, Arm],
     efficiency: dict[str, Any] | None,
     arguments: str,
     console: Console,
@@ -168,11 +195,9 @@ def report(
     folder.mkdir(exist_ok=True)
     content = {
         **study.facts(f"compare {arguments}"),
-        "best": {str(variant): rate for variant, rate in best.items()},
-        "arms": [
-            {"optimizer": str(arm.variant), "learning_rate": arm.learning_rate, "seed": arm.seed, **result}
-            for arm, result in study.results.items()
-        ],
+        "best": {str(variant): arm.learning_rate for variant, arm in best.items()},
+        "tuned": {str(variant): arm.tuned for variant, arm in best.items()},
+        "arms": [arm.facts | result for arm, result in study.results.items()],
         "efficiency": efficiency,
     }
     text = comparison_report.write(folder, content)

@@ -85,6 +85,17 @@ class MatrixConfig:
 
     momentum: float = 0.95
     """Momentum coefficient mu (all but adamw and swan)."""
+    nesterov: bool | None = None
+    """Whether the update looks one gradient ahead (all but adamw, swan, rmnp, moga and dion); None: the optimizer's own
+    default."""
+    norm_control: Literal["none", "brake", "brake_matrix", "relax", "hold", "hold_rows", "hyperball", "row_gains"] = (
+        "none"
+    )
+    """What holds the lengths of weights, after everything else."""
+    cautious: bool = False
+    """Decay only entries that the update brings nearer to zero, of all parameters."""
+    version: Literal[1, 2] = 1
+    """Of its authors' code (mano)."""
     mode: str = ""
     """Variant: rows, columns or both (muoneq); the same or columns_rows (muon_plus); rows or columns (moga). Empty: the
     first, and both for muon_plus."""
@@ -100,6 +111,8 @@ class MatrixConfig:
     """Power iterations of the sketch (normpre_l)."""
     method: Literal["sketch", "exact"] = "sketch"
     """How the modes are found (normpre_l)."""
+    threshold: float | Literal["mean"] = 1.0
+    """To what leading singular values are clipped: a number, or mean, the root mean square of all (normpre_l)."""
     warm_start: bool = False
     """Begin each sketch with the modes of the step before (normpre_l)."""
     tangent: Literal["relaxed", "bounded", "strict", "none"] = "relaxed"
@@ -169,11 +182,15 @@ class Config:
     micro_batch: int | None = None
     """Sequences per forward and backward pass; their gradients are added up before the update. None: all at once."""
     learning_rate: float = 4e-3
-    """Peak learning rate, the same for hidden matrices and the rest (updates are matched to AdamW's size)."""
+    """Peak learning rate (updates of hidden matrices are matched to AdamW's size)."""
+    adam_learning_rate: float | None = None
+    """Peak learning rate of what is no hidden matrix, by AdamW under all optimizers; None: --learning-rate."""
     warmup_steps: int = 80
     """Steps of linear warm-up; a cosine to 10 % of the peak follows."""
     weight_decay: float = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
+    decay_gains: bool = False
+    """Whether gains of norms and biases decay, too; nanoGPT and most others leave them out."""
     adam_b1: float = 0.9
     """AdamW's decay of the first moment, for every parameter it has."""
     adam_b2: float = 0.95
@@ -284,12 +301,16 @@ def from_dict(flat: dict[str, Any]) -> Config:
     return build(Config, "")
 
 
+BEFORE = {"decay_gains": True}
+"""What runs did that are older than the field."""
+
+
 def differences(stored: dict[str, Any], config: Config) -> list[str]:
     """What keeps ``config`` from continuing the run whose flat configuration is ``stored``, one phrase per field.
 
-    A field that is newer than the run had its default's effect.
+    A field that is newer than the run had its default's effect, or that in ``BEFORE``.
     """
-    was, now = to_dict(Config()) | stored, to_dict(config)
+    was, now = to_dict(Config()) | BEFORE | stored, to_dict(config)
     return [
         f"{flag(key)} was {was[key]!r}, is {now.get(key)!r}"
         for key in dict.fromkeys([*stored, *now])
@@ -313,7 +334,7 @@ def check(config: Config) -> None:
         if isinstance(value, int) and not isinstance(value, bool) and value < (0 if key in MAY_BE_ZERO else 1):
             raise RunError(f"{flag(key)} must be {'0 or more' if key in MAY_BE_ZERO else 'at least 1'}, got {value}")
     for key in POSITIVE:
-        if not 0 < flat[key] < float("inf"):
+        if flat[key] is not None and not 0 < flat[key] < float("inf"):
             raise RunError(f"{flag(key)} must be a positive number, got {flat[key]}")
     for key in ("weight_decay", "temperature"):
         if not 0 <= flat[key] < float("inf"):
@@ -349,7 +370,14 @@ MAY_BE_ZERO = frozenset(
     {"seed", "process", "warmup_steps", "sample_tokens", "matrix.oversample", "matrix.power_iterations"}
 )
 POSITIVE = (
-    *("learning_rate", "clip_norm", "model.rotary_base", "model.norm_epsilon", "model.hidden_std"),
+    *(
+        "learning_rate",
+        "adam_learning_rate",
+        "clip_norm",
+        "model.rotary_base",
+        "model.norm_epsilon",
+        "model.hidden_std",
+    ),
     *("matrix.rms", "matrix.tangent_radius", "matrix.muon_ratio"),
 )
 

@@ -6,13 +6,14 @@ This file and ``ablations.py`` are those of the program that know ``normpre_opta
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax import MatrixDims, default_matrix_dims, explain, families
+from normpre_optax import MatrixDims, default_matrix_dims, explain, families, hybrid, no_gains_or_biases
+from normpre_optax.options import RestOptions, with_options
 
 from .ablations import FROM_X
 from .config import Config, RunError
@@ -21,11 +22,13 @@ from .mesh import whole
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
 
+@with_options
 def adamw(
-    learning_rate: optax.ScalarOrSchedule, *, weight_decay: float, adam_b1: float = 0.9, adam_b2: float = 0.95
+    learning_rate: optax.ScalarOrSchedule, **options: Unpack[RestOptions]
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW for every parameter, with the moments the others use for embeddings, norms and biases."""
-    return optax.with_extra_args_support(optax.adamw(learning_rate, b1=adam_b1, b2=adam_b2, weight_decay=weight_decay))
+    """AdamW for every parameter: what the others use for embeddings, norms and biases, for hidden matrices, too."""
+    b1, b2 = options["adam_b1"], options["adam_b2"]
+    return hybrid(lambda matrix_dims: optax.scale_by_adam(b1, b2), learning_rate, **options)
 
 
 OPTIMIZERS = {"adamw": adamw, **families()}
@@ -46,6 +49,7 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
     settings = {
         **vars(matrix),
         "weight_decay": config.weight_decay,
+        "weight_decay_mask": None if config.decay_gains else no_gains_or_biases,
         "adam_b1": config.adam_b1,
         "adam_b2": config.adam_b2,
         "seed": config.seed,
@@ -53,15 +57,15 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         "compute_dtype": jnp.bfloat16 if matrix.bfloat16 else None,
         "matrix_dims": matrix_dims(matrix.layers),
     }
-    if not matrix.mode:
-        del settings["mode"]  # each optimizer's own default
-    peak = learning_rate
-    if config.optimizer in OWN_RATE and matrix.muon_ratio != 1:
-        peak = lambda t: matrix.muon_ratio * learning_rate(t)  # noqa: E731
-        settings["adam_learning_rate"] = learning_rate
-    accepted = inspect.signature(factory).parameters
+    for name in ("mode", "nesterov"):
+        if settings[name] in ("", None):
+            del settings[name]  # each optimizer's own default
+    ratio = matrix.muon_ratio if config.optimizer in OWN_RATE else 1
+    adam_ratio = (config.adam_learning_rate or config.learning_rate) / config.learning_rate
+    settings["adam_learning_rate"] = lambda t: adam_ratio * learning_rate(t)
+    settings = {name: value for name, value in settings.items() if name in inspect.signature(factory).parameters}
     try:
-        optimizer = factory(peak, **{name: value for name, value in settings.items() if name in accepted})
+        optimizer = factory(lambda t: ratio * learning_rate(t), **settings)
     except (ValueError, TypeError) as error:
         raise RunError(f"{config.optimizer} refuses its --matrix settings: {error}") from error
     return optax.with_extra_args_support(optax.chain(clip(config.clip, config.clip_norm), optimizer))
@@ -125,15 +129,32 @@ def hidden_matrices(params: Any) -> dict[str, MatrixDims]:
 
 
 @jax.jit
-def row_norms(params: Any) -> dict[str, jax.Array]:
-    """Of all hidden matrices' rows (output neurons): mean and largest norm, and the share longer than one.
+def norms(params: Any) -> dict[str, jax.Array]:
+    """How long the hidden matrices' rows (output neurons) and columns are.
 
-    The relaxed tangent turns the radial part of a step around for rows longer than one.
+    ``row_norm``, ``row_norm_max`` and ``rows_beyond_1`` are mean, largest and the share longer than one, where the
+    relaxed tangent turns the radial part of a step around; ``column_norm`` and ``columns_beyond_1`` those of columns;
+    ``row_norm/mlp/up``, ``column_norm/mlp/up`` and so on are the means of each kind of layer.
     """
     leaves = by_name(params)
-    norms = [
-        whole(jnp.sqrt(jnp.sum(jnp.square(leaves[name]), axis=dims.inputs))).ravel()
-        for name, dims in hidden_matrices(params).items()
-    ]
-    rows = jnp.concatenate(norms)
-    return {"row_norm": rows.mean(), "row_norm_max": rows.max(), "rows_beyond_1": (rows > 1).mean()}
+    kinds: dict[str, tuple[list, list]] = {}
+    for name, dims in hidden_matrices(params).items():
+        rows, columns = kinds.setdefault(kind_of(name), ([], []))
+        squares = jnp.square(leaves[name])
+        rows.append(whole(jnp.sqrt(jnp.sum(squares, axis=dims.inputs))).ravel())
+        columns.append(whole(jnp.sqrt(jnp.sum(squares, axis=dims.outputs))).ravel())
+    rows, columns = (jnp.concatenate([x for kind in kinds.values() for x in kind[side]]) for side in (0, 1))
+    return {
+        "row_norm": rows.mean(),
+        "row_norm_max": rows.max(),
+        "rows_beyond_1": (rows > 1).mean(),
+        "column_norm": columns.mean(),
+        "columns_beyond_1": (columns > 1).mean(),
+        **{f"row_norm/{name}": jnp.concatenate(rows).mean() for name, (rows, _) in kinds.items()},
+        **{f"column_norm/{name}": jnp.concatenate(columns).mean() for name, (_, columns) in kinds.items()},
+    }
+
+
+def kind_of(name: str) -> str:
+    """What a layer's matrix is for, whichever block it is of: ``mlp/up`` of ``blocks/0/mlp/up/kernel``."""
+    return "/".join(part for part in name.split("/")[1:-1] if not part.isdigit())

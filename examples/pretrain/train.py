@@ -20,7 +20,7 @@ from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token
 from .health import Watch
 from .logs import Bar, Log
 from .mesh import ONE_DEVICE, Layout, in_parts, make_layout
-from .optimizers import make_optimizer, row_norms
+from .optimizers import make_optimizer, norms
 from .processes import Stopped
 from .throughput import flops_per_token, peak_flops
 
@@ -122,7 +122,7 @@ class Trainer:
         self.state = TrainState(params, bound(jax.jit(optimizer.init))(params))
         self.step = bound(make_train_step(self.graphdef, optimizer, micro_batches(config)))
         self.evaluate = evaluation(config, dataset, self.graphdef, self.layout)
-        self.row_norms = bound(row_norms)
+        self.norms = bound(norms)
         self.flops = flops_per_token(config.model, params)
         peak = peak_flops(jax.devices()[0].device_kind)
         self.peak_flops = peak * self.layout.devices if peak else None
@@ -220,8 +220,8 @@ class Trainer:
 
     def _evaluate(self, done: int, log: Log, console: Console) -> Score:
         score = self.evaluate(self.state.params)
-        rows = {name: float(value) for name, value in self.row_norms(self.state.params).items()}
-        log.write([{"step": done, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte, **rows}])
+        lengths = {name: float(value) for name, value in self.norms(self.state.params).items()}
+        log.write([{"step": done, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte, **lengths}])
         console.print(f"step {done:>6,}  validation loss {score.loss:.4f}  {score.bits_per_byte:.3f} bits per byte")
         return score
 

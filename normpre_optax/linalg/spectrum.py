@@ -15,6 +15,8 @@ def clip_modes(
 ) -> jax.Array:
     """``(I + U (Lambda^-1/2 - I) U^T) Psi`` over the modes with ``lambda > 1``: their singular values become one.
 
+    With eigenvalues over ``level``, they become ``sqrt(level)``.
+
     Args:
         psi: wide matrices ``(..., s, n)``; their transposes ``(..., n, s)`` if ``columns``.
         modes: leading modes of the wide matrices.
@@ -45,10 +47,11 @@ def clipped_squares(
     modes: Modes,
     compute_dtype: jax.typing.DTypeLike | None = None,
     columns: bool = False,
+    level: jax.typing.ArrayLike = 1.0,
 ) -> jax.Array:
     """Sum of squares of ``clip_modes(psi, modes)``, from that of ``psi`` and the eigenvalues: no pass over the result.
 
-    ``||T||^2 = ||Psi||^2 - sum (lambda - 1)`` over the modes with ``lambda > 1``. Where little is left of ``||Psi||^2``
+    ``||T||^2 = ||Psi||^2 - level sum (lambda - 1)`` over the modes with ``lambda > 1``. Where little of it is left,
     that difference is not exact: there a CPU measures the result, and an accelerator takes no less than one clipped
     mode has.
 
@@ -58,6 +61,7 @@ def clipped_squares(
         modes: leading modes of the wide matrices.
         compute_dtype: see ``clip_modes``.
         columns: see ``clip_modes``.
+        level: by what the eigenvalues of ``modes`` are divided, ``(..., 1, 1)``.
 
     Returns:
         ``(..., 1, 1)``.
@@ -70,7 +74,7 @@ def clipped_squares(
         >>> print(f"{clipped_squares(psi, jnp.array([[13.25]]), leading_modes_exact(psi, rank=1)).item():.3f}")
         5.250
     """
-    left = squares - jnp.sum(jnp.maximum(modes.values - 1, 0), axis=-1)[..., None, None]
+    left = squares - level * jnp.sum(jnp.maximum(modes.values - 1, 0), axis=-1)[..., None, None]
 
     def checked(psi: jax.Array, squares: jax.Array, modes: Modes, left: jax.Array) -> jax.Array:
         unsure = left < squares / 8
@@ -84,7 +88,7 @@ def clipped_squares(
 
     def bounded(psi: jax.Array, squares: jax.Array, modes: Modes, left: jax.Array) -> jax.Array:
         del psi, modes
-        return jnp.maximum(left, jnp.minimum(squares, 1))
+        return jnp.maximum(left, jnp.minimum(squares, level))
 
     return by_platform(psi, squares, modes, left, cpu=checked, default=bounded)
 

@@ -325,6 +325,30 @@ def resolve(params: Any, matrix_dims: Any = None) -> Choices:
     return Choices({path: decide(path, leaf, choose) for path, leaf in views(params).items()})
 
 
+def no_gains_or_biases(params: Any) -> Any:
+    """Which parameters nanoGPT and its like decay: those of two or more axes, not counting an axis of stacked layers.
+
+    Args:
+        params: the whole tree.
+
+    Returns:
+        A tree of bools for `weight_decay_mask`: False for norms' scales, biases and other vectors.
+
+    Example:
+        >>> no_gains_or_biases({"up": {"kernel": jnp.zeros((4, 8)), "bias": jnp.zeros(8)}, "wte": jnp.zeros((9, 4))})
+        {'up': {'bias': False, 'kernel': True}, 'wte': True}
+    """
+
+    def decays(path: str, leaf: Leaf) -> bool:
+        try:
+            dims, reason = default_choice(path, leaf)
+        except UncoveredError:
+            return True
+        return dims is not None or not any(word in reason for word in ("bias", "norm or scale", "vector", "scalar"))
+
+    return jax.tree.structure(params).unflatten([decays(path, leaf) for path, leaf in views(params).items()])
+
+
 Chooser = Callable[[str, Leaf], tuple[MatrixDims | None, str]]
 
 

@@ -139,6 +139,13 @@ def of_type(name: str, value, kind: Any, least: float | None = None, below: floa
     kinds = get_args(kind)
     if get_origin(kind) is Literal:
         choice(name, value, kinds)
+    elif kinds and get_origin(kinds[0]) is Literal:  # a name, or what else it may be
+        if isinstance(value, str):
+            choice(name, value, get_args(kinds[0]))
+        elif optax.GradientTransformation in kinds:
+            transformation(name, value)
+        else:
+            of_type(name, value, kinds[1], least, below)
     elif kind is bool:
         flag(name, value)
     elif value is None and type(None) in kinds:

@@ -8,7 +8,7 @@ and need no orientation.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from normpre_optax.linalg.precision import in_working_dtype, working_dtype
 from normpre_optax.linalg.spectrum import clip_modes, clipped_squares, exact_msign
 from normpre_optax.linalg.whitening import whiten as whitened
 from normpre_optax.platforms import by_platform
-from normpre_optax.transforms.checks import check_rms, choice, float_dtype, static_int
+from normpre_optax.transforms.checks import check_rms, choice, float_dtype, number, static_int
 from normpre_optax.transforms.draws import draws_of_stacks, identities
 from normpre_optax.transforms.oriented import UPRIGHT, MatrixLayout, OrientedTransformation, Rescalable, in_context
 
@@ -154,6 +154,7 @@ def precondition_locally(
     seed: int = 0,
     compute_dtype: jax.typing.DTypeLike | None = None,
     warm_start: bool = False,
+    threshold: jax.typing.ArrayLike | Literal["mean"] = 1.0,
 ) -> Rescalable:
     """Clip the leading singular values above one to one and leave the rest: ``T = P Psi`` of NormPre-L.
 
@@ -175,6 +176,10 @@ def precondition_locally(
             directions (at least one) are drawn anew on every step, so that new modes are found. From the third step or
             so on ``power_iterations=0`` is then as close to exact clipping as 1 without it. A departure from the paper;
             the state grows by ``rank`` rows as long as the longer side.
+        threshold: c, to which singular values above it are clipped: 1 in the paper; or ``"mean"``, the root mean square
+            of the matrix's own, ``||Psi||_F / sqrt(min(m, n))``. With rows of length one that is one in a wide matrix,
+            and ``sqrt(m / n)`` in a tall one, whose average singular value of the others is no smaller: there a
+            threshold of one puts clipped modes below those that are left alone.
 
     Returns:
         A transformation on matrices in the last two axes whose state is a step counter (with ``warm_start``, a
@@ -205,6 +210,15 @@ def precondition_locally(
         raise TypeError(f"warm_start must be True or False, got {warm_start!r}")
     if warm_start and method != "sketch":
         raise ValueError(f"warm_start belongs to method='sketch', got {method=}")
+    by_mean = isinstance(threshold, str)
+    if by_mean:
+        choice("threshold", threshold, ("mean",))
+    elif isinstance(threshold, int | float) and not threshold > 0:
+        raise ValueError(f'threshold must be positive, or "mean"; got {threshold}')
+    else:
+        number("threshold", threshold)
+    fixed: jax.typing.ArrayLike = 1.0 if isinstance(threshold, str) else threshold
+    is_paper = isinstance(threshold, int | float) and threshold == 1
     if warm_start and oversample == 0:
         raise ValueError("warm_start needs oversample >= 1: new modes are found in the directions drawn anew")
 
@@ -236,11 +250,15 @@ def precondition_locally(
         def clipped(
             psi: jax.Array, squares: jax.Array, modes: Modes, dtype, columns: bool, on_mesh: bool = False
         ) -> jax.Array:
+            mean = jnp.where(squares > 0, squares, 1) / min(*psi.shape[-2:])
+            level = mean if by_mean else jnp.square(in_context(fixed))
+            if not is_paper:
+                modes = modes._replace(values=modes.values / jnp.broadcast_to(level, squares.shape)[..., 0])
             t = clip_modes(psi, modes, dtype, columns)
             if rms is None:
                 return t
             # On a mesh the result is measured: a branch would gather what it may need.
-            left = _squares(t) if on_mesh else clipped_squares(psi, squares, modes, dtype, columns)
+            left = _squares(t) if on_mesh else clipped_squares(psi, squares, modes, dtype, columns, level)
             return t * (inverse_root(left) * _full(psi, rms))
 
         def sketched(psis: list[jax.Array], omegas: list[jax.Array], layout: MatrixLayout, dtype):

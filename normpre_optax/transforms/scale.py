@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from normpre_optax.linalg.newton_schulz import unit_frobenius
@@ -76,3 +77,39 @@ def scale_by_shape(factor: Callable[[int, int], float]) -> OrientedTransformatio
         return jax.tree.map(in_working_dtype(scale), updates), state
 
     return OrientedTransformation(lambda params: optax.EmptyState(), update)
+
+
+def add_cautious_decay(weight_decay: jax.typing.ArrayLike, mask=None) -> optax.GradientTransformation:
+    """``optax.add_decayed_weights`` for those entries only that the update itself would bring nearer to zero.
+
+    ``u + wd w`` where ``u w >= 0``, and u elsewhere: what the loss wants larger is left to it.
+
+    Args:
+        weight_decay: wd.
+        mask: tree of bools, or ``(params) -> tree``: which parameters decay; None means all.
+
+    Returns:
+        A stateless transformation, to stand before the learning rate. It needs ``params``.
+
+    Raises:
+        ValueError: if the parameters are missing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import add_cautious_decay
+        >>> tx, w = add_cautious_decay(0.5), jnp.array([2.0, 2.0])
+        >>> print(tx.update(jnp.array([1.0, -1.0]), tx.init(w), w)[0])
+        [ 2. -1.]
+
+    References:
+        Chen et al., Cautious Weight Decay, arXiv 2510.12402.
+    """
+
+    def update(updates, state, params=None):
+        if params is None:
+            raise ValueError("weight decay needs the parameters: call update(grads, state, params)")
+        decay = in_context(weight_decay)
+        return jax.tree.map(lambda u, w: jnp.where(u * w >= 0, u + decay * w, u), updates, params), state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return tx if mask is None else optax.masked(tx, mask)

@@ -11,10 +11,11 @@ import typing
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from examples.analysis import comparison_report
 from examples.pretrain import arms, compare, configs, main
-from examples.pretrain.config import Config
+from examples.pretrain.config import Config, RunError
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.variants import Variant, read_variants
 
@@ -190,6 +191,56 @@ def test_learning_rates_for_all_and_for_one():
     assert found == {adamw: [1e-3, 2e-3], muon: [1e-3, 2e-3, 8e-3]}
     found = compare.learning_rates("muon:matrix.muon_ratio=2:8e-3", [muon, scaled], 5.0)
     assert found == {muon: [5.0], scaled: [8e-3]}
+
+
+def test_settings_are_tuned_one_after_the_other_with_one_budget_for_all(tmp_path, monkeypatch):
+    """Losses of a known bowl: its minimum is at a rate of 2e-3, a ratio of 2 and a decay of 0."""
+
+    def ran(study, found, console):
+        for one in found:
+            adam, decay = one.adam_ratio or 1.0, 0.1 if one.weight_decay is None else one.weight_decay
+            loss = abs(one.learning_rate - 2e-3) * 100 + abs(adam - 2) + decay + (one.variant.optimizer == "muon")
+            study.results[one] = arm("", one.learning_rate, one.seed, loss) | {"optimizer": None}
+
+    reports = []
+    monkeypatch.setattr(arms.Study, "run", ran)
+    monkeypatch.setattr(compare.data, "open_corpus", lambda *_: None)
+    monkeypatch.setattr(compare, "report", lambda study, best, *_: reports.append((study, best)))
+    options = compare.Options(
+        **{"config": "nano", "optimizers": "adamw,muon", "learning_rates": "1e-3,2e-3,4e-3", "seeds": 3},
+        **{"adam_ratios": "0.5,2,4", "weight_decays": "0,0.3", "runs_folder": tmp_path, "efficiency": False},
+    )
+    compare.run(compare.plan(options, []), "", Console(quiet=True))
+    ((study, best),) = reports
+    for variant in (Variant("adamw"), Variant("muon")):
+        assert best[variant] == arms.Arm(variant, 2e-3, 0, adam_ratio=2.0, weight_decay=0.0)
+        assert sum(one.variant == variant for one in study.results) == 3 + 3 + 2 + 2
+    flags = best[Variant("muon")].flags
+    assert flags[flags.index("--adam-learning-rate") + 1] == "0.004"
+    assert flags[flags.index("--weight-decay") + 1] == "0.0"
+    assert len({one.name for one in study.results}) == len(study.results)
+
+
+def test_the_report_of_tuned_settings(content):
+    tuned = [arm("muon", 0.2, 0, 2.2, adam_ratio=0.5), arm("muon", 0.2, 0, 2.1, adam_ratio=0.5, weight_decay=0.0)]
+    seed = arm("muon", 0.2, 1, 2.3, adam_ratio=0.5, weight_decay=0.0)
+    content["arms"] += [*tuned, seed]
+    content["tuned"] = {"muon": {"adam_ratio": 0.5, "weight_decay": 0.0}}
+    content["config"] |= {"weight_decay": 0.1, "learning_rate": 0.1}
+    table = comparison_report.losses_table(content)
+    assert "| Muon | 0.2 | 0.5 | 0 | <u>2.2000</u> | 0.1414 | 2 | 6 |" in table
+    assert "| AdamW | 0.1 | 1 | 0.1 | 3.1000 | 0.1414 | 2 | 3 |" in table
+    assert len({line.count("|") for line in table.splitlines()}) == 1
+    text = comparison_report.markdown(content, table, [])
+    assert "| Muon | weight decay | 0 | 2.1000 |" in text
+    assert "| Muon | AdamW's rate / the matrices' | 0.5 | 2.2000 |" in text
+    assert "2.2" not in comparison_report.sweep_table(content)
+
+
+@pytest.mark.parametrize(("name", "text"), [("weight_decay", "-1"), ("adam_ratio", "0"), ("adam_ratio", "a,b")])
+def test_what_cannot_be_tuned(name, text):
+    with pytest.raises(RunError, match=f"--{name.replace('_', '-')}s"):
+        compare.numbers_of(name, text)
 
 
 @pytest.mark.parametrize(("cores", "jobs"), [(4, 2), (2, 2), (2, 3), (8, 3)])

@@ -200,7 +200,7 @@ def test_alignment_is_the_cosine_of_gradient_and_direction(drawn, by_hand):
 
 def test_alignment_of_adamw_by_its_formula(drawn, runs):
     state, gradients = state_and_gradients(runs["adamw"], 4)
-    adam = kept(state.opt_state, optax.ScaleByAdamState)
+    adam = kept(state.opt_state[1].inner_states["matrix"], optax.ScaleByAdamState)
     assert int(adam.count) == 4
     first, second, gradients = float64(adam.mu), float64(adam.nu), clipped(gradients)
     cosines = []

@@ -106,8 +106,31 @@ def test_every_optimizer_by_name(name):
         elif name != "adamw":
             # Rows, columns or singular values near one, up to the rule's factor of the shape; moga's rows are n^-1/2.
             assert 0.01 < rms < 0.6, path
-        # Decay is decoupled: learning rate 1 x 0.5 x W. The direction, at most 3, is rounded to 2e-7, so is the sum.
-        np.testing.assert_allclose(decayed[path] - update, -0.5 * params[path], atol=1e-6, err_msg=path)
+        # Decay is decoupled: learning rate 1 x 0.5 x W, gains apart. The direction, at most 3, is rounded to 2e-7, so
+        # is the sum.
+        decay = 0.5 * (params[path].ndim > 1)
+        np.testing.assert_allclose(decayed[path] - update, -decay * params[path], atol=1e-6, err_msg=path)
+
+
+def test_gains_decay_where_they_are_asked_to_and_adamw_may_have_its_own_rate():
+    params = {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}, "wte": {"embedding": jnp.ones((5, 3))}}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    settings = {"decay_gains": True, "weight_decay": 0.5, "learning_rate": 1.0, "adam_learning_rate": 0.5}
+    for name in ("adamw", "normpre_g"):
+        tx = optimizers.make_optimizer(dataclasses.replace(Config(), optimizer=name, **settings), lambda t: 1.0)
+        updates, _ = tx.update(zero, tx.init(params), params)
+        np.testing.assert_allclose(updates["up"]["kernel"], -0.5, err_msg=name)
+        np.testing.assert_allclose(updates["up"]["bias"], -0.25, err_msg=name)
+        np.testing.assert_allclose(updates["wte"]["embedding"], -0.25, err_msg=name)
+
+
+def test_adamw_is_optax_adamw():
+    params = named(model_and_params()[1])
+    tx = optax.adamw(1.0, b1=0.9, b2=0.95, weight_decay=0.0)
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1, 1 / optax.tree.norm(gradients())), gradients())
+    expected = named(tx.update(grads, tx.init(grads), grads)[0])
+    for path in params:
+        np.testing.assert_allclose(first_updates("adamw")[0][path], expected[path], atol=1e-6, err_msg=path)
 
 
 @pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
@@ -164,16 +187,16 @@ def test_clipping_policies(policy):
         np.testing.assert_allclose(got, factor * given, rtol=1e-6)
 
 
-def test_row_norms_see_output_neurons():
+def test_norms_see_output_neurons_as_rows():
     params = {
         "blocks": {"0": {"mlp": {"up": {"kernel": jnp.ones((4, 2)).at[:, 1].set(0.25)}}}},
         "tokens": {"embedding": 9 * jnp.ones((3, 4))},
     }
-    found = optimizers.row_norms(params)
-    assert {name: float(value) for name, value in found.items()} == {
-        "row_norm": 1.25,
-        "row_norm_max": 2.0,
-        "rows_beyond_1": 0.5,
+    found = {name: round(float(value), 6) for name, value in optimizers.norms(params).items()}
+    column = round(17**0.5 / 4, 6)
+    assert found == {
+        **{"row_norm": 1.25, "row_norm_max": 2.0, "rows_beyond_1": 0.5, "row_norm/mlp/up": 1.25},
+        **{"column_norm": column, "columns_beyond_1": 1.0, "column_norm/mlp/up": column},
     }
 
 
@@ -218,7 +241,7 @@ def test_gradients_are_clipped_before_the_optimizer():
     optimizer = optimizer_of("adamw", 1.0, weight_decay=0.0, clip_norm=0.25)
     _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
     # AdamW's first moment is 0.1 of the gradient it has seen; two float32 roundings of 6e-8.
-    moment = optax.tree.get(state, "mu")["w"]
+    moment = optax.tree.get(state[1].inner_states["matrix"], "mu")["w"]
     np.testing.assert_allclose(np.linalg.norm(moment), 0.1 * 0.25, rtol=1e-6)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT-2: pre-norm blocks, LayerNorm, learned positions, one matrix for query, key and value, an MLP with GELU.
 
-As in nanoGPT, linear layers and LayerNorm have biases only if ``bias`` is set. GELU is the tanh approximation of
-OpenAI's weights (``gelu_new`` in transformers).
+As in nanoGPT, linear layers and LayerNorm have biases only if ``bias`` is set, and GELU is the exact one. (OpenAI's
+weights were trained with its tanh approximation, ``gelu_new`` in transformers.)
 """
 
 import jax
@@ -64,7 +64,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """(B, T, D) to the same."""
-        return self.down(jax.nn.gelu(self.up(x_BxTxD), approximate=True))
+        return self.down(jax.nn.gelu(self.up(x_BxTxD), approximate=False))
 
 
 class Block(nnx.Module):

@@ -152,7 +152,7 @@ def hf_config(config: ModelConfig, vocabulary: int) -> dict[str, Any]:
             "n_layer": config.layers,
             "n_head": config.heads,
             "n_inner": config.mlp_width,
-            "activation_function": "gelu_new",
+            "activation_function": "gelu",
             "layer_norm_epsilon": config.norm_epsilon,
             "resid_pdrop": 0.0,
             "embd_pdrop": 0.0,

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long weights may get: rules for what an optimizer has decided on, learning rate and weight decay included.
+
+A step U takes a matrix from W to ``W + U``. Each rule rescales what it has come to, every matrix or every row of it by
+itself; what is no matrix passes through. ``row_gains`` goes further and trains lengths and directions of rows apart.
+All of them work in the parameters' own layout.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from normpre_optax.parameters.dims import MatrixDims, from_matrices, matrix_shape, split_axes, to_matrices
+from normpre_optax.parameters.rules import resolve
+from normpre_optax.transforms.checks import choice, number, transformation
+from normpre_optax.transforms.oriented import in_context
+from normpre_optax.transforms.wrappers import at_least_float32
+
+Per = Literal["matrix", "rows"]
+Factor = jax.typing.ArrayLike | Callable[[jax.Array], jax.Array]
+
+
+def brake_radially(
+    outward: Factor = 0.5, inward: Factor = 1.0, *, per: Per = "rows", matrix_dims: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Let weights grow by a part only of what a step would have them grow.
+
+    From the length before, ``r = ||W||``, to that after the step, ``r' = ||W + U||``: W + U is brought to the length
+    ``r + outward (r' - r)`` where it is longer, and to ``r + inward (r' - r)`` where it is shorter. A step across the
+    weights lengthens them too, in the second order, and is braked likewise.
+
+    Args:
+        outward: share of the growth that is kept, 0 to 1; or a function of the length before, such as
+            ``lambda r: 1 - r**2``, the factor of NormPre's relaxed tangent.
+        inward: share of the shrinking that is kept, likewise.
+        per: what has a length: ``"rows"`` (output neurons) or the whole ``"matrix"``.
+        matrix_dims: which parameters are matrices; see ``hybrid``.
+
+    Returns:
+        A stateless transformation of finished steps, for the end of ``optax.chain``. It needs ``params``.
+
+    Raises:
+        ValueError: if a number is out of range, ``per`` is unknown, or the parameters are missing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import brake_radially
+        >>> tx = brake_radially()
+        >>> w = {"kernel": jnp.array([[3.0, 3.0], [4.0, 4.0]])}  # (in, out): two rows of length 5
+        >>> step = {"kernel": jnp.array([[3.0, -1.5], [4.0, -2.0]])}
+        >>> print(tx.update(step, tx.init(w), w)[0]["kernel"])
+        [[ 1.5 -1.5]
+         [ 2.  -2. ]]
+
+    References:
+        "Radial brake": github.com/KellerJordan/modded-nanogpt, track 3; NVIDIA Emerging-Optimizers, where it is of the
+        whole matrix.
+    """
+    choice("per", per, ("matrix", "rows"))
+    for name, factor in {"outward": outward, "inward": inward}.items():
+        if not callable(factor):
+            number(name, factor, least=0)
+            if isinstance(factor, int | float) and factor > 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {factor}")
+
+    def brake(u: jax.Array, w: jax.Array, dims: MatrixDims) -> jax.Array:
+        before, growth, after = _lengths(u, w, dims, per)
+        kept = [factor(before) if callable(factor) else in_context(factor) for factor in (outward, inward)]
+        return _lengthened(u, w, growth * (jnp.where(growth > 0, *kept) - 1), after)
+
+    return _stateless(brake, matrix_dims)
+
+
+def scale_to_weights(*, per: Per = "matrix", matrix_dims: Any = None) -> optax.GradientTransformationExtraArgs:
+    """Give the update of every matrix (or row) the length of its weights: ``U ||W|| / ||U||``.
+
+    The learning rate after it is the size of a step relative to the weights.
+
+    Args:
+        per: what has a length: the whole ``"matrix"``, or ``"rows"`` (output neurons).
+        matrix_dims: which parameters are matrices; see ``hybrid``.
+
+    Returns:
+        A stateless transformation, to stand before the learning rate. It needs ``params``. A zero update stays zero.
+
+    Raises:
+        ValueError: if ``per`` is unknown, or the parameters are missing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import scale_to_weights
+        >>> tx, w = scale_to_weights(), {"kernel": jnp.array([[0.3], [0.4]])}
+        >>> print(tx.update({"kernel": jnp.array([[0.0], [7.0]])}, tx.init(w), w)[0]["kernel"].T)
+        [[0.  0.5]]
+
+    References:
+        You et al., LARS, arXiv 1708.03888; Wen et al., Hyperball, arXiv 2606.16899.
+    """
+    choice("per", per, ("matrix", "rows"))
+
+    def scale(u: jax.Array, w: jax.Array, dims: MatrixDims) -> jax.Array:
+        own = _length(u, dims, per)
+        return u * (_length(w, dims, per) / jnp.where(own == 0, 1, own))
+
+    return _stateless(scale, matrix_dims)
+
+
+class HeldNormState(NamedTuple):
+    """Lengths of every matrix or row; ``optax.MaskedNode`` for what is no matrix."""
+
+    norm: optax.Params
+
+
+def hold_norm(
+    norm: Callable[[int, int], float] | None = None, *, per: Per = "matrix", matrix_dims: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Bring every matrix (or row) back to one length after each step: the one it began with, or a given one.
+
+    On a sphere weight decay has nothing to do: leave it at zero. With ``scale_to_weights`` before the learning rate it
+    is Hyperball, where every matrix takes steps of the same relative size.
+
+    Args:
+        norm: ``(rows, columns) -> length`` of the matrix (or of each row), such as ``lambda rows, columns: rows**0.5``;
+            the first step brings the weights there. None holds the lengths that ``init`` sees. Weights that begin with
+            zero have no length to hold and go free.
+        per: what has a length: the whole ``"matrix"``, or ``"rows"`` (output neurons).
+        matrix_dims: which parameters are matrices; see ``hybrid``.
+
+    Returns:
+        A transformation of finished steps, for the end of ``optax.chain``. Its state is the lengths. It needs
+        ``params``.
+
+    Raises:
+        ValueError: if ``per`` is unknown, or the parameters are missing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import hold_norm
+        >>> tx, w = hold_norm(), {"kernel": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
+        >>> step = {"kernel": jnp.array([[0.0, 0.0], [0.0, 8.0]])}
+        >>> print(jnp.linalg.norm(w["kernel"] + tx.update(step, tx.init(w), w)[0]["kernel"]).round(4))
+        5.0
+
+    References:
+        Wen et al., Hyperball, arXiv 2606.16899.
+    """
+    choice("per", per, ("matrix", "rows"))
+
+    def first(w: jax.Array, dims: MatrixDims) -> jax.Array:
+        own = _length(w, dims, per)
+        return own if norm is None else jnp.full_like(own, norm(*matrix_shape(w.shape, dims)[1:]))
+
+    def hold(u: jax.Array, w: jax.Array, held: jax.Array, dims: MatrixDims) -> jax.Array:
+        before, growth, after = _lengths(u, w, dims, per)
+        return _lengthened(u, w, jnp.where(held > 0, held - before - growth, 0), after)
+
+    def init(params):
+        return HeldNormState(_of_matrices(first, matrix_dims, params))
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        return _on_matrices(hold, matrix_dims, params, updates, params, state.norm), state
+
+    return at_least_float32(optax.GradientTransformationExtraArgs(init, update))
+
+
+class RowGainsState(NamedTuple):
+    """States of the two optimizers, and lengths of the directions, on which depends how far a step turns a row."""
+
+    directions: optax.OptState
+    gains: optax.OptState
+    length: optax.Params
+
+
+def row_gains(
+    directions: optax.GradientTransformation, gains: optax.GradientTransformation, *, matrix_dims: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Train lengths and directions of rows apart: ``W = g V / ||V||``, row by row, inside the optimizer alone.
+
+    ``g`` is the length of a row of W, and its gradient ``<G, e>`` with ``e = W / g``; that of V is
+    ``g / ||V|| (G - <G, e> e)``, which lies across it. V begins as W. Steps across it lengthen it, and the longer it is
+    the less a step turns it: the angles decay by themselves. The model sees W only.
+
+    Args:
+        directions: an optimizer, learning rate included, such as ``muon(1e-3, weight_decay=0.0)``. It is handed V and
+            its gradient for matrices, and what is no matrix as it is.
+        gains: an optimizer of the lengths g, such as ``optax.adamw(1e-3)``.
+        matrix_dims: which parameters are matrices; see ``hybrid``.
+
+    Returns:
+        The optimizer of both. It needs ``params``. A row of zeros has no direction and takes the step as it is.
+
+    Raises:
+        TypeError: if one of the two is no optax transformation.
+        ValueError: if the parameters are missing.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from normpre_optax import muon, row_gains
+        >>> tx = row_gains(muon(1e-3, weight_decay=0.0), optax.adamw(1e-3, weight_decay=0.0))
+        >>> params = {"kernel": jnp.eye(3), "bias": jnp.zeros(3)}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> print(jnp.linalg.norm(params["kernel"] + updates["kernel"], axis=0))
+        [0.999 0.999 0.999]
+
+    References:
+        Lion et al., Muown, arXiv 2605.10797 (github.com/kcc-lion/muown).
+    """
+    for name, tx in {"directions": directions, "gains": gains}.items():
+        transformation(name, tx)
+    of_directions, of_gains = map(optax.with_extra_args_support, (directions, gains))
+
+    def init(params):
+        length = _of_matrices(lambda w, dims: _length(w, dims, "rows"), matrix_dims, params)
+        return RowGainsState(of_directions.init(params), of_gains.init(length), length)
+
+    def update(updates, state, params=None, **extra_args):
+        axes, treedef = _axes(params, matrix_dims), jax.tree.structure(params)
+        flat = treedef.flatten_up_to
+        rows = [
+            None if dims is None else _polar(grad, w, length, dims)
+            for grad, w, length, dims in zip(flat(updates), flat(params), flat(state.length), axes, strict=True)
+        ]
+
+        def tree(name: str, rest: list):
+            return treedef.unflatten(
+                [x if row is None else getattr(row, name) for row, x in zip(rows, rest, strict=True)]
+            )
+
+        nothing = [optax.MaskedNode()] * len(rows)
+        steps, turned = of_directions.update(
+            tree("gradient", flat(updates)), state.directions, tree("vector", flat(params)), **extra_args
+        )
+        growth, grown = of_gains.update(tree("radial", nothing), state.gains, tree("gain", nothing), **extra_args)
+        new = [
+            (step, optax.MaskedNode()) if row is None or dims is None else _moved(row, step, longer, w, dims)
+            for row, step, longer, w, dims in zip(rows, flat(steps), flat(growth), flat(params), axes, strict=True)
+        ]
+        moves, lengths = zip(*new, strict=True) if new else ((), ())
+        return treedef.unflatten(moves), RowGainsState(turned, grown, treedef.unflatten(lengths))
+
+    return at_least_float32(optax.GradientTransformationExtraArgs(init, update))
+
+
+class _Polar(NamedTuple):
+    """Rows of a matrix by length and direction: g and its gradient, V and its own."""
+
+    gain: jax.Array
+    radial: jax.Array
+    vector: jax.Array
+    gradient: jax.Array
+
+
+def _polar(grad: jax.Array, w: jax.Array, length: jax.Array, dims: MatrixDims) -> _Polar:
+    gain = _length(w, dims, "rows")
+    unit = w / jnp.where(gain == 0, 1, gain)
+    radial = _sum(grad * unit, dims, "rows")
+    turn = jnp.where(gain == 0, 1, gain) / jnp.where(length == 0, 1, length)
+    return _Polar(gain, radial, length * unit, turn * (grad - radial * unit))
+
+
+def _moved(row: _Polar, step: jax.Array, growth: jax.Array, w: jax.Array, dims: MatrixDims):
+    """The step of W, and the new length of V."""
+    vector = row.vector + step
+    length = _length(vector, dims, "rows")
+    gain = jnp.where(row.gain == 0, length, row.gain + growth)
+    return vector * (gain / jnp.where(length == 0, 1, length)) - w, length
+
+
+def _lengths(u: jax.Array, w: jax.Array, dims: MatrixDims, per: Per) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Length of w, growth to that of w + u (not as a difference of large numbers), and that length."""
+    before, after = _length(w, dims, per), _length(w + u, dims, per)
+    both = before + after
+    return before, _sum(u * (2 * w + u), dims, per) / jnp.where(both == 0, 1, both), after
+
+
+def _lengthened(u: jax.Array, w: jax.Array, by: jax.Array, after: jax.Array) -> jax.Array:
+    """The step to (w + u) (after + by) / after, ``after`` being the length of w + u."""
+    return u + (w + u) * (by / jnp.where(after == 0, 1, after))
+
+
+def _length(x: jax.Array, dims: MatrixDims, per: Per) -> jax.Array:
+    return jnp.sqrt(_sum(x * x, dims, per))
+
+
+def _sum(x: jax.Array, dims: MatrixDims, per: Per) -> jax.Array:
+    """Over every row, or every matrix, with size one in place of the inputs."""
+    _, outputs, inputs = split_axes(x.ndim, dims)
+    rows = jnp.sum(x, axis=inputs, keepdims=True)
+    if per == "rows":
+        return rows
+    if dims.output_blocks == 1:
+        return jnp.sum(rows, axis=outputs, keepdims=True)
+    blocks = to_matrices(rows, dims)
+    return from_matrices(jnp.broadcast_to(blocks.sum(-2, keepdims=True), blocks.shape), dims, rows.shape)
+
+
+def _axes(params, matrix_dims) -> list[MatrixDims | None]:
+    if params is None:
+        raise ValueError("norm control needs the parameters: call update(grads, state, params)")
+    return [found.dims for found in resolve(params, matrix_dims).values()]
+
+
+def _of_matrices(f: Callable, matrix_dims, params):
+    """``f`` of every matrix and its axes, in a tree with ``optax.MaskedNode`` for what is none."""
+    leaves, treedef = jax.tree.flatten(params)
+    axes = _axes(params, matrix_dims)
+    return treedef.unflatten([optax.MaskedNode() if d is None else f(w, d) for w, d in zip(leaves, axes, strict=True)])
+
+
+def _on_matrices(f: Callable, matrix_dims, params, updates, *trees):
+    """``f`` of every matrix's update, its leaves in ``trees`` and its axes; other updates as they are."""
+    axes, treedef = _axes(params, matrix_dims), jax.tree.structure(params)
+    leaves = zip(axes, *map(treedef.flatten_up_to, (updates, *trees)), strict=True)
+    return treedef.unflatten([u if dims is None else f(u, *given, dims) for dims, u, *given in leaves])
+
+
+def _stateless(f: Callable, matrix_dims) -> optax.GradientTransformationExtraArgs:
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        return _on_matrices(f, matrix_dims, params, updates, params), state
+
+    return at_least_float32(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update))

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norm control against literal transcriptions of its rules, at its edges, alone in a chain and as an option."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import normpre_optax as npo
+from tests import cases
+from tests import reference_family as oracles
+
+SHAPES = {name: cases.SHAPES[name] for name in ("tall", "wide", "stack")}
+DIMS = {name: cases.DIMS[name] for name in SHAPES}
+STEPS, RATE = 5, 0.03
+both = pytest.mark.parametrize("per", ["rows", "matrix"])
+
+
+def half(r):
+    return np.full_like(r, 0.5)
+
+
+def whole(r):
+    return np.ones_like(r)
+
+
+def relaxed(r):
+    return 1 - r**2
+
+
+def run(tx, seed=0):
+    """Weights (…, out, in) after some steps in float64."""
+    with jax.enable_x64(True):
+        update = cases.quick_jit(tx.update)
+        params = cases.as_jax(cases.to_layout(cases.weights(seed, SHAPES)), jnp.float64)
+        state = tx.init(params)
+        for gradient in cases.gradients(STEPS, shapes=SHAPES):
+            updates, state = update(cases.as_jax(cases.to_layout(gradient), jnp.float64), state, params)
+            params = optax.apply_updates(params, updates)
+        return cases.from_layout(params)
+
+
+def by_rule(start):
+    """The same by an oracle: ``start(w) -> step``, and ``step(g) -> w``."""
+
+    def one(name, index, w, *gradients):
+        step = start(np.float64(w))
+        for gradient in gradients:
+            w = step(np.float64(gradient))
+        return w
+
+    return cases.each_matrix(one, cases.weights(shapes=SHAPES), *cases.gradients(STEPS, shapes=SHAPES))
+
+
+def assert_equal(got, expected, rtol=1e-12):
+    for name, w in expected.items():
+        np.testing.assert_allclose(got[name], w, rtol=rtol, atol=1e-13)
+
+
+def sgd_then(rule):
+    """w and a rule of (w, step) to a step function."""
+
+    def start(w):
+        def step(g):
+            nonlocal w
+            w = rule(w, -RATE * g)
+            return w
+
+        return step
+
+    return start
+
+
+@both
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [((0.5, 1.0), (half, whole)), ((0.0, 0.0), (np.zeros_like,) * 2), ((relaxed, relaxed), (relaxed, relaxed))],
+)
+def test_the_brake_keeps_a_part_of_the_growth(per, ours, theirs):
+    tx = optax.chain(optax.sgd(RATE), npo.brake_radially(*ours, per=per, matrix_dims=DIMS))
+    assert_equal(run(tx), by_rule(sgd_then(functools.partial(brake_of, per, *theirs))))
+
+
+def brake_of(per, outward, inward, w, u):
+    return oracles.brake(w, u, outward, inward, per)
+
+
+@both
+def test_held_norms_stay_those_of_the_first_weights(per):
+    tx = optax.chain(optax.sgd(RATE), npo.hold_norm(per=per, matrix_dims=DIMS))
+
+    def start(w):
+        held = oracles.lengths(w, per)
+        return sgd_then(lambda w, u: (w + u) * held / oracles.lengths(w + u, per))(w)
+
+    assert_equal(run(tx), by_rule(start))
+
+
+@both
+def test_a_given_norm_is_reached_at_the_first_step(per):
+    tx = npo.hold_norm(lambda rows, columns: 3.0 * rows, per=per, matrix_dims=DIMS)
+    params = cases.to_layout(cases.weights(shapes=SHAPES))
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    for w in cases.from_layout(optax.apply_updates(cases.as_jax(params), updates)).values():
+        for one in w.reshape(-1, *w.shape[-2:]):
+            np.testing.assert_allclose(oracles.lengths(one, per), 3.0 * len(one), rtol=1e-5)
+
+
+def test_the_option_hyperball_is_the_published_rule():
+    tx = npo.hybrid(lambda matrix_dims: optax.identity(), RATE, norm_control="hyperball", matrix_dims=DIMS, **NO_DECAY)
+
+    def start(w0):
+        w = w0
+
+        def step(g):
+            nonlocal w
+            w = oracles.hyperball(w0, w, g, RATE)
+            return w
+
+        return step
+
+    assert_equal(run(tx), by_rule(start))
+
+
+NO_DECAY = {"weight_decay": 0.0}
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_the_option_row_gains_is_muown(decay):
+    tx = npo.muon(RATE, norm_control="row_gains", weight_decay=decay, matrix_dims=DIMS)
+
+    def start(w):
+        signal = oracles.signal(w.shape)
+
+        def direction(g):
+            return oracles.moonlight_scale(w.shape) * oracles.newton_schulz(signal(g))
+
+        return oracles.muown(w, direction, RATE, decay)
+
+    assert_equal(run(tx), by_rule(start), rtol=1e-6)  # the authors guard Newton-Schulz by an epsilon
+
+
+def test_cautious_decay_spares_what_the_update_lengthens():
+    tx = npo.hybrid(lambda matrix_dims: optax.identity(), RATE, weight_decay=0.5, cautious=True, matrix_dims=DIMS)
+
+    def start(w):
+        def step(g):
+            nonlocal w
+            w = oracles.cautious_step(w, g, RATE, 0.5)
+            return w
+
+        return step
+
+    assert_equal(run(tx), by_rule(start))
+
+
+CONTROLS = ["brake", "brake_matrix", "relax", "hold", "hold_rows", "hyperball", "row_gains"]
+every_control = pytest.mark.parametrize("control", CONTROLS)
+
+
+def numbers(seed=0, dtype=jnp.float32):
+    random = np.random.default_rng(seed)
+    shapes = {"qkv": (4, 18), "layers": (2, 4, 6), "bias": (6,), "heads": (4, 2, 3)}
+    return {name: jnp.asarray(random.standard_normal(shape), dtype) for name, shape in shapes.items()}
+
+
+AXES = {
+    "qkv": npo.MatrixDims(0, 1, output_blocks=3),
+    "layers": npo.MatrixDims(1, 2),
+    "bias": None,
+    "heads": npo.MatrixDims(0, (1, 2)),
+}
+
+
+def matrices(params):
+    """(out, in), blocks and layers apart."""
+    blocks = np.split(np.asarray(params["qkv"], np.float64).T, 3)
+    return [*blocks, *np.asarray(params["layers"]).swapaxes(1, 2), np.asarray(params["heads"]).reshape(4, 6).T]
+
+
+@every_control
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_optimizer_takes_it(control, dtype):
+    tx, params = npo.muoneq(0.01, norm_control=control, matrix_dims=AXES, **NO_DECAY), numbers(dtype=dtype)
+    state = tx.init(params)
+    updates, after = cases.quick_jit(tx.update)(numbers(1, dtype), state, params)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), after)
+    assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(jnp.result_type, params)
+    plain, _ = npo.muoneq(0.01, matrix_dims=AXES, **NO_DECAY).update(numbers(1, dtype), tx_state(dtype), params)
+    np.testing.assert_array_equal(updates["bias"], plain["bias"])
+    assert all(np.abs(updates[name] - plain[name]).max() > 0 for name in ("qkv", "layers", "heads"))
+
+
+@functools.cache
+def tx_state(dtype):
+    return npo.muoneq(0.01, matrix_dims=AXES, **NO_DECAY).init(numbers(dtype=dtype))
+
+
+@both
+def test_blocks_layers_and_several_axes_are_matrices_of_their_own(per):
+    tx, params = npo.hold_norm(per=per, matrix_dims=AXES), numbers()
+    updates, _ = tx.update(numbers(1), tx.init(params), params)
+    for before, after in zip(matrices(params), matrices(optax.apply_updates(params, updates)), strict=True):
+        np.testing.assert_allclose(oracles.lengths(after, per), oracles.lengths(before, per), rtol=2e-6)
+    np.testing.assert_array_equal(updates["bias"], numbers(1)["bias"])
+
+
+@every_control
+def test_zeros_and_nan(control):
+    """Rows of zeros stay finite and learn, but under the rules that would have to know a length."""
+    tx = npo.muon(0.01, norm_control=control, **NO_DECAY)
+    params = {"kernel": jnp.zeros((3, 4)).at[:, 0].set(1.0)}  # row 0 is there, the others are zero
+    state = tx.init(params)
+    grads = {"kernel": jax.random.normal(jax.random.key(0), (3, 4))}
+    updates, _ = tx.update(grads, state, params)
+    assert np.isfinite(updates["kernel"]).all()
+    moves = np.abs(updates["kernel"]).max(axis=0) > 0
+    assert moves.all()
+    still, _ = tx.update(jax.tree.map(jnp.zeros_like, grads), state, params)
+    np.testing.assert_allclose(still["kernel"], 0, atol=1e-7)
+    broken, _ = tx.update({"kernel": grads["kernel"].at[0, 0].set(jnp.nan)}, state, params)
+    assert np.isnan(broken["kernel"]).any()
+
+
+def test_alone_in_a_chain_what_is_no_matrix_passes():
+    params = {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}, "wte": {"embedding": jnp.ones((5, 3))}}
+    for rule in (npo.brake_radially(), npo.hold_norm(), npo.scale_to_weights()):
+        updates, _ = rule.update(params, rule.init(params), params)
+        np.testing.assert_array_equal(updates["wte"]["embedding"], 1)
+        np.testing.assert_array_equal(updates["up"]["bias"], 1)
+    gains = npo.row_gains(optax.sgd(0.1), optax.sgd(0.1))
+    updates, _ = gains.update(params, gains.init(params), params)
+    np.testing.assert_allclose(updates["wte"]["embedding"], -0.1)
+    np.testing.assert_allclose(updates["up"]["kernel"], -0.1, rtol=1e-5)  # along the rows: only their lengths change
+
+
+def test_a_transformation_of_ones_own_is_the_last_of_the_chain():
+    tx = npo.muon(0.01, norm_control=optax.scale(2.0), matrix_dims=DIMS)
+    params = cases.as_jax(cases.to_layout(cases.weights(shapes=SHAPES)))
+    grads = cases.as_jax(cases.to_layout(cases.gradients(1, shapes=SHAPES)[0]))
+    plain = npo.muon(0.01, matrix_dims=DIMS)
+    a, b = (cases.first_update(one, grads, params) for one in (tx, plain))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, 2 * y, rtol=1e-6), a, b)
+
+
+def test_a_new_rate_is_read_from_a_schedule_and_an_array():
+    tx = optax.inject_hyperparams(npo.muon, static_args=npo.static_args(npo.muon))(
+        learning_rate=0.01, norm_control="brake"
+    )
+    params = {"kernel": jnp.eye(3)}
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert np.isfinite(updates["kernel"]).all()
+    arrays = optax.inject_hyperparams(npo.brake_radially, static_args="per")(outward=0.25)
+    updates, _ = arrays.update(params, arrays.init(params), params)
+    np.testing.assert_allclose(np.diag(updates["kernel"]), 0.25, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (lambda: npo.brake_radially(1.5), "outward"),
+        (lambda: npo.brake_radially(inward=-1), "inward"),
+        (lambda: npo.hold_norm(per="column"), "per"),
+        (lambda: npo.scale_to_weights(per=1), "per"),
+        (lambda: npo.muon(1e-3, norm_control="break"), "norm_control"),
+        (lambda: npo.muon(1e-3, norm_control=None), "norm_control"),
+        (lambda: npo.muon(1e-3, cautious="yes"), "cautious"),
+        (lambda: npo.row_gains(npo.muon(1e-3), 1e-3), "gains"),
+        (lambda: npo.brake_radially().update(jnp.eye(2), optax.EmptyState()), "params"),
+        (lambda: npo.add_cautious_decay(0.1).update(jnp.eye(2), optax.EmptyState()), "params"),
+    ],
+)
+def test_what_it_refuses(wrong, what):
+    with pytest.raises((ValueError, TypeError), match=what):
+        wrong()
