@@ -56,6 +56,8 @@ def hybrid(
             f"functools.partial(scale_by_muon, nesterov=False); got {direction!r}"
         )
     transformation("what direction makes", direction(matrix_dims=None))  # A bad option is named here, not at init.
+    if callable(options["norm_control"]):
+        transformation("what norm_control makes", options["norm_control"](matrix_dims=None))
     compiled = _compiled(direction, learning_rate, options)
 
     def init(params):
@@ -98,13 +100,13 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     matrix, control = direction(matrix_dims=found), options["norm_control"]
     if control == "hyperball":
         matrix = optax.chain(matrix, scale_to_weights(matrix_dims=found))
-    step = finished(matrix, decay, learning_rate)
+    step = finished(matrix, 0.0 if control in ("hold", "hold_rows", "hyperball") else decay, learning_rate)
     if control == "row_gains":  # Of lengths and directions only lengths decay.
         directions = optax.chain(matrix, optax.scale_by_learning_rate(learning_rate))
         step = row_gains(directions, finished(adam, decay, adam_rate), matrix_dims=found)
     elif control != "none":
-        rule = control if isinstance(control, optax.GradientTransformation) else _RULES[control](matrix_dims=found)
-        step = optax.chain(step, rule)
+        rule = _RULES[control] if isinstance(control, str) else control
+        step = optax.chain(step, rule(matrix_dims=found))
     parts: dict[Hashable, optax.GradientTransformation] = {
         "matrix": step,
         "adamw": finished(adam, adam_decay, adam_rate),

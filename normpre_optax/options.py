@@ -194,13 +194,14 @@ class RestOptions(LayoutOptions, total=False):
         bool, Option(False, "decay only entries that the update before decay would bring nearer to zero.")
     ]
     norm_control: Annotated[
-        NormControl | optax.GradientTransformation,
+        NormControl | Callable[..., optax.GradientTransformation],
         Option(
             "none",
-            'what holds the lengths of matrices, after everything else: ``"brake"`` (rows), ``"brake_matrix"``, '
+            'what rules the lengths of matrices, after everything else: ``"brake"`` (rows), ``"brake_matrix"``, '
             '``"relax"`` (``brake_radially`` by the tangent\'s factor ``1 - r^2``), ``"hold"``, ``"hold_rows"``, '
-            '``"hyperball"`` (``"hold"`` and ``scale_to_weights``), ``"row_gains"``, or a transformation of '
-            "finished steps. For the held ones leave ``weight_decay_mask`` or ``weight_decay`` without matrices.",
+            '``"hyperball"`` (``"hold"``, with ``scale_to_weights`` before the learning rate), ``"row_gains"``; or a '
+            "function that is called with ``matrix_dims=`` and makes a transformation of finished steps. What is held "
+            "does not decay.",
         ),
     ]
     adam_learning_rate: Annotated[Rate | None, Option(None, "AdamW's, if it is to differ.")]

@@ -56,6 +56,29 @@ def test_spectra_do_not_depend_on_the_scale(scale):
         close(found, wanted, atol=100 * EPS32)
 
 
+def test_the_introduction_s_example_one_row_of_1e4_among_rows_of_1e_3(x64):
+    """The principal mode is the long row's axis, however strongly the others are correlated; not so once normalised."""
+    directions = np.vstack([gaussian((1, 16)), np.ones((7, 16)) + 0.05 * gaussian((7, 16), 1)])
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    x = np.array([1e4] + [1e-3] * 7)[:, None] * directions
+    leading = [np.linalg.svd(m)[0][:, 0] ** 2 for m in (x, directions)]
+    assert leading[0][0] > 1 - 1e-12
+    assert leading[1][0] < 0.1
+    before, after = diagnostics.trace_matched_spectra(jnp.asarray(x))
+    assert before[0] > 8 - 1e-6  # all of the trace
+    np.testing.assert_allclose(after[0], np.linalg.norm(directions, 2) ** 2)
+    assert 6 < after[0] < 8  # the seven rows' common direction
+
+
+def test_the_appendix_s_example_orthogonal_rows_of_any_length_have_flat_spectra_once_normalised(x64):
+    lengths = np.array([4.0, 2.0, 1.0, 0.5])
+    before, after = diagnostics.trace_matched_spectra(
+        jnp.asarray(lengths[:, None] * np.linalg.qr(gaussian((7, 4)))[0].T)
+    )
+    np.testing.assert_allclose(before, 4 * lengths**2 / np.sum(lengths**2))
+    np.testing.assert_allclose(after, 1)
+
+
 @pytest.mark.parametrize("rank", [1, 2, 3, 32])
 def test_mode_energies_are_the_papers_sums(x64, rank):
     sigma = np.array([3.0, 2.0, 1.5, 1.0, 0.5, 0.0])  # one mode at one, one missing

@@ -237,13 +237,31 @@ def test_alone_in_a_chain_what_is_no_matrix_passes():
     np.testing.assert_allclose(updates["up"]["kernel"], -0.1, rtol=1e-5)  # along the rows: only their lengths change
 
 
-def test_a_transformation_of_ones_own_is_the_last_of_the_chain():
-    tx = npo.muon(0.01, norm_control=optax.scale(2.0), matrix_dims=DIMS)
+def test_a_rule_of_ones_own_is_the_last_of_the_chain():
+    seen = []
+
+    def twice(matrix_dims):
+        seen.append(matrix_dims)
+        return optax.scale(2.0)
+
+    tx = npo.muon(0.01, norm_control=twice, matrix_dims=DIMS)
     params = cases.as_jax(cases.to_layout(cases.weights(shapes=SHAPES)))
     grads = cases.as_jax(cases.to_layout(cases.gradients(1, shapes=SHAPES)[0]))
     plain = npo.muon(0.01, matrix_dims=DIMS)
     a, b = (cases.first_update(one, grads, params) for one in (tx, plain))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, 2 * y, rtol=1e-6), a, b)
+    assert seen[-1]["tall"].dims == DIMS["tall"]
+
+
+@pytest.mark.parametrize("control", ["hold", "hold_rows", "hyperball"])
+def test_what_is_held_does_not_decay_but_the_rest_does(control):
+    params = {"kernel": jnp.eye(3), "bias": jnp.ones(3)}
+    steps = []
+    for decay in (0.0, 0.5):
+        tx = npo.muon(0.01, norm_control=control, weight_decay=decay)
+        steps.append(tx.update(params, tx.init(params), params)[0])
+    np.testing.assert_array_equal(steps[0]["kernel"], steps[1]["kernel"])
+    np.testing.assert_allclose(steps[0]["bias"] - steps[1]["bias"], 0.005, rtol=1e-5)
 
 
 def test_a_new_rate_is_read_from_a_schedule_and_an_array():
@@ -267,6 +285,8 @@ def test_a_new_rate_is_read_from_a_schedule_and_an_array():
         (lambda: npo.scale_to_weights(per=1), "per"),
         (lambda: npo.muon(1e-3, norm_control="break"), "norm_control"),
         (lambda: npo.muon(1e-3, norm_control=None), "norm_control"),
+        (lambda: npo.muon(1e-3, norm_control=optax.scale(2.0)), "norm_control"),
+        (lambda: npo.muon(1e-3, norm_control=lambda matrix_dims: 2.0), "norm_control"),
         (lambda: npo.muon(1e-3, cautious="yes"), "cautious"),
         (lambda: npo.row_gains(npo.muon(1e-3), 1e-3), "gains"),
         (lambda: npo.brake_radially().update(jnp.eye(2), optax.EmptyState()), "params"),

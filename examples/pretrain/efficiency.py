@@ -72,6 +72,15 @@ class Arm:
             self.update_s.append(time.perf_counter() - middle)
 
 
+def corpus(config: Config, console: Console) -> data.Dataset:
+    """The configuration's, and random tokens where it has not been prepared: time does not depend on them."""
+    folder, vocabulary = config.data.tokens, config.model.vocabulary
+    if folder is None or vocabulary is None or (folder / "manifest.json").exists():
+        return data.open_corpus(config.data, console.print)
+    console.print(f"There are no token files in {folder}: measuring on random tokens")
+    return data.random_corpus(vocabulary, 4 * config.batch_size * config.model.context + 1)
+
+
 def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Arm:
     """Model, optimizer and compiled step."""
     layout = mesh.make_layout(config)
@@ -157,7 +166,7 @@ def main(arguments: Sequence[str]) -> None:
         raise RunError("--steps must be at least 1")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True)
-    dataset = data.open_corpus(config.data, console.print)
+    dataset = corpus(config, console)
     in_turns = jax.default_backend() == "cpu"
     warmup = max(options.steps // 5, 1)
     each = {str(variant): configs.parse([*flags, *variant.flags]) for variant in variants}
@@ -167,6 +176,7 @@ def main(arguments: Sequence[str]) -> None:
         "warmup": warmup,
         "steps": options.steps,
         "how": "optimizers in turns, step by step" if in_turns else "one optimizer after the other",
+        "text": str(dataset.folder),
         "dtype": str(compute_dtype(config)),
         "device": environment()["device"],
     }

@@ -142,8 +142,9 @@ def of_type(name: str, value, kind: Any, least: float | None = None, below: floa
     elif kinds and get_origin(kinds[0]) is Literal:  # a name, or what else it may be
         if isinstance(value, str):
             choice(name, value, get_args(kinds[0]))
-        elif optax.GradientTransformation in kinds:
-            transformation(name, value)
+        elif get_origin(kinds[1]) is Callable:
+            if not callable(value):
+                raise TypeError(f"{name} must be one of {get_args(kinds[0])}, or a function; got {value!r}")
         else:
             of_type(name, value, kinds[1], least, below)
     elif kind is bool:

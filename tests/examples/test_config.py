@@ -40,6 +40,31 @@ def test_a_named_configuration_gives_its_command_and_passes_the_checks(name):
     assert "python -m examples.pretrain" in module.__doc__
 
 
+# Table 3 of the paper: layers, width, hidden layer of the MLP, heads, peak learning rate, warm-up; and of all of them
+# sequence length, batch, steps, decay and clipping.
+PAPER = {
+    "gpt2_small": (12, 768, 3072, 12, 6e-4, 2000),
+    "llama_130m": (12, 768, 2048, 12, 6e-4, 1000),
+    "llama_350m": (24, 1024, 2736, 16, 3e-4, 1000),
+    "llama_1p3b": (24, 2048, 5461, 32, 3e-4, 1000),
+    "qwen3_0p6b": (28, 1024, 3072, 16, 3e-4, 1000),
+    "qwen3_1p7b": (28, 2048, 6144, 16, 3e-4, 1000),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_paper_s_models_are_trained_as_in_its_table_3(name):
+    config = configs.load(name)
+    model = config.model
+    found = (model.layers, model.width, model.mlp_width, model.heads, config.learning_rate, config.warmup_steps)
+    assert found == PAPER[name]
+    shared = (model.context, config.batch_size, config.steps, config.weight_decay, config.clip, config.clip_norm)
+    assert shared == (1024, 512, 10_000, 0.1, "global", 1.0)
+    assert (config.evaluate_every, config.adam_b1, config.adam_b2, config.matrix.momentum) == (500, 0.9, 0.95, 0.95)
+    if name != "gpt2_small":
+        assert config.data.validation_tokens == 2048 * 1024
+
+
 def test_help_describes_every_field(capsys):
     with pytest.raises(SystemExit) as stopped:
         configs.parse(["--help"])
@@ -138,7 +163,11 @@ def test_differences_name_what_changes_the_numbers_only():
     assert differences({**stored, "gone": 1}, Config()) == ["--gone was 1, is None"]
     del stored["model.hidden_std"]  # as of a run from before the field
     assert differences(stored, Config()) == []
-    assert differences(stored, Config(model=ModelConfig(hidden_std=0.1))) == ["--model.hidden-std was 0.02, is 0.1"]
+    del stored["decay_gains"]  # they all did
+    assert differences(stored, Config()) == ["--decay-gains was True, is False"]
+    assert differences(stored, Config(decay_gains=True)) == []
+    wider = Config(decay_gains=True, model=ModelConfig(hidden_std=0.1))
+    assert differences(stored, wider) == ["--model.hidden-std was 0.02, is 0.1"]
 
 
 def test_run_error_is_no_value_error():

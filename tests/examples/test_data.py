@@ -2,6 +2,7 @@
 """Token files to batches."""
 
 import dataclasses
+import io
 import itertools
 import json
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import grain
 import numpy as np
 import pytest
+from rich.console import Console
 from tokenizers import Tokenizer, models
 
-from examples.pretrain import data
+from examples.pretrain import configs, data, efficiency
 from examples.pretrain.config import DataConfig, RunError
 
 TOKENS = np.arange(1001, dtype="<u2")
@@ -162,3 +164,13 @@ def test_a_corpus_is_opened_where_it_was_prepared_or_made(dataset, data_config):
     table = data.bytes_per_token(dataset)
     assert table.dtype == np.float64
     assert table[dataset.validation].sum() == dataset.manifest["validation"]["bytes"]
+
+
+def test_efficiency_takes_random_tokens_where_a_corpus_is_not_prepared(tmp_path):
+    config = configs.parse(["--config", "gpt2_small", "--data.tokens", str(tmp_path), "--batch-size", "2"])
+    said = io.StringIO()
+    dataset = efficiency.corpus(config, Console(file=said))
+    assert "random tokens" in said.getvalue()
+    batch = next(data.training_batches(dataset, context=1024, batch_size=2, seed=0))
+    assert (batch.shape, batch.min() >= 0, batch.max() < 50_304) == ((2, 1025), True, True)
+    assert dataset.largest_token < dataset.vocabulary == 50_304

@@ -6,8 +6,8 @@
 
 The paper's validation losses, means of three seeds: AdamW 3.1444, Muon 3.1064, MANO 3.1156, NormPre-G 3.0667,
 NormPre-L 3.0826. Muon as published by its author: 0.02 for matrices, 6e-4 for the rest. The paper scores 200 random
-mini-batches each time; here they are fixed, as many tokens. 124.37 M parameters, the table padded as in nanoGPT, whose
-own count of 123.59 M leaves the positions out.
+mini-batches each time, of a size it does not give; here they are fixed, and nanoGPT's, 12 sequences each. 124.37 M
+parameters, the table padded as in nanoGPT, whose own count of 123.59 M leaves the positions out.
 """
 
 from pathlib import Path
