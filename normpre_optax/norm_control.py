@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from normpre_optax.meshes.specs import gathered
 from normpre_optax.parameters.dims import MatrixDims, from_matrices, matrix_shape, split_axes, to_matrices
 from normpre_optax.parameters.rules import resolve
 from normpre_optax.transforms.checks import choice, number, transformation
@@ -294,7 +295,7 @@ def _sum(x: jax.Array, dims: MatrixDims, per: Per) -> jax.Array:
         return rows
     if dims.output_blocks == 1:
         return jnp.sum(rows, axis=outputs, keepdims=True)
-    blocks = to_matrices(rows, dims)
+    blocks = to_matrices(gathered(rows), dims)
     return from_matrices(jnp.broadcast_to(blocks.sum(-2, keepdims=True), blocks.shape), dims, rows.shape)
 
 

@@ -51,14 +51,14 @@ TABLE = {
             "transforms.oriented",
         },
     ),
-    "transforms/monitor.py": (THIRD_PARTY, {"diagnostics", "parameters", "transforms.checks"}),
+    "transforms/monitor.py": (THIRD_PARTY, {"diagnostics", "meshes.specs", "parameters", "transforms.checks"}),
     "transforms/draws.py": ({"jax"}, set()),
     "transforms/batches.py": (THIRD_PARTY, {"parameters", "platforms", "transforms.oriented"}),
     "options.py": ({"jax", "optax"}, {"transforms.checks"}),
     "directions.py": ({"jax", "optax"}, {"meshes.exchange", "options", "transforms"}),
     "norm_control.py": (
         {"jax", "optax"},
-        {"parameters", "transforms.checks", "transforms.oriented", "transforms.wrappers"},
+        {"meshes.specs", "parameters", "transforms.checks", "transforms.oriented", "transforms.wrappers"},
     ),
     "finish.py": (
         THIRD_PARTY,

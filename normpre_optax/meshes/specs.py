@@ -35,6 +35,21 @@ def spec_of(x: jax.Array) -> PartitionSpec:
     return jax.typeof(x).sharding.spec
 
 
+def gathered(x: jax.Array) -> jax.Array:
+    """The array, whole on every device where JAX knows how it is spread.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.meshes.specs import gathered
+        >>> print(gathered(jnp.ones(2)))
+        [1. 1.]
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+
+
 def axes_of(entry) -> Axes:
     """One entry of a PartitionSpec as a tuple of names.
 

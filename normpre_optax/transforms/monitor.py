@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from normpre_optax import diagnostics
+from normpre_optax.meshes.specs import gathered
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.leaves import named_leaves
 from normpre_optax.parameters.rules import resolve
@@ -111,7 +111,7 @@ def monitor(
     inner = optax.with_extra_args_support(tx)
 
     def measure(dims: MatrixDims, arrays: list[jax.Array]) -> dict[str, Any]:
-        signal_, weight, gradient, update = map(_gathered, arrays)
+        signal_, weight, gradient, update = map(gathered, arrays)
         return diagnostics.measure(
             signal_,
             weight,
@@ -247,11 +247,3 @@ def _for_each(
         results = jax.lax.map(one, jnp.arange(len(paths)))
         found |= {path: jax.tree.map(lambda x, k=k: x[k], results) for k, path in enumerate(paths)}
     return {path: found[path] for path in arrays}
-
-
-def _gathered(x: jax.Array) -> jax.Array:
-    """The array, whole on every device: decompositions refuse an axis that JAX knows to be sharded."""
-    mesh = jax.typeof(x).sharding.mesh
-    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
-        return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))

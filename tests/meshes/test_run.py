@@ -27,6 +27,7 @@ FACTORIES = {
     "mano": npo.mano,
     **{name: getattr(npo, name) for name in ("rmnp", "muoneq", "muon_plus", "normuon", "adamuon", "moga", "swan")},
     "dion": functools.partial(npo.dion, rank=4),
+    **{control: functools.partial(npo.muoneq, norm_control=control) for control in ("hyperball", "row_gains", "brake")},
 }
 # What an optimizer may meet, once in every layout: a pair of layers, heads in a stack of layers, vectors; and 21, which
 # nothing here divides.
@@ -136,7 +137,7 @@ def test_an_optimizer_on_a_mesh_of_three_axes_needs_no_argument():
 
 # Half a minute of one core each. CI runs what differs from others in a part that meshes touch; the rest is thorough.
 PLACES = [("normpre_g", "8"), ("normpre_l", "2x2x2")]
-OF_THEIR_OWN = {"normpre_l-divided", "normpre_l-warm", "dion"}
+OF_THEIR_OWN = {"normpre_l-divided", "normpre_l-warm", "dion", "hyperball", "row_gains"}
 
 
 def often(cases, chosen):
@@ -237,3 +238,14 @@ def test_the_optimizer_state_of_optax_is_the_same_tree_on_a_mesh():
     there, here = tx.init(params), tx.init({"up": {"kernel": jnp.ones((8, 8))}})
     assert jax.tree.structure(there) == jax.tree.structure(here)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), there, here)
+
+
+@pytest.mark.parametrize("spec", [("data", "fsdp"), (None, "fsdp")])
+def test_norms_of_blocks_are_held_where_a_mesh_cuts_through_them(spec):
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    here = {"qkv": numbers(0)["rows"]["up"]["kernel"][:, :24]}
+    there = jax.device_put(here, NamedSharding(mesh, PartitionSpec(*spec)))
+    tx = npo.hold_norm(matrix_dims={"qkv": npo.MatrixDims(0, 1, output_blocks=3)})
+    found, expected = (jax.jit(tx.update)(w, tx.init(w), w)[0] for w in (there, here))
+    np.testing.assert_allclose(found["qkv"], expected["qkv"], atol=1e-7)
+    assert found["qkv"].sharding.is_equivalent_to(there["qkv"].sharding, 2)
