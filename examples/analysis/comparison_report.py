@@ -82,7 +82,8 @@ def optimizers(content: dict[str, Any]) -> list[str]:
 def label(name: str) -> str:
     """What ``normpre_l:matrix.rank=8`` is called: ``NormPre-L, rank 8``."""
     base, *settings = name.split(":")
-    told = (setting.removeprefix("matrix.").replace("=", " ").replace("_", " ") for setting in settings)
+    told = (setting.removeprefix("matrix.").removeprefix("model.") for setting in settings)
+    told = (setting.replace("=", " ").replace("_", " ") for setting in told)
     return ", ".join((NAMES[base][0], *told))
 
 

@@ -8,6 +8,9 @@ from . import configs
 from .config import RunError, check, flag
 from .optimizers import OPTIMIZERS
 
+# What else a comparison may give to one optimizer alone: decay, AdamW's rate, how long its weights begin.
+OWN = ("weight_decay", "adam_learning_rate", "model.hidden_std")
+
 
 class Variant(NamedTuple):
     """An optimizer, and settings like ``matrix.rank=8`` or ``matrix.warm_start`` that tell it apart."""
@@ -42,7 +45,7 @@ def _read(text: str, config_flags: Sequence[str]) -> Variant:
     if optimizer not in OPTIMIZERS:
         raise RunError(f"--optimizers must be of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     for setting in settings:
-        if not setting.startswith("matrix.") or setting.endswith("="):
+        if not setting.startswith(("matrix.", *OWN)) or setting.endswith("="):
             raise RunError(f"--optimizers: settings of one are written {optimizer}:matrix.rank=8, got {text!r}")
     variant = Variant(optimizer, tuple(settings))
     check(configs.parse([*config_flags, *variant.flags]))

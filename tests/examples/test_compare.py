@@ -172,6 +172,10 @@ def test_an_optimizer_with_settings_of_its_own():
     assert (config.optimizer, config.matrix.rank, config.matrix.warm_start) == ("normpre_l", 8, True)
     assert arms.Arm(own, 1e-3, 2).name == "normpre_l,matrix.rank=8,matrix.warm_start-lr0.001-seed2"
     assert comparison_report.label(str(own)) == "NormPre-L, rank 8, warm start"
+    (held,) = read_variants("muon:matrix.norm_control=hyperball:weight_decay=0:model.hidden_std=0.1", [])
+    config = configs.parse(held.flags)
+    assert (config.weight_decay, config.model.hidden_std, config.matrix.norm_control) == (0, 0.1, "hyperball")
+    assert comparison_report.label(str(held)) == "Muon, norm control hyperball, weight decay 0, hidden std 0.1"
 
 
 def test_variants_of_one_optimizer_stand_together_and_look_different(content):
