@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 from normpre_optax.parameters.dims import MatrixDims
-from normpre_optax.parameters.rules import Choice, default_matrix_dims, resolve
+from normpre_optax.parameters.rules import Choice, default_matrix_dims, no_gains_or_biases, resolve
 from tests.parameters.tables import chosen
 
 IN_OUT, OUT_IN = MatrixDims(inputs=0, outputs=1), MatrixDims(inputs=1, outputs=0)
@@ -626,3 +626,28 @@ def test_reasons_tell_the_users_choices_from_the_default():
     }
     assert reasons == {"frozen": "given by matrix_dims", "up": "(in, out)"}
     assert resolve({"up": array(2, 3)})["up"] == Choice("up", (2, 3), IN_OUT, "(in, out)")
+
+
+def test_gains_and_biases_are_known_in_stacks_and_whatever_they_are_called():
+    params = {
+        "layers": {
+            "mlp": {"kernel": jnp.zeros((3, 4, 8)), "bias": jnp.zeros((3, 8))},
+            "norm": {"scale": jnp.zeros((3, 4))},
+        },
+        "block_0": {"attention": {"query": {"kernel": jnp.zeros((4, 2, 2)), "bias": jnp.zeros((2, 2))}}},
+        "ln_f": {"scale": jnp.zeros(4)},
+        "wte": {"embedding": jnp.zeros((9, 4))},
+        "wpe": {"embedding": jnp.zeros((5, 4))},
+        "head": {"kernel": jnp.zeros((4, 9))},
+        "odd": jnp.zeros((2, 3, 4)),  # no rule covers it, and it has three axes
+        "temperature": jnp.zeros(()),
+    }
+    found = no_gains_or_biases(params)
+    decays = {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, x in jax.tree_util.tree_leaves_with_path(found)
+        if x
+    }
+    assert decays == {
+        *("layers/mlp/kernel", "block_0/attention/query/kernel", "wte/embedding", "wpe/embedding", "head/kernel", "odd")
+    }
