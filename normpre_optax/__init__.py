@@ -34,6 +34,7 @@ from normpre_optax.recipes.muoneq import muoneq, scale_by_muoneq
 from normpre_optax.recipes.normuon import normuon, scale_by_normuon
 from normpre_optax.recipes.rmnp import rmnp, scale_by_rmnp
 from normpre_optax.recipes.swan import scale_by_swan, swan
+from normpre_optax.transfer import rates_by_width
 from normpre_optax.transforms.low_rank import discount_low_rank, error_feedback, orthogonalize_low_rank
 from normpre_optax.transforms.monitor import monitor, monitored
 from normpre_optax.transforms.normalize import equalize_rows_and_columns, normalize_rows, standardize_rows
@@ -100,6 +101,7 @@ __all__ = [
     "precondition_globally",
     "precondition_locally",
     "project_to_tangent",
+    "rates_by_width",
     "rmnp",
     "row_gains",
     "scale_by_adamuon",

@@ -11,9 +11,10 @@ import optax
 
 from normpre_optax.meshes.specs import like_parameters, specs_of
 from normpre_optax.norm_control import brake_radially, hold_norm, row_gains, scale_to_weights
-from normpre_optax.options import RestOptions, with_options
+from normpre_optax.options import Number, RestOptions, with_options
 from normpre_optax.parameters.rules import Choices, resolve
 from normpre_optax.transforms.checks import same_trees, transformation
+from normpre_optax.transforms.oriented import in_context
 from normpre_optax.transforms.scale import add_cautious_decay
 from normpre_optax.transforms.wrappers import at_least_float32
 
@@ -86,7 +87,7 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
         specs = specs_of(params, options["shardings"])
         found = Choices({path: one._replace(spec=spec) for (path, one), spec in zip(found.items(), specs, strict=True)})
     labels = jax.tree.structure(params).unflatten(["adamw" if c.dims is None else "matrix" for c in found.values()])
-    mask = _decay_mask(options["weight_decay_mask"], params)
+    mask = _whole_tree("weight_decay_mask", options["weight_decay_mask"], params, True, bool | np.bool_)
     betas = options["adam_b1"], options["adam_b2"], options["adam_eps"]
     adam_rate = learning_rate if options["adam_learning_rate"] is None else options["adam_learning_rate"]
     decay = options["weight_decay"]
@@ -97,28 +98,44 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
         return optax.chain(tx, decayed(decay, lambda _: mask), optax.scale_by_learning_rate(rate))
 
     adam = optax.scale_by_adam(*betas, mu_dtype=options["mu_dtype"])
-    matrix, control = direction(matrix_dims=found), options["norm_control"]
+    matrix, control, rest = direction(matrix_dims=found), options["norm_control"], adam
     if control == "hyperball":
         matrix = optax.chain(matrix, scale_to_weights(matrix_dims=found))
-    step = finished(matrix, 0.0 if control in ("hold", "hold_rows", "hyperball") else decay, learning_rate)
+    if options["rate_multipliers"] is not None:
+        times = _times(_whole_tree("rate_multipliers", options["rate_multipliers"], params, 1.0, Number))
+        matrix, rest = optax.chain(matrix, times), optax.chain(adam, times)
     if control == "row_gains":  # Of lengths and directions only lengths decay.
         directions = optax.chain(matrix, optax.scale_by_learning_rate(learning_rate))
         step = row_gains(directions, finished(adam, decay, adam_rate), matrix_dims=found)
-    elif control != "none":
-        rule = _RULES[control] if isinstance(control, str) else control
-        step = optax.chain(step, rule(matrix_dims=found))
+    else:
+        step = finished(matrix, 0.0 if control in _HELD else decay, learning_rate)
+        if control != "none":
+            rule = _RULES[control] if isinstance(control, str) else control
+            step = optax.chain(step, rule(matrix_dims=found))
     parts: dict[Hashable, optax.GradientTransformation] = {
         "matrix": step,
-        "adamw": finished(adam, adam_decay, adam_rate),
+        "adamw": finished(rest, adam_decay, adam_rate),
     }
     # A tree of labels may itself be callable, such as an Equinox module.
     return at_least_float32(optax.partition(parts, lambda _: labels))
+
+
+def _times(multipliers) -> optax.GradientTransformation:
+    """Every update times its number, in the part of the tree that is there."""
+
+    def update(updates, params):
+        del params
+        part = lambda x, u: u if isinstance(u, optax.MaskedNode) else in_context(x) * u  # noqa: E731
+        return jax.tree.map(part, multipliers, updates)
+
+    return optax.stateless(update)
 
 
 def _relaxed(length: jax.Array) -> jax.Array:
     return 1 - length**2
 
 
+_HELD = ("hold", "hold_rows", "hyperball")
 _RULES = {
     "brake": brake_radially,
     "brake_matrix": functools.partial(brake_radially, per="matrix"),
@@ -165,11 +182,12 @@ def _shared(factory: Callable, of_direction: tuple[str, ...], of_rest: tuple[str
     return update
 
 
-def _decay_mask(mask, params):
-    """The mask as a tree on the whole of ``params``; None decays everything."""
-    if mask is None:
-        return jax.tree.map(lambda _: True, params)
-    is_tree = all(isinstance(leaf, bool | np.bool_) for leaf in jax.tree.leaves(mask))  # An Equinox module is callable.
-    if not is_tree and not callable(mask):
-        raise TypeError(f"weight_decay_mask must be a tree of bools or a callable (params) -> tree, got {mask!r}")
-    return mask if is_tree else mask(params)
+def _whole_tree(name: str, given, params, default, kind):
+    """An option that is a tree, or makes one, on the whole of ``params``; None is ``default`` everywhere."""
+    if given is None:
+        return jax.tree.map(lambda _: default, params)
+    is_tree = all(isinstance(leaf, kind) for leaf in jax.tree.leaves(given))  # An Equinox module is callable.
+    if not is_tree and not callable(given):
+        kinds = "bools" if default is True else "numbers"
+        raise TypeError(f"{name} must be a tree of {kinds} or a callable (params) -> tree, got {given!r}")
+    return given if is_tree else given(params)

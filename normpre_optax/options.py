@@ -190,6 +190,14 @@ class RestOptions(LayoutOptions, total=False):
             "everything, ``no_gains_or_biases`` what its name says.",
         ),
     ]
+    rate_multipliers: Annotated[
+        Any,
+        Option(
+            None,
+            "how many times its learning rate a parameter has: a tree of numbers, or a callable ``(params) -> tree``, "
+            "on the whole tree (``rates_by_width``); decay stays ``lr wd``. None is 1 for all.",
+        ),
+    ]
     cautious: Annotated[
         bool, Option(False, "decay only entries that the update before decay would bring nearer to zero.")
     ]

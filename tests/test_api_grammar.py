@@ -30,6 +30,7 @@ COMMON = {
 ON_MESHES = {"divide": True, "shardings": None}
 REST = {k: v for k, v in COMMON.items() if k.startswith("adam_") or k in ("weight_decay", "weight_decay_mask")}
 REST |= {"mu_dtype": None, "matrix_dims": None, "shardings": None, "cautious": False, "norm_control": "none"}
+REST |= {"rate_multipliers": None}
 MOMENTUM = {"momentum": 0.95, "mu_dtype": None, "compute_dtype": None, "matrix_dims": None}
 NEWTON_SCHULZ = {"ns_steps": 5, "ns_coefficients": "muon", "compute_dtype": None, "divide": True}
 OF_NORMPRE = {k: v for k, v in COMMON.items() if k not in REST} | {"nesterov": False, **MOMENTUM}
@@ -116,6 +117,7 @@ CONTRACT = {
     "row_gains",
     "add_cautious_decay",
     "no_gains_or_biases",
+    "rates_by_width",
 }
 CALLABLES = sorted(name for name in npo.__all__ if callable(getattr(npo, name)))
 

@@ -56,6 +56,7 @@ TABLE = {
     "transforms/batches.py": (THIRD_PARTY, {"parameters", "platforms", "transforms.oriented"}),
     "options.py": ({"jax", "optax"}, {"transforms.checks"}),
     "directions.py": ({"jax", "optax"}, {"meshes.exchange", "options", "transforms"}),
+    "transfer.py": ({"jax"}, {"parameters", "transforms.checks"}),
     "norm_control.py": (
         {"jax", "optax"},
         {"meshes.specs", "parameters", "transforms.checks", "transforms.oriented", "transforms.wrappers"},
@@ -68,6 +69,7 @@ TABLE = {
             "options",
             "parameters",
             "transforms.checks",
+            "transforms.oriented",
             "transforms.scale",
             "transforms.wrappers",
         },
@@ -90,6 +92,7 @@ TABLE = {
             "options",
             "parameters",
             "recipes",
+            "transfer",
             "transforms",
         },
     ),

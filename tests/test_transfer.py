@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rates by width: the spectral condition itself, and the option that applies them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import normpre_optax as npo
+from tests import cases
+
+SHAPES = {"up": (1, 4), "down": (4, 1), "square": (1, 1), "wide": (1, 3)}  # in, out over the width
+
+
+def kernels(width, seed=0):
+    random = np.random.default_rng(seed)
+    made = {name: random.standard_normal((a * width, b * width)) for name, (a, b) in SHAPES.items()}
+    return {name: {"kernel": jnp.asarray(x / np.sqrt(len(x)), jnp.float32)} for name, x in made.items()}
+
+
+def spectral(step):
+    """Largest singular value over sqrt(out / in), of every matrix."""
+    return {
+        name: np.linalg.norm(x["kernel"], 2) / np.divide(*x["kernel"].shape[::-1]) ** 0.5 for name, x in step.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("factory", "update"),
+    [
+        (npo.muoneq, "orthogonal"),
+        (lambda lr, **options: npo.normpre_g(lr, tangent="none", **options), "orthogonal"),
+        (lambda lr, **options: npo.muon(lr, norm_control="hyperball", **options), "relative"),
+        (lambda lr, **options: npo.hybrid(coherent, lr, **options), "elementwise"),
+    ],
+)
+def test_a_step_is_as_large_at_every_width(factory, update):
+    base, wide = kernels(16), kernels(64)
+    found = []
+    for params in (base, wide):
+        rates = npo.rates_by_width(params, base, update=update)
+        tx = factory(1.0, weight_decay=0.0, rate_multipliers=rates)
+        found.append(spectral(cases.first_update(tx, kernels(len(params["square"]["kernel"]), 1), params)))
+    for name in SHAPES:
+        # Newton-Schulz brings the largest singular value to 1.1 to 1.2, Gaussian weights have theirs within a tenth.
+        np.testing.assert_allclose(found[1][name], found[0][name], rtol=0.2, err_msg=name)
+
+
+def coherent(matrix_dims):
+    """Signs of a matrix of rank one, as of a gradient whose samples agree."""
+    del matrix_dims
+    return optax.stateless(lambda updates, params: jax.tree.map(jnp.ones_like, updates))
+
+
+def test_what_no_matrix_is_keeps_its_rate_but_for_the_head():
+    def model(d):
+        kernels = {"mlp": {"kernel": jnp.zeros((d, 4 * d)), "bias": jnp.zeros(4 * d)}, "norm": {"scale": jnp.zeros(d)}}
+        return {**kernels, "wte": {"embedding": jnp.zeros((9, d))}, "lm_head": {"kernel": jnp.zeros((d, 9))}}
+
+    found = npo.rates_by_width(model(64), model(16), update="elementwise")
+    assert found == {
+        "mlp": {"kernel": 0.25, "bias": 1.0},
+        "norm": {"scale": 1.0},
+        "wte": {"embedding": 1.0},
+        "lm_head": {"kernel": 0.25},
+    }
+
+
+@pytest.mark.parametrize("control", ["none", "row_gains"])
+def test_multipliers_are_of_the_update_and_not_of_decay(control):
+    params = {"up": {"kernel": jnp.eye(4), "bias": jnp.ones(4)}}
+    grads = {"up": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
+    twice = lambda params: jax.tree.map(lambda _: 2.0, params)  # noqa: E731
+    options = {"weight_decay": 0.0, "norm_control": control}
+    plain = cases.first_update(npo.muon(1e-4, **options), grads, params)
+    double = cases.first_update(npo.muon(1e-4, rate_multipliers=twice, **options), grads, params)
+    np.testing.assert_allclose(double["up"]["bias"], 2 * plain["up"]["bias"])
+    if control == "none":
+        np.testing.assert_allclose(double["up"]["kernel"], 2 * plain["up"]["kernel"])
+    zero = jax.tree.map(jnp.zeros_like, params)
+    decays = [npo.muon(0.1, weight_decay=0.5, rate_multipliers=m).update for m in (None, twice)]
+    states = [npo.muon(0.1, weight_decay=0.5, rate_multipliers=m).init(params) for m in (None, twice)]
+    a, b = (update(zero, state, params)[0] for update, state in zip(decays, states, strict=True))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_what_it_refuses():
+    with pytest.raises(ValueError, match="different trees"):
+        npo.rates_by_width({"a": jnp.zeros(3)}, {"b": jnp.zeros(3)}, update="relative")
+    with pytest.raises(ValueError, match="update"):
+        npo.rates_by_width({}, {}, update="spectral")
+    with pytest.raises(TypeError, match="rate_multipliers"):
+        npo.muon(1e-3, rate_multipliers="x").init({"kernel": jnp.eye(3)})
