@@ -18,7 +18,7 @@ from normpre_optax.directions import matrix_momentum, orthogonalize, orthogonali
 from normpre_optax.family import STATIC_ARGS, families
 from normpre_optax.finish import hybrid
 from normpre_optax.meshes.exchange import divided
-from normpre_optax.norm_control import brake_radially, hold_norm, row_gains, scale_to_weights
+from normpre_optax.norm_control import brake_radially, hold_norm, hyperball, row_gains
 from normpre_optax.options import static_args
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.explain import explain
@@ -78,6 +78,7 @@ __all__ = [
     "fixed_orientation",
     "hold_norm",
     "hybrid",
+    "hyperball",
     "in_dtype",
     "mano",
     "matrix_momentum",
@@ -120,7 +121,6 @@ __all__ = [
     "scale_by_shape",
     "scale_by_swan",
     "scale_to_rms",
-    "scale_to_weights",
     "standardize_rows",
     "static_args",
     "swan",

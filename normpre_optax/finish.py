@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from normpre_optax.meshes.specs import like_parameters, specs_of
-from normpre_optax.norm_control import brake_radially, hold_norm, row_gains, scale_to_weights
+from normpre_optax.norm_control import brake_radially, hold_norm, hyperball, row_gains
 from normpre_optax.options import Number, RestOptions, with_options
 from normpre_optax.parameters.rules import Choices, resolve
 from normpre_optax.transforms.checks import same_trees, transformation
@@ -99,14 +99,14 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
 
     adam = optax.scale_by_adam(*betas, mu_dtype=options["mu_dtype"])
     matrix, control, rest = direction(matrix_dims=found), options["norm_control"], adam
-    if control == "hyperball":
-        matrix = optax.chain(matrix, scale_to_weights(matrix_dims=found))
     if options["rate_multipliers"] is not None:
         times = _times(_whole_tree("rate_multipliers", options["rate_multipliers"], params, 1.0, Number))
         matrix, rest = optax.chain(matrix, times), optax.chain(adam, times)
     if control == "row_gains":  # Of lengths and directions only lengths decay.
         directions = optax.chain(matrix, optax.scale_by_learning_rate(learning_rate))
         step = row_gains(directions, finished(adam, decay, adam_rate), matrix_dims=found)
+    elif control == "hyperball":
+        step = optax.chain(matrix, hyperball(learning_rate, matrix_dims=found))
     else:
         step = finished(matrix, 0.0 if control in _HELD else decay, learning_rate)
         if control != "none":
@@ -135,14 +135,13 @@ def _relaxed(length: jax.Array) -> jax.Array:
     return 1 - length**2
 
 
-_HELD = ("hold", "hold_rows", "hyperball")
+_HELD = ("hold", "hold_rows")
 _RULES = {
     "brake": brake_radially,
     "brake_matrix": functools.partial(brake_radially, per="matrix"),
     "relax": functools.partial(brake_radially, _relaxed, _relaxed),
     "hold": hold_norm,
     "hold_rows": functools.partial(hold_norm, per="rows"),
-    "hyperball": hold_norm,
 }
 
 

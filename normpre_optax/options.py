@@ -207,7 +207,7 @@ class RestOptions(LayoutOptions, total=False):
             "none",
             'what rules the lengths of matrices, after everything else: ``"brake"`` (rows), ``"brake_matrix"``, '
             '``"relax"`` (``brake_radially`` by the tangent\'s factor ``1 - r^2``), ``"hold"``, ``"hold_rows"``, '
-            '``"hyperball"`` (``"hold"``, with ``scale_to_weights`` before the learning rate), ``"row_gains"``; or a '
+            '``"hyperball"``, ``"row_gains"``; or a '
             "function that is called with ``matrix_dims=`` and makes a transformation of finished steps. What is held "
             "does not decay.",
         ),

@@ -98,7 +98,6 @@ PARTS = {
     "scale_to_rms": {"rms": 0.2},
     "brake_radially": {"outward": 0.5, "inward": 1.0, "per": "rows", "matrix_dims": None},
     "hold_norm": {"norm": None, "per": "matrix", "matrix_dims": None},
-    "scale_to_weights": {"per": "matrix", "matrix_dims": None},
 }
 # What DESIGN lists; `diagnostics` belongs to the analysis.
 CONTRACT = {
@@ -114,6 +113,7 @@ CONTRACT = {
     "chain",
     "explain",
     "families",
+    "hyperball",
     "row_gains",
     "add_cautious_decay",
     "no_gains_or_biases",

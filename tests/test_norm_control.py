@@ -125,6 +125,25 @@ def test_the_option_hyperball_is_the_published_rule():
     assert_equal(run(tx), by_rule(start))
 
 
+@both
+def test_hyperball_in_a_chain_reads_a_schedule_and_holds_rows_too(per):
+    rates = optax.piecewise_constant_schedule(0.1, {2: 0.1})
+    tx = npo.hyperball(rates, per=per, matrix_dims=DIMS)
+
+    def start(w):
+        held, t = oracles.lengths(w, per), 0
+
+        def step(g):
+            nonlocal w, t
+            w = w - float(rates(t)) * g / oracles.lengths(g, per) * held
+            w, t = w / oracles.lengths(w, per) * held, t + 1
+            return w
+
+        return step
+
+    assert_equal(run(tx), by_rule(start), rtol=1e-6)  # the schedule is float32
+
+
 NO_DECAY = {"weight_decay": 0.0}
 
 
@@ -227,10 +246,10 @@ def test_zeros_and_nan(control):
 
 def test_alone_in_a_chain_what_is_no_matrix_passes():
     params = {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}, "wte": {"embedding": jnp.ones((5, 3))}}
-    for rule in (npo.brake_radially(), npo.hold_norm(), npo.scale_to_weights()):
+    for rule, rest in ((npo.brake_radially(), 1), (npo.hold_norm(), 1), (npo.hyperball(0.5), -0.5)):
         updates, _ = rule.update(params, rule.init(params), params)
-        np.testing.assert_array_equal(updates["wte"]["embedding"], 1)
-        np.testing.assert_array_equal(updates["up"]["bias"], 1)
+        np.testing.assert_array_equal(updates["wte"]["embedding"], rest)
+        np.testing.assert_array_equal(updates["up"]["bias"], rest)
     gains = npo.row_gains(optax.sgd(0.1), optax.sgd(0.1))
     updates, _ = gains.update(params, gains.init(params), params)
     np.testing.assert_allclose(updates["wte"]["embedding"], -0.1)
@@ -282,7 +301,7 @@ def test_a_new_rate_is_read_from_a_schedule_and_an_array():
         (lambda: npo.brake_radially(1.5), "outward"),
         (lambda: npo.brake_radially(inward=-1), "inward"),
         (lambda: npo.hold_norm(per="column"), "per"),
-        (lambda: npo.scale_to_weights(per=1), "per"),
+        (lambda: npo.hyperball(0.1, per=1), "per"),
         (lambda: npo.muon(1e-3, norm_control="break"), "norm_control"),
         (lambda: npo.muon(1e-3, norm_control=None), "norm_control"),
         (lambda: npo.muon(1e-3, norm_control=optax.scale(2.0)), "norm_control"),

@@ -68,7 +68,8 @@ class Options:
         *(PRODUCT, "adamw", BASELINE),
         *("muon", "mano", "normpre_g", "normpre_l", WARM),
     )
-    """Which, in which order; others are clean_muon and the rest of normpre_optax.families()."""
+    """Which, in which order; others are clean_muon, the rest of normpre_optax.families() and muoneq_brake,
+    muoneq_hyperball and muoneq_row_gains."""
     train_step: str = ""
     """A configuration of examples.pretrain, such as gpt2_small: its whole step instead of the optimizer's."""
     micro_batch: int | None = None

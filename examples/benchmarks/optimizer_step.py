@@ -12,6 +12,7 @@ for the parameters: compile times and temporaries of models that do not fit on t
 """
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import statistics
@@ -31,7 +32,7 @@ from rich.console import Console
 
 from examples.benchmarks import report
 from examples.benchmarks.shapes import MODELS, matrices
-from normpre_optax import families, mano, muon, normpre_g, normpre_l
+from normpre_optax import families, mano, muon, muoneq, normpre_g, normpre_l
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -80,7 +81,11 @@ def relative(factory: Callable) -> Callable[[jnp.dtype | None], optax.GradientTr
 
 
 RELATIVES = {name: relative(factory) for name, factory in families().items() if name not in OPTIMIZERS}
-KNOWN = OPTIMIZERS | RELATIVES
+CONTROLS = {
+    f"muoneq_{control}": relative(functools.partial(muoneq, norm_control=control))
+    for control in ("brake", "hyperball", "row_gains")
+}
+KNOWN = OPTIMIZERS | RELATIVES | CONTROLS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +95,8 @@ class Options:
     model: str = "gpt2_small"
     """Shapes: one of tiny, gpt2_small, llama_130m, llama_350m, llama_1p3b, llama_1p3b_layer, qwen3_0p6b, qwen3_1p7b."""
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = tuple(OPTIMIZERS)
-    """Which to measure, in which order; others are torch_muon and the rest of normpre_optax.families()."""
+    """Which to measure, in which order; others are torch_muon, the rest of normpre_optax.families() and
+    muoneq_brake, muoneq_hyperball and muoneq_row_gains."""
     compile_only: bool = False
     """Compile, and run nothing."""
     repeats: int = 5
