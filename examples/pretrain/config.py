@@ -185,6 +185,9 @@ class Config:
     """Peak learning rate (updates of hidden matrices are matched to AdamW's size)."""
     adam_learning_rate: float | None = None
     """Peak learning rate of what is no hidden matrix, by AdamW under all optimizers; None: --learning-rate."""
+    base_width: int | None = None
+    """Width of the model that rates and --model.hidden-std were tuned on: hidden matrices begin smaller by the square
+    root of the ratio, and their rates are those that the spectral condition gives (normpre_optax.rates_by_width)."""
     warmup_steps: int = 80
     """Steps of linear warm-up; a cosine to 10 % of the peak follows."""
     weight_decay: float = 0.1

@@ -6,14 +6,15 @@ This file and ``ablations.py`` are those of the program that know ``normpre_opta
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax import MatrixDims, default_matrix_dims, explain, families, hybrid, no_gains_or_biases
+from normpre_optax import MatrixDims, default_matrix_dims, explain, families, hybrid, no_gains_or_biases, rates_by_width
 from normpre_optax.options import RestOptions, with_options
+from normpre_optax.parameters.dims import split_axes
 
 from .ablations import FROM_X
 from .config import Config, RunError
@@ -56,6 +57,7 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         "convention": matrix.muon_convention,
         "compute_dtype": jnp.bfloat16 if matrix.bfloat16 else None,
         "matrix_dims": matrix_dims(matrix.layers),
+        "rate_multipliers": rate_multipliers(config),
     }
     for name in ("mode", "nesterov"):
         if settings[name] in ("", None):
@@ -69,6 +71,42 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
     except (ValueError, TypeError) as error:
         raise RunError(f"{config.optimizer} refuses its --matrix settings: {error}") from error
     return optax.with_extra_args_support(optax.chain(clip(config.clip, config.clip_norm), optimizer))
+
+
+KELLER = ("muon", "keller")
+# What ``rates_by_width`` has to know of an optimizer's steps.
+UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {
+    "adamw": "elementwise",
+    **dict.fromkeys(("muon", "muoneq", "adamuon", "normpre_g", "normpre_l"), "orthogonal"),
+    **dict.fromkeys(("muon_plus", "normuon", "dion"), "relative"),
+}
+
+
+def rate_multipliers(config: Config) -> Callable[[Any], Any] | None:
+    """What the rates of a model of ``--base-width`` are multiplied by in this one; None where they are its own."""
+    if config.base_width is None:
+        return None
+    narrower = config.base_width / config.model.width
+    if config.matrix.norm_control == "hyperball" or (config.optimizer, config.matrix.muon_convention) == KELLER:
+        update = "relative"
+    elif config.optimizer in UPDATES:
+        update = UPDATES[config.optimizer]
+    else:
+        raise RunError(f"--base-width: how the rate of {config.optimizer} goes with the width is not known here")
+
+    def multipliers(params: Any) -> Any:
+        hidden = hidden_matrices(params)
+
+        def shape(name: str, leaf: jax.Array) -> jax.ShapeDtypeStruct:
+            _, outputs, inputs = split_axes(leaf.ndim, hidden[name]) if name in hidden else ((), (), ())
+            axes = (0,) if name == "head/kernel" else outputs + inputs
+            sizes = [round(size * narrower) if axis in axes else size for axis, size in enumerate(leaf.shape)]
+            return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
+
+        base = jax.tree.structure(params).unflatten([shape(*item) for item in by_name(params).items()])
+        return rates_by_width(params, base, update=update, matrix_dims=matrix_dims(config.matrix.layers))
+
+    return multipliers
 
 
 def clip(policy: str, norm: float) -> optax.GradientTransformation:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule, the train step, and the loop around it."""
 
+import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -259,6 +261,8 @@ def initialise(config: Config, dataset: data.Dataset) -> tuple[nnx.GraphDef, dic
         raise RunError(
             f"--model.vocabulary {vocabulary} is too small: {dataset.folder} has tokens up to {dataset.largest_token}"
         )
-    model = models.build(config.model, vocabulary, dtype=compute_dtype(config), seed=config.seed)
+    narrower = math.sqrt((config.base_width or config.model.width) / config.model.width)
+    network = dataclasses.replace(config.model, hidden_std=config.model.hidden_std * narrower)
+    model = models.build(network, vocabulary, dtype=compute_dtype(config), seed=config.seed)
     graphdef, variables = nnx.split(model)
     return graphdef, nnx.to_pure_dict(variables)

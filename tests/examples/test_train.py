@@ -124,6 +124,21 @@ def test_gains_decay_where_they_are_asked_to_and_adamw_may_have_its_own_rate():
         np.testing.assert_allclose(updates["wte"]["embedding"], -0.25, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("name", "control", "rate"),
+    [("adamw", "none", 0.25), ("normpre_g", "none", 0.5), ("muon", "hyperball", 1.0), ("normuon", "none", 1.0)],
+)
+def test_rates_and_first_weights_of_a_narrower_model(name, control, rate):
+    matrix = MatrixConfig(norm_control=control)
+    config = dataclasses.replace(Config(), optimizer=name, matrix=matrix, base_width=MODEL.width // 4, model=MODEL)
+    _, params = model_and_params()
+    found = named(optimizers.rate_multipliers(config)(params))
+    for path, value in found.items():
+        np.testing.assert_allclose(value, rate if any(f"{m}/kernel" in path for m in MATRICES) else 1.0, err_msg=path)
+    optimizer = optimizers.make_optimizer(config, lambda t: 1.0)
+    jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
+
+
 def test_adamw_is_optax_adamw():
     params = named(model_and_params()[1])
     tx = optax.adamw(1.0, b1=0.9, b2=0.95, weight_decay=0.0)
