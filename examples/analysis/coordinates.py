@@ -110,7 +110,7 @@ def table(content: dict[str, Any]) -> str:
     for name, by_width in content["moves"].items():
         last = [values[-1] for values in by_width.values()]
         slope = np.polyfit(np.log([float(width) for width in widths]), np.log(last), 1)[0]
-        lines.append(f"| {name} | {' | '.join(f'{x:.3f}' for x in last)} | {slope:+.2f} |")
+        lines.append(f"| {name} | {' | '.join(f'{x:.3f}' for x in last)} | {round(float(slope), 2) + 0.0:+.2f} |")
     return "\n".join(lines) + "\n"
 
 

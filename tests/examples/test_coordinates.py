@@ -30,9 +30,11 @@ def test_a_panel_a_variant_with_a_line_a_step(content):
 
 
 @pytest.mark.slow
-def test_a_step_that_changes_nothing_moves_nothing(tmp_path):
+def test_a_step_that_changes_nothing_moves_nothing(data_config):
     """A rate near zero: the streams of two programs, compared by the code that compares any."""
     flags = ["--config", "tiny", "--model.family", "gpt2", "--learning-rate", "1e-30", "--steps", "2"]
-    config = configs.parse([*flags, "--warmup-steps", "0", "--weight-decay", "0", "--data.folder", str(tmp_path)])
+    config = configs.parse(
+        [*flags, "--warmup-steps", "0", "--weight-decay", "0", "--data.folder", str(data_config.folder)]
+    )
     found = coordinates.moves(config, data.open_corpus(config.data, lambda _: None))
     assert found == [0.0, 0.0]
