@@ -2,7 +2,7 @@
 """From a direction for matrices to an optimizer for a model: AdamW for the rest, weight decay, learning rate."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Unpack
 
 import jax
@@ -84,8 +84,7 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     """The optimizer of these very parameters."""
     found = resolve(params, options["matrix_dims"])
     if options["shardings"] is not None:
-        specs = specs_of(params, options["shardings"])
-        found = Choices({path: one._replace(spec=spec) for (path, one), spec in zip(found.items(), specs, strict=True)})
+        found = _with(found, "spec", specs_of(params, options["shardings"]))
     labels = jax.tree.structure(params).unflatten(["adamw" if c.dims is None else "matrix" for c in found.values()])
     mask = _whole_tree("weight_decay_mask", options["weight_decay_mask"], params, True, bool | np.bool_)
     betas = options["adam_b1"], options["adam_b2"], options["adam_eps"]
@@ -100,8 +99,10 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     adam = optax.scale_by_adam(*betas, mu_dtype=options["mu_dtype"])
     matrix, control, rest = direction(matrix_dims=found), options["norm_control"], adam
     if options["rate_multipliers"] is not None:
-        times = _times(_whole_tree("rate_multipliers", options["rate_multipliers"], params, 1.0, Number))
-        matrix, rest = optax.chain(matrix, times), optax.chain(adam, times)
+        numbers = _whole_tree("rate_multipliers", options["rate_multipliers"], params, 1.0, Number)
+        found = _with(found, "rate", jax.tree.leaves(numbers))
+        rest = optax.chain(adam, _times(numbers))
+        matrix = matrix if control == "hyperball" else optax.chain(matrix, _times(numbers))  # It forgets sizes.
     if control == "row_gains":  # Of lengths and directions only lengths decay.
         directions = optax.chain(matrix, optax.scale_by_learning_rate(learning_rate))
         step = row_gains(directions, finished(adam, decay, adam_rate), matrix_dims=found)
@@ -118,6 +119,11 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     }
     # A tree of labels may itself be callable, such as an Equinox module.
     return at_least_float32(optax.partition(parts, lambda _: labels))
+
+
+def _with(found: Choices, field: str, values: Sequence) -> Choices:
+    """What was decided, and one thing more of every parameter."""
+    return Choices({path: one._replace(**{field: x}) for (path, one), x in zip(found.items(), values, strict=True)})
 
 
 def _times(multipliers) -> optax.GradientTransformation:

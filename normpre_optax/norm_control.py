@@ -15,7 +15,7 @@ import optax
 
 from normpre_optax.meshes.specs import gathered
 from normpre_optax.parameters.dims import MatrixDims, from_matrices, matrix_shape, split_axes, to_matrices
-from normpre_optax.parameters.rules import resolve
+from normpre_optax.parameters.rules import Choice, resolve
 from normpre_optax.transforms.checks import choice, number, transformation
 from normpre_optax.transforms.oriented import in_context
 from normpre_optax.transforms.wrappers import at_least_float32
@@ -185,14 +185,16 @@ def hyperball(
         del extra_args
         rate = jnp.asarray(in_context(learning_rate(state.count) if callable(learning_rate) else learning_rate))
 
-        def step(u: jax.Array, w: jax.Array, held: jax.Array, dims: MatrixDims) -> jax.Array:
+        def step(u: jax.Array, w: jax.Array, held: jax.Array, times: Any, dims: MatrixDims) -> jax.Array:
             ww, wu, uu = (_sum(product, dims, per) for product in (w * w, w * u, u * u))
-            size = rate * jnp.where(held > 0, jnp.sqrt(ww / jnp.where(uu == 0, 1, uu)), 1)
+            size = in_context(times) * rate * jnp.where(held > 0, jnp.sqrt(ww / jnp.where(uu == 0, 1, uu)), 1)
             after = jnp.sqrt(jnp.maximum(ww - 2 * size * wu + size**2 * uu, 0))
             back = jnp.where((held > 0) & (after > 0), held / jnp.where(after > 0, after, 1), 1)
             return (back - 1) * w - back * size * u
 
-        new = _on_matrices(step, matrix_dims, params, updates, params, state.norm, rest=lambda u: -rate * u)
+        rates = [found.rate for found in _choices(params, matrix_dims)]
+        times = jax.tree.structure(params).unflatten(rates)
+        new = _on_matrices(step, matrix_dims, params, updates, params, state.norm, times, rest=lambda u: -rate * u)
         return new, HyperballState(optax.safe_increment(state.count), state.norm)
 
     return at_least_float32(optax.GradientTransformationExtraArgs(init, update))
@@ -331,9 +333,13 @@ def _sum(x: jax.Array, dims: MatrixDims, per: Per) -> jax.Array:
 
 
 def _axes(params, matrix_dims) -> list[MatrixDims | None]:
+    return [found.dims for found in _choices(params, matrix_dims)]
+
+
+def _choices(params, matrix_dims) -> list[Choice]:
     if params is None:
         raise ValueError("norm control needs the parameters: call update(grads, state, params)")
-    return [found.dims for found in resolve(params, matrix_dims).values()]
+    return list(resolve(params, matrix_dims).values())
 
 
 def _of_matrices(f: Callable, matrix_dims, params):

@@ -85,6 +85,19 @@ def test_multipliers_are_of_the_update_and_not_of_decay(control):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def test_hyperball_s_steps_have_rates_of_their_own():
+    params = {"up": {"kernel": jnp.eye(4), "bias": jnp.ones(4)}, "down": {"kernel": jnp.eye(4)}}
+    times = {"up": {"kernel": 2.0, "bias": 3.0}, "down": {"kernel": jnp.float32(1.0)}}
+    options = {"weight_decay": 0.0, "norm_control": "hyperball"}
+    grads = kernels(4)
+    grads = {"up": {"kernel": grads["square"]["kernel"], "bias": jnp.ones(4)}, "down": grads["square"]}
+    single, double = (cases.first_update(npo.muon(rate, **options), grads, params) for rate in (1e-3, 2e-3))
+    found = cases.first_update(npo.muon(1e-3, rate_multipliers=times, **options), grads, params)
+    np.testing.assert_allclose(found["up"]["kernel"], double["up"]["kernel"], rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(found["down"]["kernel"], single["down"]["kernel"], rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(found["up"]["bias"], 3 * single["up"]["bias"], rtol=1e-6)
+
+
 def test_what_it_refuses():
     with pytest.raises(ValueError, match="different trees"):
         npo.rates_by_width({"a": jnp.zeros(3)}, {"b": jnp.zeros(3)}, update="relative")

@@ -54,13 +54,17 @@ _AXIS_HEADS = {"heads", "kv", "head", "dim", "q"}
 
 
 class Choice(NamedTuple):
-    """What `resolve` decided for one parameter; `dims=None` means AdamW. `spec` says where it lies, if anybody does."""
+    """What `resolve` decided for one parameter; `dims=None` means AdamW.
+
+    Where anybody says so, `spec` is where it lies and `rate` how many times the learning rate it has.
+    """
 
     path: str
     shape: tuple[int, ...]
     dims: MatrixDims | None
     reason: str
     spec: PartitionSpec | None = None
+    rate: Any = 1.0
 
 
 class Choices(dict[str, Choice]):
