@@ -146,7 +146,7 @@ def hyperball(
     """Steps as long as the weights times the learning rate, on the sphere where the weights began.
 
     ``W <- R N(W - lr R N(U))``, where N divides a matrix (or each row) by its length and R is the length of W at
-    ``init``. Nothing else sets the size of a step, at any width: neither the scale of U nor decay, which there is none.
+    ``init``. The scale of U does not matter, the size of a step is the same at every width, and nothing decays.
 
     How long weights begin is how long they stay. Rows of 0.5 to 0.8 are what a standard deviation of 0.02 gives at a
     width of 768 and above.
