@@ -10,11 +10,10 @@ import numpy as np
 import optax
 
 from normpre_optax.meshes.specs import like_parameters, specs_of
-from normpre_optax.norm_control import brake_radially, hold_norm, hyperball, row_gains
+from normpre_optax.norm_control import brake_radially, hold_norm, hyperball, rates, row_gains
 from normpre_optax.options import Number, RestOptions, with_options
 from normpre_optax.parameters.rules import Choices, resolve
 from normpre_optax.transforms.checks import same_trees, transformation
-from normpre_optax.transforms.oriented import in_context
 from normpre_optax.transforms.scale import add_cautious_decay
 from normpre_optax.transforms.wrappers import at_least_float32
 
@@ -101,8 +100,9 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     if options["rate_multipliers"] is not None:
         numbers = _whole_tree("rate_multipliers", options["rate_multipliers"], params, 1.0, Number)
         found = _with(found, "rate", jax.tree.leaves(numbers))
-        rest = optax.chain(adam, _times(numbers))
-        matrix = matrix if control == "hyperball" else optax.chain(matrix, _times(numbers))  # It forgets sizes.
+        rest = optax.chain(adam, _at_their_rates(found))
+        if control != "hyperball":  # It forgets sizes, and reads the rates itself.
+            matrix = optax.chain(matrix, _at_their_rates(found))
     if control == "row_gains":  # Of lengths and directions only lengths decay.
         directions = optax.chain(matrix, optax.scale_by_learning_rate(learning_rate))
         step = row_gains(directions, finished(adam, decay, adam_rate), matrix_dims=found)
@@ -126,15 +126,9 @@ def _with(found: Choices, field: str, values: Sequence) -> Choices:
     return Choices({path: one._replace(**{field: x}) for (path, one), x in zip(found.items(), values, strict=True)})
 
 
-def _times(multipliers) -> optax.GradientTransformation:
-    """Every update times its number, in the part of the tree that is there."""
-
-    def update(updates, params):
-        del params
-        part = lambda x, u: u if isinstance(u, optax.MaskedNode) else in_context(x) * u  # noqa: E731
-        return jax.tree.map(part, multipliers, updates)
-
-    return optax.stateless(update)
+def _at_their_rates(found: Choices) -> optax.GradientTransformation:
+    """Every update times its parameter's rate."""
+    return optax.stateless(lambda updates, params: jax.tree.map(lambda u, x: x * u, updates, rates(params, found)))
 
 
 def _relaxed(length: jax.Array) -> jax.Array:

@@ -187,14 +187,13 @@ def hyperball(
 
         def step(u: jax.Array, w: jax.Array, held: jax.Array, times: Any, dims: MatrixDims) -> jax.Array:
             ww, wu, uu = (_sum(product, dims, per) for product in (w * w, w * u, u * u))
-            size = in_context(times) * rate * jnp.where(held > 0, jnp.sqrt(ww / jnp.where(uu == 0, 1, uu)), 1)
+            size = times * rate * jnp.where(held > 0, jnp.sqrt(ww / jnp.where(uu == 0, 1, uu)), 1)
             after = jnp.sqrt(jnp.maximum(ww - 2 * size * wu + size**2 * uu, 0))
             back = jnp.where((held > 0) & (after > 0), held / jnp.where(after > 0, after, 1), 1)
             return (back - 1) * w - back * size * u
 
-        rates = [found.rate for found in _choices(params, matrix_dims)]
-        times = jax.tree.structure(params).unflatten(rates)
-        new = _on_matrices(step, matrix_dims, params, updates, params, state.norm, times, rest=lambda u: -rate * u)
+        trees = updates, params, state.norm, rates(params, matrix_dims)
+        new = _on_matrices(step, matrix_dims, params, *trees, rest=lambda u: -rate * u)
         return new, HyperballState(optax.safe_increment(state.count), state.norm)
 
     return at_least_float32(optax.GradientTransformationExtraArgs(init, update))
@@ -333,13 +332,18 @@ def _sum(x: jax.Array, dims: MatrixDims, per: Per) -> jax.Array:
 
 
 def _axes(params, matrix_dims) -> list[MatrixDims | None]:
-    return [found.dims for found in _choices(params, matrix_dims)]
+    return [one.dims for one in _choices(params, matrix_dims)]
 
 
 def _choices(params, matrix_dims) -> list[Choice]:
     if params is None:
         raise ValueError("norm control needs the parameters: call update(grads, state, params)")
     return list(resolve(params, matrix_dims).values())
+
+
+def rates(params, matrix_dims):
+    """How many times the learning rate every parameter has, as a tree."""
+    return jax.tree.structure(params).unflatten([in_context(one.rate) for one in _choices(params, matrix_dims)])
 
 
 def _of_matrices(f: Callable, matrix_dims, params):

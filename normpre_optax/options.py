@@ -91,7 +91,6 @@ class NormPreOptions(MomentumOptions, total=False):
     nesterov: Annotated[
         bool, Option(False, "whether the update looks one gradient ahead, ``U = G + mu M``; not in the paper.")
     ]
-
     tangent: Annotated[
         Tangent,
         Option(

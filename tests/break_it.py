@@ -141,8 +141,8 @@ FAULTS = {
     ),
     "mask_ignored": Fault(
         "finish.py",
-        "return mask if is_tree else mask(params)",
-        "return jax.tree.map(lambda _: True, params)",
+        "return given if is_tree else given(params)",
+        "return jax.tree.map(lambda _: default, params)",
         "tests/test_contract.py -k tree_of_parameters",
     ),
     "adams_other_b2": Fault(
@@ -162,6 +162,30 @@ FAULTS = {
         "if gradient_shapes[path] != shape:",
         "if False:",
         "tests/test_contract.py -k gradients_that_do_not_fit",
+    ),
+    "brake_of_the_first_order": Fault(
+        "norm_control.py",
+        "(2 * wu + uu) / jnp.where(both == 0, 1, both)",
+        "2 * wu / jnp.where(both == 0, 1, both)",
+        "tests/test_norm_control.py",
+    ),
+    "off_the_sphere": Fault(
+        "norm_control.py",
+        "return (back - 1) * w - back * size * u",
+        "return (back - 1) * w - size * u",
+        "tests/test_norm_control.py",
+    ),
+    "directions_forget_their_length": Fault(
+        "norm_control.py",
+        "turn = jnp.where(gain == 0, 1, gain) / jnp.where(length == 0, 1, length)",
+        "turn = jnp.ones_like(gain)",
+        "tests/test_norm_control.py",
+    ),
+    "rates_ignored": Fault(
+        "finish.py",
+        "lambda u, x: x * u",
+        "lambda u, x: u",
+        "tests/test_transfer.py",
     ),
     "a_wrong_device": Fault(
         "meshes/plan.py",

@@ -69,7 +69,6 @@ TABLE = {
             "options",
             "parameters",
             "transforms.checks",
-            "transforms.oriented",
             "transforms.scale",
             "transforms.wrappers",
         },

@@ -147,14 +147,16 @@ def losses_table(content: dict[str, Any]) -> str:
             shown = f"**{shown}**"
         deviation = f"{values.std(ddof=1):.4f}" if len(values) > 1 else ""
         chosen = content.get("tuned", {}).get(name, {})
-        settings = [f"{content['best'][name]:g}", *(f"{chosen.get(x, _configured(x, content)):g}" for x in tuned)]
+        settings = [f"{content['best'][name]:g}", *(f"{_setting(chosen, x, content):g}" for x in tuned)]
         runs = [str(sum(arm["optimizer"] == name for arm in content["arms"]))] if tuned else []
         lines.append(f"| {' | '.join([label(name), *settings, shown, deviation, str(len(values)), *runs])} |")
     return "\n".join(lines) + "\n"
 
 
-def _configured(name: str, content: dict[str, Any]) -> float:
-    """What an arm had that was not tuned in that respect."""
+def _setting(chosen: dict[str, Any], name: str, content: dict[str, Any]) -> float:
+    """One of an arm's settings, or of the best ones: the configuration's where it was not tuned."""
+    if name in chosen:
+        return chosen[name]
     config = content["config"]
     if name == "weight_decay":
         return config[name]
@@ -218,8 +220,8 @@ def remarks(content: dict[str, Any]) -> list[str]:
         for field, text in {"learning_rate": "learning rate", **TUNED}.items():
             if not any(field in arm for arm in arms):
                 continue
-            tried = sorted({arm[field] if field in arm else _configured(field, content) for arm in arms})
-            best = chosen[field] if field in chosen else _configured(field, content)
+            tried = sorted({_setting(arm, field, content) for arm in arms})
+            best = _setting(chosen, field, content)
             if len(tried) > 1 and best and best in (tried[0], tried[-1]):
                 end = "smallest" if best == tried[0] else "largest"
                 found.append(f"{label(name)} is best at the {end} {text} tried: its optimum may lie beyond.")

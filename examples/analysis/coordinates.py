@@ -84,13 +84,13 @@ def moves(config: Config, dataset: data.Dataset) -> list[float]:
 
 
 def draw(content: dict[str, Any]) -> Figure:
-    """Change after every second step over the width, a panel for every variant."""
+    """Change after the first steps and the last over the width, a panel for every variant."""
     figure = Figure(figsize=(3.0 * len(content["moves"]), 2.8), layout="constrained")
     panels = np.atleast_1d(np.asarray(figure.subplots(1, len(content["moves"]), sharey=True)))
     for axes, (name, by_width) in zip(panels, content["moves"].items(), strict=True):
         widths = [int(width) for width in by_width]
-        color = NAMES[VARIANTS[name][0]][1]
-        for line, step in zip(LINE_STYLES, (0, 1, 3, len(by_width[str(widths[0])]) - 1), strict=True):
+        color, last = NAMES[VARIANTS[name][0]][1], len(by_width[str(widths[0])]) - 1
+        for line, step in zip(LINE_STYLES, (0, min(1, last), min(3, last), last), strict=True):
             y = [values[step] for values in by_width.values()]
             axes.plot(widths, y, color=color, linestyle=line, marker="o", markersize=3, label=f"step {step + 1}")
         axes.set(xscale="log", yscale="log", xlabel="width", title=name)
@@ -118,7 +118,8 @@ def main(arguments: Sequence[str]) -> None:
     """The command line."""
     options = tyro.cli(Options, args=list(arguments), prog="python -m examples.analysis coordinates")
     console, begun = Console(highlight=False, soft_wrap=True), time.strftime("%Y-%m-%d")
-    base = configs.load(options.config).model.width
+    named = configs.load(options.config)
+    dataset, base = data.open_corpus(named.data, console.print), named.model.width
     found: dict[str, dict[str, list[float]]] = {}
     for name, (optimizer, flags, transferred) in VARIANTS.items():
         for width in options.widths:
@@ -128,7 +129,6 @@ def main(arguments: Sequence[str]) -> None:
             length = ["--steps", str(options.steps), "--warmup-steps", "0", "--weight-decay", "0"]
             config = configs.parse(["--config", options.config, *own, *length])
             check(config)
-            dataset = data.open_corpus(config.data, console.print)
             found.setdefault(name, {})[str(width)] = moves(config, dataset)
             console.print(f"{name}, width {width}: {found[name][str(width)][-1]:.3f}")
     options.out.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 # pyright: reportMissingImports=false
 """GPT-2 and its train step in plain PyTorch, as nanoGPT has them: what ``train_step`` compares ours with.
 
-One matrix for query, key and value, learned positions, GELU by tanh, fused causal attention, the token table as the
+One matrix for query, key and value, learned positions, GELU, fused causal attention, the token table as the
 head, no biases; clipping at a global norm, then fused AdamW. On CUDA matrix products are in bfloat16 by autocast and
 the residual stream stays float32, on CPU everything is float32. torch is no dependency of this project.
 """

@@ -373,14 +373,8 @@ MAY_BE_ZERO = frozenset(
     {"seed", "process", "warmup_steps", "sample_tokens", "matrix.oversample", "matrix.power_iterations"}
 )
 POSITIVE = (
-    *(
-        "learning_rate",
-        "adam_learning_rate",
-        "clip_norm",
-        "model.rotary_base",
-        "model.norm_epsilon",
-        "model.hidden_std",
-    ),
+    *("learning_rate", "adam_learning_rate", "clip_norm"),
+    *("model.rotary_base", "model.norm_epsilon", "model.hidden_std"),
     *("matrix.rms", "matrix.tangent_radius", "matrix.muon_ratio"),
 )
 

@@ -20,7 +20,7 @@ from normpre_optax.linalg.precision import in_working_dtype, working_dtype
 from normpre_optax.linalg.spectrum import clip_modes, clipped_squares, exact_msign
 from normpre_optax.linalg.whitening import whiten as whitened
 from normpre_optax.platforms import by_platform
-from normpre_optax.transforms.checks import check_rms, choice, float_dtype, number, static_int
+from normpre_optax.transforms.checks import check_rms, choice, float_dtype, number, positive, static_int
 from normpre_optax.transforms.draws import draws_of_stacks, identities
 from normpre_optax.transforms.oriented import UPRIGHT, MatrixLayout, OrientedTransformation, Rescalable, in_context
 
@@ -210,17 +210,19 @@ def precondition_locally(
         raise TypeError(f"warm_start must be True or False, got {warm_start!r}")
     if warm_start and method != "sketch":
         raise ValueError(f"warm_start belongs to method='sketch', got {method=}")
-    by_mean = isinstance(threshold, str)
-    if by_mean:
-        choice("threshold", threshold, ("mean",))
-    elif isinstance(threshold, int | float) and not threshold > 0:
-        raise ValueError(f'threshold must be positive, or "mean"; got {threshold}')
-    else:
-        number("threshold", threshold)
-    fixed: jax.typing.ArrayLike = 1.0 if isinstance(threshold, str) else threshold
-    is_paper = isinstance(threshold, int | float) and threshold == 1
     if warm_start and oversample == 0:
         raise ValueError("warm_start needs oversample >= 1: new modes are found in the directions drawn anew")
+    if isinstance(threshold, str):
+        choice("threshold", threshold, ("mean",))
+    else:
+        number("threshold", threshold)
+        positive("threshold", threshold, 'or "mean"; ')
+
+    def level(squares: jax.Array, side: int) -> jax.Array:
+        """The threshold squared, of matrices with these sums of squares and that shorter side."""
+        if isinstance(threshold, str):
+            return jnp.where(squares > 0, squares, 1) / side
+        return jnp.square(in_context(threshold))
 
     def width(psi: jax.Array) -> int:
         return min(*psi.shape[-2:], rank + oversample)
@@ -250,15 +252,14 @@ def precondition_locally(
         def clipped(
             psi: jax.Array, squares: jax.Array, modes: Modes, dtype, columns: bool, on_mesh: bool = False
         ) -> jax.Array:
-            mean = jnp.where(squares > 0, squares, 1) / min(*psi.shape[-2:])
-            level = mean if by_mean else jnp.square(in_context(fixed))
-            if not is_paper:
-                modes = modes._replace(values=modes.values / jnp.broadcast_to(level, squares.shape)[..., 0])
+            c2 = level(squares, min(*psi.shape[-2:]))
+            if not (isinstance(threshold, int | float) and threshold == 1):
+                modes = modes._replace(values=modes.values / jnp.broadcast_to(c2, squares.shape)[..., 0])
             t = clip_modes(psi, modes, dtype, columns)
             if rms is None:
                 return t
             # On a mesh the result is measured: a branch would gather what it may need.
-            left = _squares(t) if on_mesh else clipped_squares(psi, squares, modes, dtype, columns, level)
+            left = _squares(t) if on_mesh else clipped_squares(psi, squares, modes, dtype, columns, c2)
             return t * (inverse_root(left) * _full(psi, rms))
 
         def sketched(psis: list[jax.Array], omegas: list[jax.Array], layout: MatrixLayout, dtype):
