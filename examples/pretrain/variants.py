@@ -8,8 +8,8 @@ from . import configs
 from .config import RunError, check, flag
 from .optimizers import OPTIMIZERS
 
-# What else a comparison may give to one optimizer alone: decay, AdamW's rate, how long its weights begin.
-OWN = ("weight_decay", "adam_learning_rate", "model.hidden_std")
+# What else a comparison may give to one optimizer alone: decay, rates of AdamW and by width, how long weights begin.
+OWN = ("weight_decay", "adam_learning_rate", "base_width", "model.hidden_std")
 
 
 class Variant(NamedTuple):

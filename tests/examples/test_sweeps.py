@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparisons joined: where known losses are lowest, and what tells sizes apart."""
+
+import json
+
+import numpy as np
+import pytest
+
+from examples.analysis import sweeps
+from examples.pretrain.config import RunError
+
+
+def comparison(width, losses):
+    """Runs of ``width``; ``losses`` by optimizer and rate."""
+    arms = [
+        {"optimizer": name, "learning_rate": rate, "seed": 0, "status": "finished", "best_validation_loss": loss}
+        for name, by_rate in losses.items()
+        for rate, loss in by_rate.items()
+    ]
+    arms.append({"optimizer": "muon", "learning_rate": 1.0, "seed": 0, "status": "diverged"})
+    config = {"model.width": width, "model.layers": 3, "steps": 10, "batch_size": 4}
+    return {"settings": "nano", "config": config, "arms": arms, "command": f"compare {width}", "date": "2026-11-23"}
+
+
+@pytest.fixture
+def contents():
+    """Parabolas in the rate's logarithm: Muon's lowest at 2e-2 / width, MuonEq's at 1e-3 whatever the width."""
+    rates = (1e-4, 4e-4, 1e-3, 5e-3)
+    bowl = lambda at: {rate: 1 + np.log(rate / at) ** 2 for rate in rates}  # noqa: E731
+    return [comparison(width, {"muon": bowl(2e-2 / width), "muoneq": bowl(1e-3)}) for width in (16, 32)]
+
+
+def test_the_lowest_of_a_parabola_is_found_between_the_rates(contents):
+    best = {(x.optimizer, x.size): x.best for x in sweeps.sweeps(contents)}
+    assert best["muon", "width 16"] == (pytest.approx(2e-2 / 16), "")
+    assert best["muon", "width 32"] == (pytest.approx(2e-2 / 32), "")
+    assert best["muoneq", "width 32"] == (pytest.approx(1e-3), "")
+
+
+@pytest.mark.parametrize(("losses", "beyond"), [((1, 2, 3), "<="), ((3, 2, 1), ">=")])
+def test_the_lowest_at_an_end_is_told(losses, beyond):
+    sweep = sweeps.Sweep("width 16", "muon", dict(zip((1e-3, 2e-3, 4e-3), losses, strict=True)))
+    assert sweep.best == (1e-3 if beyond == "<=" else 4e-3, beyond)
+
+
+def test_losses_less_those_of_another(contents):
+    found = sweeps.sweeps(contents, over="muoneq")
+    assert [x.optimizer for x in found] == ["muon", "muon"]
+    assert found[0].losses[1e-3] == pytest.approx(np.log(16 / 20) ** 2)
+    assert "+0.0498" in sweeps.table(found, over="muoneq")
+
+
+def test_what_cannot_be_joined_is_told(contents):
+    with pytest.raises(RunError, match="one size"):
+        sweeps.sweeps([contents[0]] * 2)
+    with pytest.raises(RunError, match="no runs of 'mano': it has muon, muoneq"):
+        sweeps.sweeps(contents, over="mano")
+
+
+def test_the_report(contents, tmp_path, capsys):
+    for i, content in enumerate(contents):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "comparison.json").write_text(json.dumps(content))
+    sweeps.main([str(tmp_path / "0"), str(tmp_path / "1"), "--out", str(tmp_path), "--title", "Widths"])
+    report = (tmp_path / "README.md").read_text()
+    assert report.startswith("# Widths\n")
+    assert capsys.readouterr().out.strip() in report
+    assert "| Muon | width 16 |" in report
+    assert "diverged | 0.0013 |" in report
+    assert "- `compare 32`" in report
+    figure = sweeps.draw(sweeps.sweeps(contents))
+    assert [len(axes.get_lines()) - 1 for axes in figure.axes] == [2, 2]  # and the dashed one
+    assert (tmp_path / "sweeps.png").exists()
