@@ -148,7 +148,13 @@ class OrthogonalOptions(NewtonSchulzOptions, NesterovOptions, total=False):
 class SketchOptions(ComputeOptions, total=False):
     """Of NormPre-L's spectral stage."""
 
-    rank: Annotated[int, Option(32, "spectral budget r: how many modes of a matrix may be clipped.", least=1)]
+    rank: Annotated[
+        int | float,
+        Option(
+            32,
+            "spectral budget r: how many modes of a matrix may be clipped; below one, the share of its shorter side.",
+        ),
+    ]
     oversample: Annotated[int, Option(8, "o: extra directions of the sketch.", least=0)]
     power_iterations: Annotated[int, Option(1, "p: passes that sharpen the sketch.", least=0)]
     method: Annotated[

@@ -25,6 +25,7 @@ from examples.pretrain.logs import read_lines
 from examples.pretrain.optimizers import OPTIMIZERS, by_name, hidden_matrices, make_optimizer
 from examples.pretrain.train import Trainer, TrainState, loss_and_gradients, micro_batches, schedule
 from normpre_optax import MatrixDims, diagnostics
+from normpre_optax.transforms.checks import count_or_share
 
 from .plot_loss import moving_average, read_curves
 
@@ -69,8 +70,9 @@ class OpenRun:
         return self.checkpoints.steps()
 
     def ranks(self, asked: Sequence[int]) -> tuple[int, ...]:
-        """Those asked for, or the run's own."""
-        return tuple(dict.fromkeys(asked)) or (self.config.matrix.rank,)
+        """Those asked for, or the run's own; of a share, that of the model's width."""
+        own = count_or_share("rank", self.config.matrix.rank)
+        return tuple(dict.fromkeys(asked)) or (own(self.config.model.width),)
 
     def shown(self, asked: Sequence[int]) -> tuple[int, ...]:
         """The checkpoints of the spectra: those asked for, or those nearest to the paper's shares of a run.

@@ -103,8 +103,8 @@ class MatrixConfig:
     """Newton-Schulz iterations (muon, muoneq, muon_plus, normuon, adamuon, normpre_g)."""
     ns_coefficients: str = "muon"
     """Table of Newton-Schulz coefficients (the same)."""
-    rank: int = 32
-    """Modes that are clipped (normpre_l), or directions that are found (dion)."""
+    rank: int | float = 32
+    """Modes that are clipped, below 1 the share of the shorter side (normpre_l); directions that are found (dion)."""
     oversample: int = 8
     """Further directions of the sketch (normpre_l)."""
     power_iterations: int = 1

@@ -92,27 +92,27 @@ def leading_modes_sketch(
         Halko, Martinsson and Tropp, arXiv 0909.4061.
     """
     squares = jnp.sum(psi**2, axis=(-2, -1), keepdims=True)
-    return leading_modes_sketches([psi], [omega], [squares], rank, power_iterations, compute_dtype)[0]
+    return leading_modes_sketches([psi], [omega], [squares], [rank], power_iterations, compute_dtype)[0]
 
 
 def leading_modes_sketches(
     psis: Sequence[jax.Array],
     omegas: Sequence[jax.Array],
     squares: Sequence[jax.Array],
-    rank: int,
+    ranks: Sequence[int],
     power_iterations: int = 1,
     compute_dtype: jax.typing.DTypeLike | None = None,
     short_is_sharded: Sequence[bool] | None = None,
 ) -> list[Modes]:
     """``leading_modes_sketch`` of stacks of several shapes, their small problems solved together.
 
-    What is ``l x l`` is the same size for all of them: one factorisation and one eigensolver serve the whole list.
+    What is ``l x l`` is solved together for all of one ``l``: one factorisation and one eigensolver serve the list.
 
     Args:
         psis: wide matrices ``(..., s, n)``, ``s <= n``.
         omegas: draws ``(..., l, n)`` for each.
         squares: sums of squares of ``psis``, ``(..., 1, 1)``.
-        rank: see ``leading_modes_sketch``.
+        ranks: number of modes of each; see ``leading_modes_sketch``.
         power_iterations: see ``leading_modes_sketch``.
         compute_dtype: see ``leading_modes_sketch``.
         short_is_sharded: for matrices on a mesh: whether the rows are spread over devices and the columns are not.
@@ -127,7 +127,7 @@ def leading_modes_sketches(
         >>> from normpre_optax.linalg.eigenspace import leading_modes_sketches
         >>> psis = [jnp.diag(jnp.array([5.0, 3.0, 1.0])), jnp.eye(3, 6)]
         >>> omegas = [jax.random.normal(jax.random.key(0), (2, n)) for n in (3, 6)]
-        >>> found = leading_modes_sketches(psis, omegas, [jnp.array([[35.0]]), jnp.array([[3.0]])], 1, 4)
+        >>> found = leading_modes_sketches(psis, omegas, [jnp.array([[35.0]]), jnp.array([[3.0]])], [1, 1], 4)
         >>> print([modes.values.round(2).item() for modes in found])
         [25.0, 1.0]
     """
@@ -157,19 +157,18 @@ def leading_modes_sketches(
     q = basis(y)
     seen = thin(q, psis)
     grams = [(exact_product(a, a.mT), exact_product(b, b.mT)) for a, b in zip(q, seen, strict=True)]
-    pairs = together(lambda pair: _rayleigh_ritz(pair[0], pair[1], rank), grams)
+    pairs = together(lambda pair: _rayleigh_ritz(*pair), grams)
     return [
-        Modes(values, exact_product(z, a), exact_product(z, b))
-        for (values, z), a, b in zip(pairs, q, seen, strict=True)
+        Modes(values[..., :k], exact_product(z[..., :k, :], a), exact_product(z[..., :k, :], b))
+        for (values, z), a, b, k in zip(pairs, q, seen, ranks, strict=True)
     ]
 
 
-def _rayleigh_ritz(gram: jax.Array, interaction: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
-    """Leading ``lambda`` and ``z`` (rows) of ``interaction z = lambda gram z``, with ``z gram z^T = 1``."""
+def _rayleigh_ritz(gram: jax.Array, interaction: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``lambda``, largest first, and ``z`` (rows) of ``interaction z = lambda gram z``, with ``z gram z^T = 1``."""
     inverse = inverse_cholesky(gram)
     values, z = eigh(exact_product(exact_product(inverse, interaction), inverse.mT))
-    k = min(rank, values.shape[-1])
-    return values[..., :k], exact_product(z[..., :k].mT, inverse)
+    return values, exact_product(z.mT, inverse)
 
 
 def _one_by_one(f: Callable, problems: Sequence[Any]) -> list[Any]:

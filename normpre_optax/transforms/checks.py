@@ -33,6 +33,22 @@ def static_int(name: str, value, least: int) -> int:
     return value
 
 
+def count_or_share(name: str, value) -> Callable[[int], int]:
+    """How many of a whole are meant by a count, or by a share between zero and one.
+
+    Example:
+        >>> from normpre_optax.transforms.checks import count_or_share
+        >>> count_or_share("rank", 32)(768), count_or_share("rank", 32)(16), count_or_share("rank", 0.25)(768)
+        (32, 16, 192)
+    """
+    if not isinstance(value, float):
+        count = static_int(name, value, least=1)
+        return lambda whole: min(count, whole)
+    if not 0 < value < 1:
+        raise ValueError(f"{name} must be an int, or a share between 0 and 1, got {value}")
+    return lambda whole: max(1, round(value * whole))
+
+
 def choice(name: str, value, allowed: tuple) -> None:
     """Refuse what is none of the choices.
 
@@ -103,15 +119,16 @@ def number(name: str, value, least: float | None = None, below: float | None = N
 
 
 def is_number(kind: Any) -> bool:
-    """Whether arguments of that type are numbers: float, or what may be an array.
+    """Whether arguments of that type are numbers: float, or what may be an array; not what may be a count.
 
     Example:
         >>> import jax
         >>> from normpre_optax.transforms.checks import is_number
-        >>> [is_number(kind) for kind in (float, jax.typing.ArrayLike, float | None, int, bool, str)]
-        [True, True, True, False, False, False]
+        >>> [is_number(kind) for kind in (float, jax.typing.ArrayLike, float | None, int, int | float, bool, str)]
+        [True, True, True, False, False, False, False]
     """
-    return bool({float, jax.Array} & {kind, *get_args(kind)})
+    kinds = {kind, *get_args(kind)}
+    return jax.Array in kinds or (float in kinds and int not in kinds)
 
 
 def of_type(name: str, value, kind: Any, least: float | None = None, below: float | None = None) -> None:
@@ -120,7 +137,7 @@ def of_type(name: str, value, kind: Any, least: float | None = None, below: floa
     Args:
         name: of the argument.
         value: given for it.
-        kind: its annotation: a ``Literal``, bool, int, a dtype, or a number (``is_number``);
+        kind: its annotation: a ``Literal``, bool, int, a count or share (``int | float``), a dtype, or a number;
             if a callable belongs to it, for schedules too. Anything else is not looked at.
         least: smallest number.
         below: what numbers lie under.
@@ -151,6 +168,8 @@ def of_type(name: str, value, kind: Any, least: float | None = None, below: floa
         flag(name, value)
     elif value is None and type(None) in kinds:
         return
+    elif kind == int | float:
+        count_or_share(name, value)
     elif kind is int or (int in kinds and jax.Array not in kinds):
         static_int(name, value, least=-sys.maxsize if least is None else int(least))
     elif kind == jax.typing.DTypeLike | None:

@@ -20,7 +20,7 @@ from normpre_optax.linalg.precision import in_working_dtype, working_dtype
 from normpre_optax.linalg.spectrum import clip_modes, clipped_squares, exact_msign
 from normpre_optax.linalg.whitening import whiten as whitened
 from normpre_optax.platforms import by_platform
-from normpre_optax.transforms.checks import check_rms, choice, float_dtype, number, positive, static_int
+from normpre_optax.transforms.checks import check_rms, choice, count_or_share, float_dtype, number, positive, static_int
 from normpre_optax.transforms.draws import draws_of_stacks, identities
 from normpre_optax.transforms.oriented import UPRIGHT, MatrixLayout, OrientedTransformation, Rescalable, in_context
 
@@ -147,7 +147,7 @@ class WarmStartState(NamedTuple):
 
 
 def precondition_locally(
-    rank: int = 32,
+    rank: int | float = 32,
     oversample: int = 8,
     power_iterations: int = 1,
     method: str = "sketch",
@@ -162,7 +162,8 @@ def precondition_locally(
     ``P = I + sum_i (lambda_i^-1/2 - 1) u_i u_i^T`` over those with ``lambda_i > 1``.
 
     Args:
-        rank: spectral budget r: how many modes may be clipped.
+        rank: spectral budget r: how many modes may be clipped; a number between zero and one is a share of the shorter
+            side, rounded, and at least one mode.
         oversample: o: the sketch sees ``min(m, n, r + o)`` directions.
         power_iterations: p: passes that sharpen the sketch.
         method: ``"sketch"`` (Algorithm 2: products with thin matrices only) or ``"exact"`` (an eigendecomposition of
@@ -200,7 +201,7 @@ def precondition_locally(
     References:
         Normalize-Then-Precondition, "NormPre-L", Algorithm 2, Propositions 1 and 2.
     """
-    rank = static_int("rank", rank, least=1)
+    budget = count_or_share("rank", rank)
     oversample = static_int("oversample", oversample, least=0)
     power_iterations = static_int("power_iterations", power_iterations, least=0)
     seed = static_int("seed", seed, least=0)
@@ -224,8 +225,11 @@ def precondition_locally(
             return jnp.where(squares > 0, squares, 1) / side
         return jnp.square(in_context(threshold))
 
+    def modes_of(psi: jax.Array) -> int:
+        return budget(min(psi.shape[-2:]))
+
     def width(psi: jax.Array) -> int:
-        return min(*psi.shape[-2:], rank + oversample)
+        return min(*psi.shape[-2:], modes_of(psi) + oversample)
 
     def draws(
         psis: list[jax.Array], ids: list[jax.Array], step: jax.typing.ArrayLike, rows: list[int], on_mesh: bool = False
@@ -270,7 +274,8 @@ def precondition_locally(
             spread, on_mesh = None, layout.mesh is not None
             if on_mesh:
                 spread = [_is_short_side_sharded(s, along) for s, along in zip(layout.specs, columns, strict=True)]
-            found = leading_modes_sketches(wide, omegas, squares, rank, power_iterations, dtype, spread)
+            ranks = [modes_of(psi) for psi in psis]
+            found = leading_modes_sketches(wide, omegas, squares, ranks, power_iterations, dtype, spread)
             each = zip(psis, squares, found, columns, strict=True)
             new = [clipped(psi, s, modes, dtype, along, on_mesh) for psi, s, modes, along in each]
             return new, [modes.coordinates for modes in found]
@@ -290,7 +295,7 @@ def precondition_locally(
 
         def clip_exactly(psi: jax.Array, transposed: bool) -> jax.Array:
             columns = _works_on_columns(psi, transposed)
-            modes = leading_modes_exact(psi.mT if columns else psi, rank)
+            modes = leading_modes_exact(psi.mT if columns else psi, modes_of(psi))
             return clipped(psi, _squares(psi), modes, psi.dtype, columns)
 
         def update(updates, state, params=None, *, matrix_ids=None, matrix_layout=UPRIGHT, **extra_args):

@@ -128,7 +128,9 @@ def test_matrices_of_several_shapes_are_sketched_together_as_each_by_itself():
     psis = [jnp.asarray(reference.unit_rows(gaussian(s, i)), jnp.float32) for i, s in enumerate(shapes)]
     omegas = [jnp.asarray(gaussian((*s[:-2], w, s[-1]), 9), jnp.float32) for s, w in zip(shapes, widths, strict=True)]
     squares = [jnp.sum(x**2, axis=(-2, -1), keepdims=True) for x in psis]
-    together = cases.quick_jit(lambda *given: eigenspace.leading_modes_sketches(*given, 3))(psis, omegas, squares)
+    together = cases.quick_jit(lambda *given: eigenspace.leading_modes_sketches(*given, [3] * len(psis)))(
+        psis, omegas, squares
+    )
     sketch = cases.quick_jit(lambda psi, omega: eigenspace.leading_modes_sketch(psi, omega, 3))
     for psi, omega, modes in zip(psis, omegas, together, strict=True):
         alone = sketch(psi, omega)
@@ -145,9 +147,9 @@ def test_bases_on_the_long_side_span_the_same():
     omegas = [jnp.asarray(gaussian((5, x.shape[-1]), 4), jnp.float32) for x in psis]
     squares = [jnp.sum(x**2, keepdims=True) for x in psis]
     short, long = (
-        cases.quick_jit(lambda *given, s=spread: eigenspace.leading_modes_sketches(*given, 3, 2, short_is_sharded=s))(
-            psis, omegas, squares
-        )
+        cases.quick_jit(
+            lambda *given, s=spread: eigenspace.leading_modes_sketches(*given, [3, 3], 2, short_is_sharded=s)
+        )(psis, omegas, squares)
         for spread in ([False, False], [True, False])
     )
     for psi, a, b in zip(psis, short, long, strict=True):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages alone, on plain leaves whose last two axes are (rows, columns): ordinary optax transformations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,6 +148,7 @@ def test_global_preconditioning_with_no_steps_to_count_is_exact():
         (lambda: npo.precondition_globally(ns_coefficients="muno"), "coefficients"),
         (lambda: npo.precondition_locally(rank=0), "rank"),
         (lambda: npo.precondition_locally(rank=2.0), "rank"),
+        (lambda: npo.precondition_locally(rank=float("nan")), "rank"),
         (lambda: npo.precondition_locally(rank=True), "rank"),
         (lambda: npo.precondition_locally(oversample=-1), "oversample"),
         (lambda: npo.precondition_locally(power_iterations=-1), "power_iterations"),
@@ -168,6 +171,20 @@ def test_global_preconditioning_with_no_steps_to_count_is_exact():
 def test_bad_options_are_named_at_once(make, named):
     with pytest.raises((ValueError, TypeError), match=named):
         make()
+
+
+@pytest.mark.parametrize("options", [{"method": "exact"}, {"oversample": 1}, {"oversample": 1, "warm_start": True}])
+def test_a_share_is_so_many_modes_of_the_shorter_side(options):
+    sizes = {"wide": (8, 12), "tall": (20, 16), "small": (3, 1)}
+    x = {name: jax.random.normal(jax.random.key(i), size) for i, (name, size) in enumerate(sizes.items())}
+    stage = functools.partial(npo.precondition_locally, **options)
+    share, of_two, of_four, of_one = (stage(rank=rank) for rank in (0.25, 2, 4, 1))
+    got, state = share.update(x, share.init(x))
+    for name, count in {"wide": of_two, "tall": of_four, "small": of_one}.items():
+        expected, other = count.update(x, count.init(x))
+        np.testing.assert_array_equal(got[name], expected[name])
+        if "warm_start" in options:
+            assert state.subspace[name].shape == other.subspace[name].shape
 
 
 def test_a_vector_is_no_matrix():
