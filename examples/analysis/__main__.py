@@ -14,6 +14,7 @@ COMMANDS = {
     "radial": "when the tangent stage pays: radial ablations at several widths and lengths, joined",
     "lengths": "validation loss over the length of rows, for every setting of several ablations",
     "sweeps": "loss over the learning rate, of several comparisons: does a rate keep from size to size?",
+    "walk": "lengths of rows and columns, held against those of a random walk",
     "plot_loss": "the loss curves of runs",
     "coordinates": "how far steps move models of several widths",
     "theorem": "the convergence theorem held against actual runs",
