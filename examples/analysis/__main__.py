@@ -11,8 +11,6 @@ COMMANDS = {
     "figures": "the paper's figures from the checkpoints and logs of runs",
     "comparison_report": "a comparison's tables, figures and report, drawn again from its comparison.json",
     "ablation_report": "an ablation's table and figure, drawn again from its data",
-    "radial": "when the tangent stage pays: radial ablations at several widths and lengths, joined",
-    "lengths": "validation loss over the length of rows, for every setting of several ablations",
     "sweeps": "loss over the learning rate, of several comparisons: does a rate keep from size to size?",
     "walk": "lengths of rows and columns, held against those of a random walk",
     "plot_loss": "the loss curves of runs",

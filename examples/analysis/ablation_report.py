@@ -8,10 +8,10 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import colormaps
@@ -22,7 +22,6 @@ from examples.analysis.comparison_report import NAMES, frame, save
 
 # Two means count as different where they are this many standard errors of their difference apart.
 CLEAR = 2.0
-Found = TypeVar("Found")
 
 
 class Cell(NamedTuple):
@@ -50,22 +49,6 @@ def write(folder: Path, content: dict[str, Any]) -> str:
     shown = table(content)
     (folder / f"{name}.md").write_text(page(content, shown))
     return shown
-
-
-def read(
-    files: Sequence[Path], points: Callable[[Sequence[dict[str, Any]]], Found]
-) -> tuple[list[dict[str, Any]], Found]:
-    """The data of several ablations, and what ``points`` makes of it.
-
-    Raises:
-        OSError: where a file cannot be read.
-        ValueError: where one is no ablation's data, and what ``points`` raises.
-    """
-    contents = [json.loads(file.read_text()) for file in files]
-    try:
-        return contents, points(contents)
-    except (LookupError, TypeError) as error:
-        raise ValueError(f"one of the files is no ablation's data: {error!r}") from error
 
 
 def arms_of(content: dict[str, Any], row: str, optimizer: str) -> list[dict[str, Any]]:

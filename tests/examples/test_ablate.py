@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.analysis import ablation_report, lengths, radial
+from examples.analysis import ablation_report
 from examples.pretrain import ablate, ablations, configs, main, optimizers
 from examples.pretrain.arms import environment
 from examples.pretrain.compare import make_study
@@ -270,82 +270,6 @@ def test_a_single_seed_has_no_error(content):
     content["arms"] = [arm for arm in content["arms"] if arm["seed"] == 0]
     assert math.isnan(ablation_report.cells(content, "normpre_g")["none"].error)
     assert "(one seed each)" in ablation_report.verdicts(content)[0]
-
-
-def radial_content(content, width: int, steps: int, relaxed: float, std: float | None = None) -> dict:
-    """Two seeds of three treatments at one size."""
-    losses = {"relaxed": relaxed, "bounded": 3.0, "no tangent": 3.0}
-    found = [
-        {**arm, "row": row, "best_validation_loss": loss + 0.01 * arm["seed"]}
-        for row, loss in losses.items()
-        for arm in content["arms"][:2]
-    ]
-    config = {**content["config"], "model.width": width, "steps": steps}
-    config |= {} if std is None else {"model.hidden_std": std}
-    return {**content, "name": "radial", "rows": list(losses), "published": "relaxed", "config": config, "arms": found}
-
-
-def test_when_the_tangent_pays(content, tmp_path, capsys):
-    sizes = [(128, 9, 3.1), (64, 9, 3.2), (64, 27, 2.9), (64, 9, 2.8, 0.07)]
-    files = [tmp_path / f"{i}.json" for i in range(len(sizes))]
-    for file, size in zip(files, sizes, strict=True):
-        file.write_text(json.dumps(radial_content(content, *size)))
-    assert radial.main([*map(str, files), "--out", str(tmp_path / "out")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == "| 64 | 9 | 0.1 | 0.30 | relaxed | 2 | 3.2050 | +0.2000 | 0.50 | 10% |"
-    assert lines[3] == "| 64 | 9 | 0.1 | 0.30 | bounded | 2 | 3.0050 | +0.0000 (within the noise) | 0.50 | 10% |"
-    assert lines[5] == "| 64 | 9 | 0.1 | 0.30 | relaxed | 2 | 2.8050 | -0.2000 | 0.50 | 10% |"
-    assert lines[8] == "| 64 | 27 | 0.1 | 0.30 | relaxed | 2 | 2.9050 | -0.1000 | 0.50 | 10% |"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"README.md", "radial.png"}
-    found = radial.points([json.loads(file.read_text()) for file in files])
-    assert radial.usual(found) == (64, 9, 0.1, 0.02)
-    width, steps, start, norms = radial.draw(found).axes  # the learning rate does not vary
-    relaxed = {axes: sorted(axes.containers[0].lines[0].get_ydata()) for axes in (width, steps, start, norms)}
-    np.testing.assert_allclose(relaxed[width], [0.1, 0.2])
-    np.testing.assert_allclose(relaxed[steps], [-0.1, 0.2])
-    np.testing.assert_allclose(relaxed[start], [-0.2, 0.2])
-    np.testing.assert_allclose(relaxed[norms], [0.5, 0.5])
-    assert radial.main([*map(str, files), str(files[0]), "--out", str(tmp_path / "twice")]) == 1
-    assert "among the files already" in capsys.readouterr().err
-    files[0].write_text(json.dumps(content))
-    assert radial.main([*map(str, files), "--out", str(tmp_path / "other")]) == 1
-    assert "no data of `ablate radial`" in capsys.readouterr().err
-    assert not (tmp_path / "other").exists()
-
-
-def test_loss_over_row_length(content, tmp_path, capsys):
-    for arm in content["arms"]:
-        if arm["status"] == "finished":
-            arm["row_norm"] = [[0, 0.1, 0.0], [9, 10.0 - arm["best_validation_loss"], 0.0]]
-    other = {**content, "name": "rank", "rows": ["relaxed"], "optimizers": ["normpre_g"]}
-    found = lengths.points([content, other])
-    assert [(p.optimizer, p.ablation, p.row) for p in found] == [  # the published row is told once, lost arms never
-        *(("normpre_g", "tangent", row) for row in ("none", "strict", "relaxed")),
-        *(("normpre_l", "tangent", row) for row in ("none", "relaxed")),
-    ]
-    np.testing.assert_allclose([found[0].row_norm, found[0].loss], [6.9, 3.1])
-    assert lengths.rank_correlation(found[:3]) == pytest.approx(-1)
-    assert lengths.rank_correlation([found[0]._replace(loss=9.0), *found[1:3]]) == pytest.approx(0.5)
-    near, far = lengths.near_and_far(found[:3])
-    assert ([p.row for p in near], [p.row for p in far]) == (["none", "relaxed"], ["strict"])
-    files = [tmp_path / "tangent.json", tmp_path / "rank.json"]
-    for file, data in zip(files, (content, other), strict=True):
-        file.write_text(json.dumps(data))
-    assert lengths.main([*map(str, files), "--out", str(tmp_path / "out")]) == 0
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"lengths.md", "lengths.png"}
-    text = (tmp_path / "out" / "lengths.md").read_text()
-    assert "over 3 settings: -1.00. Outside the figure: tangent: strict (6.00, 4.0000)." in text
-    layers, empty = {**other, "name": "layers"}, {**content["arms"][0], "row_norm": []}
-    for wrong, said in (
-        ({**other, "settings": "tiny"}, "different settings: nano, tiny"),
-        (layers, "leave it out"),
-        ({**content, "arms": [empty]}, "no ablation's data"),
-        ({}, "no ablation's data"),
-    ):
-        files[1].write_text(json.dumps(wrong))
-        assert lengths.main([*map(str, files), "--out", str(tmp_path / "other")]) == 1
-        assert said in capsys.readouterr().err
-    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.thorough  # as comparisons are, of which CI runs one
