@@ -13,7 +13,7 @@ from normpre_optax.meshes.specs import like_parameters, specs_of
 from normpre_optax.norm_control import brake_radially, hold_norm, hyperball, rates, row_gains
 from normpre_optax.options import Number, RestOptions, with_options
 from normpre_optax.parameters.rules import Choices, resolve
-from normpre_optax.transforms.checks import same_trees, transformation
+from normpre_optax.transforms.checks import number, same_trees, transformation
 from normpre_optax.transforms.scale import add_cautious_decay
 from normpre_optax.transforms.wrappers import at_least_float32
 
@@ -99,13 +99,15 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     matrix, control, rest = direction(matrix_dims=found), options["norm_control"], adam
     if options["rate_multipliers"] is not None:
         numbers = _whole_tree("rate_multipliers", options["rate_multipliers"], params, 1.0, Number)
+        for path, times in zip(found, jax.tree.leaves(numbers), strict=True):
+            number(f"rate_multipliers of {path!r}", times, least=0)
         found = _with(found, "rate", jax.tree.leaves(numbers))
         rest = optax.chain(adam, _at_their_rates(found))
         if control != "hyperball":  # It forgets sizes, and reads the rates itself.
             matrix = optax.chain(matrix, _at_their_rates(found))
     if control == "row_gains":  # Of lengths and directions only lengths decay.
         directions = optax.chain(matrix, optax.scale_by_learning_rate(learning_rate))
-        step = row_gains(directions, finished(adam, decay, adam_rate), matrix_dims=found)
+        step = row_gains(directions, finished(rest, decay, adam_rate), matrix_dims=found)
     elif control == "hyperball":
         step = optax.chain(matrix, hyperball(learning_rate, matrix_dims=found))
     else:
@@ -139,7 +141,7 @@ _HELD = ("hold", "hold_rows")
 _RULES = {
     "brake": brake_radially,
     "brake_matrix": functools.partial(brake_radially, per="matrix"),
-    "relax": functools.partial(brake_radially, _relaxed, _relaxed),
+    "relax": functools.partial(brake_radially, _relaxed),
     "hold": hold_norm,
     "hold_rows": functools.partial(hold_norm, per="rows"),
 }
@@ -189,4 +191,7 @@ def _whole_tree(name: str, given, params, default, kind):
     if not is_tree and not callable(given):
         kinds = "bools" if default is True else "numbers"
         raise TypeError(f"{name} must be a tree of {kinds} or a callable (params) -> tree, got {given!r}")
-    return given if is_tree else given(params)
+    try:
+        return jax.tree.broadcast(given if is_tree else given(params), params)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} must be a tree like the parameters', or the top of one: {error}") from error

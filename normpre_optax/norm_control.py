@@ -16,7 +16,7 @@ import optax
 from normpre_optax.meshes.specs import gathered
 from normpre_optax.parameters.dims import MatrixDims, from_matrices, matrix_shape, split_axes, to_matrices
 from normpre_optax.parameters.rules import Choice, resolve
-from normpre_optax.transforms.checks import choice, number, transformation
+from normpre_optax.transforms.checks import choice, number, same_trees, transformation
 from normpre_optax.transforms.oriented import in_context
 from normpre_optax.transforms.wrappers import at_least_float32
 
@@ -114,6 +114,8 @@ def hold_norm(
         Wen et al., Hyperball, arXiv 2606.16899.
     """
     choice("per", per, ("matrix", "rows"))
+    if norm is not None and not callable(norm):
+        raise TypeError(f"norm must be a function (rows, columns) -> length, or None; got {norm!r}")
 
     def first(w: jax.Array, dims: MatrixDims) -> jax.Array:
         own = _length(w, dims, per)
@@ -146,10 +148,11 @@ def hyperball(
     """Steps as long as the weights times the learning rate, on the sphere where the weights began.
 
     ``W <- R N(W - lr R N(U))``, where N divides a matrix (or each row) by its length and R is the length of W at
-    ``init``. The scale of U does not matter, the size of a step is the same at every width, and nothing decays.
+    ``init``. The scale of U does not matter (as long as the squares of its entries are numbers), the size of a step is
+    the same at every width, and nothing decays.
 
     How long weights begin is how long they stay. Rows of 0.5 to 0.8 are what a standard deviation of 0.02 gives at a
-    width of 768 and above.
+    width of 768 and above; those that Flax makes by default begin at one.
 
     Args:
         learning_rate: size of a step relative to the weights, number or schedule.
@@ -176,6 +179,8 @@ def hyperball(
         Wen et al., Hyperball, arXiv 2606.16899.
     """
     choice("per", per, ("matrix", "rows"))
+    if not callable(learning_rate):
+        number("learning_rate", learning_rate)
 
     def init(params):
         norm = _of_matrices(lambda w, dims: _length(w, dims, per), matrix_dims, params)
@@ -187,7 +192,7 @@ def hyperball(
 
         def step(u: jax.Array, w: jax.Array, held: jax.Array, times: Any, dims: MatrixDims) -> jax.Array:
             ww, wu, uu = (_sum(product, dims, per) for product in (w * w, w * u, u * u))
-            size = times * rate * jnp.where(held > 0, jnp.sqrt(ww / jnp.where(uu == 0, 1, uu)), 1)
+            size = times * rate * jnp.where(held > 0, held / jnp.sqrt(jnp.where(uu == 0, 1, uu)), 1)
             after = jnp.sqrt(jnp.maximum(ww - 2 * size * wu + size**2 * uu, 0))
             back = jnp.where((held > 0) & (after > 0), held / jnp.where(after > 0, after, 1), 1)
             return (back - 1) * w - back * size * u
@@ -251,6 +256,7 @@ def row_gains(
 
     def update(updates, state, params=None, **extra_args):
         axes, treedef = _axes(params, matrix_dims), jax.tree.structure(params)
+        same_trees(updates, params)
         flat = treedef.flatten_up_to
         rows = [
             None if dims is None else _polar(grad, w, length, dims)
@@ -356,6 +362,7 @@ def _of_matrices(f: Callable, matrix_dims, params):
 def _on_matrices(f: Callable, matrix_dims, params, updates, *trees, rest: Callable = lambda u: u):
     """``f`` of every matrix's update, its leaves in ``trees`` and its axes; ``rest`` of the other updates."""
     axes, treedef = _axes(params, matrix_dims), jax.tree.structure(params)
+    same_trees(updates, params)
     leaves = zip(axes, *map(treedef.flatten_up_to, (updates, *trees)), strict=True)
     return treedef.unflatten([rest(u) if dims is None else f(u, *given, dims) for dims, u, *given in leaves])
 

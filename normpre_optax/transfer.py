@@ -22,8 +22,8 @@ def rates_by_width(
     its step goes with ``sqrt(m / n)``. With m0 x n0 in the tuned model and t the longer side, its rate is multiplied by
 
     - ``"orthogonal"``: ``sqrt(m / (n t)) / sqrt(m0 / (n0 t0))``, for steps of one RMS at all widths whose singular
-      values are equal: ``normpre_g``, ``muon`` (as it comes), ``muoneq``, ``adamuon``. One over the square root of the
-      width;
+      values are equal: ``normpre_g``, ``normpre_l``, ``muon`` (as it comes), ``muoneq``, ``adamuon``. One over the
+      square root of the width;
     - ``"relative"``: 1, for steps as long as the weights (``norm_control="hyperball"``), and for those that already are
       ``sqrt(max(1, m / n))`` long (``muon(convention="keller")``, ``normuon``);
     - ``"elementwise"``: ``n0 / n``, for steps of one RMS at all widths of which few singular values are large: AdamW.
@@ -60,6 +60,10 @@ def rates_by_width(
         raise ValueError(
             f"params and base are different trees: only one of them has {sorted(set(here) ^ set(there))[:1]}"
         )
+
+    for path, one in here.items():
+        if len(one.shape) != len(there[path].shape):
+            raise ValueError(f"parameter {path!r} has shape {one.shape}, in base {there[path].shape}")
 
     def slowness(one: Choice) -> float:
         if one.dims is None:  # of an output head, what grows with the width is the inputs

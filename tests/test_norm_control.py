@@ -315,3 +315,52 @@ def test_a_new_rate_is_read_from_a_schedule_and_an_array():
 def test_what_it_refuses(wrong, what):
     with pytest.raises((ValueError, TypeError), match=what):
         wrong()
+
+
+def test_relax_never_lengthens_what_shrinks():
+    """Rows longer than one under decay alone: the factor, negative there, is of growth only."""
+    params = {"kernel": 2.0 * jnp.eye(3)}
+    tx = npo.muon(1e-2, norm_control="relax", weight_decay=0.5)
+    updates, _ = tx.update({"kernel": jnp.zeros((3, 3))}, tx.init(params), params)
+    np.testing.assert_allclose(updates["kernel"], -0.005 * params["kernel"], rtol=1e-5)
+
+
+def test_hyperball_is_of_the_length_at_init_whatever_becomes_of_the_weights():
+    tx, w, u = npo.hyperball(0.1), {"kernel": jnp.diag(jnp.array([3.0, 4.0]))}, {"kernel": jnp.ones((2, 2))}
+    state = tx.init(w)
+    for now in (3 * w["kernel"], jnp.zeros((2, 2)), w["kernel"].mT + 1):
+        updates, _ = tx.update(u, state, {"kernel": now})
+        turned = now - 0.1 * 5 * u["kernel"] / 2
+        expected = turned * 5 / jnp.linalg.norm(turned)
+        np.testing.assert_allclose(now + updates["kernel"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tx", [npo.brake_radially(), npo.hold_norm(), npo.hyperball(0.1), npo.row_gains(optax.sgd(0.1), optax.sgd(0.1))]
+)
+@pytest.mark.parametrize("shape", [(1, 6), (6,), (2, 8, 6), (6, 8), ()])
+def test_gradients_that_do_not_fit_are_named(tx, shape):
+    params = {"up": {"kernel": jnp.ones((8, 6))}}
+    with pytest.raises(ValueError, match="gradient of parameter 'up/kernel'"):
+        tx.update({"up": {"kernel": jnp.ones(shape)}}, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: npo.hold_norm(3.0), "norm must be a function"),
+        (lambda: npo.hyperball("x"), "learning_rate must be a number"),
+        (lambda: npo.add_cautious_decay(-1.0), "weight_decay must be at least 0"),
+        (lambda: npo.precondition_locally(threshold=float("inf")), "threshold must lie in"),
+    ],
+)
+def test_what_cannot_be_is_told_where_it_is_given(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_multipliers_of_zero_freeze_gains_too():
+    params = {"kernel": jnp.eye(3)}
+    tx = npo.muon(0.1, norm_control="row_gains", rate_multipliers={"kernel": 0.0}, weight_decay=0.0)
+    updates = cases.first_update(tx, {"kernel": jnp.ones((3, 3))}, params)
+    np.testing.assert_allclose(updates["kernel"], 0, atol=1e-7)

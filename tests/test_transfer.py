@@ -103,5 +103,33 @@ def test_what_it_refuses():
         npo.rates_by_width({"a": jnp.zeros(3)}, {"b": jnp.zeros(3)}, update="relative")
     with pytest.raises(ValueError, match="update"):
         npo.rates_by_width({}, {}, update="spectral")
-    with pytest.raises(TypeError, match="rate_multipliers"):
-        npo.muon(1e-3, rate_multipliers="x").init({"kernel": jnp.eye(3)})
+    with pytest.raises(ValueError, match="parameter 'a' has shape"):
+        npo.rates_by_width({"a": jnp.zeros((6, 5))}, {"a": jnp.zeros(3)}, update="relative")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("x", "rate_multipliers must be a tree of numbers"),
+        ({"first": 5.0, "second": 1.0}, "rate_multipliers must be a tree like the parameters'"),
+        ([5.0, 1.0], "rate_multipliers must be a tree like the parameters'"),
+        (lambda params: None, "rate_multipliers must be a tree like the parameters'"),
+        ({"a": {"kernel": -1.0}, "b": 1.0}, "rate_multipliers of 'a/kernel' must be at least 0"),
+        ({"a": {"kernel": float("nan")}, "b": 1.0}, "rate_multipliers of 'a/kernel'"),
+        ({"a": {"kernel": jnp.ones(3)}, "b": 1.0}, "rate_multipliers of 'a/kernel' must be a number"),
+    ],
+)
+def test_multipliers_that_do_not_fit(given, message):
+    params = {"a": {"kernel": jnp.eye(3)}, "b": {"kernel": jnp.eye(3)}}
+    with pytest.raises((TypeError, ValueError), match=message):
+        npo.muon(1e-3, rate_multipliers=given).init(params)
+
+
+def test_a_multiplier_is_of_all_below_it():
+    params = {"a": {"kernel": jnp.eye(3)}, "b": {"kernel": jnp.eye(3)}}
+    grads = jax.tree.map(jnp.ones_like, params)
+    options = {"weight_decay": 0.0, "norm_control": "hyperball"}
+    found = cases.first_update(npo.muon(1e-3, rate_multipliers={"a": 2.0, "b": 1.0}, **options), grads, params)
+    whole = {"a": {"kernel": 2.0}, "b": {"kernel": 1.0}}
+    expected = cases.first_update(npo.muon(1e-3, rate_multipliers=whole, **options), grads, params)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

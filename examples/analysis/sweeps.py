@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from examples.analysis.comparison_report import frame, label, optimizers, save, swept
-from examples.pretrain.config import RunError
+from examples.pretrain.config import Config, RunError, to_dict
 
 # What may tell comparisons apart, in the order of a size's name.
 SIZES = {
@@ -76,8 +76,8 @@ def sweeps(contents: Sequence[dict[str, Any]], over: str = "") -> list[Sweep]:
     Raises:
         RunError: where two comparisons are of the same size, or one lacks the optimizer to compare with.
     """
-    configs = [content["config"] for content in contents]
-    differ = [field for field in SIZES if len({str(config.get(field)) for config in configs}) > 1]
+    configs = [to_dict(Config()) | content["config"] for content in contents]  # what is older lacks fields
+    differ = [field for field in SIZES if len({config[field] for config in configs}) > 1]
     names = [", ".join(_named(config[field], SIZES[field]) for field in differ) or "all" for config in configs]
     if len(set(names)) < len(names):
         raise RunError(f"comparisons of one size: {', '.join(names)}")
@@ -151,6 +151,8 @@ def draw(found: Sequence[Sweep], over: str = "") -> Figure:
 def main(arguments: Sequence[str]) -> None:
     """The command line."""
     options = tyro.cli(Options, args=list(arguments), prog="python -m examples.analysis sweeps")
+    if not options.folders:
+        raise RunError("which folders? Name those that hold a comparison.json")
     contents = [json.loads((folder / "comparison.json").read_text()) for folder in options.folders]
     found = sweeps(contents, options.over)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ def count_or_share(name: str, value) -> Callable[[int], int]:
         >>> count_or_share("rank", 32)(768), count_or_share("rank", 32)(16), count_or_share("rank", 0.25)(768)
         (32, 16, 192)
     """
-    if not isinstance(value, float):
+    if not isinstance(value, float | np.floating):
         count = static_int(name, value, least=1)
         return lambda whole: min(count, whole)
     if not 0 < value < 1:
@@ -110,7 +110,7 @@ def number(name: str, value, least: float | None = None, below: float | None = N
         ...
         ValueError: momentum must lie in [0, 1), got 1.5
     """
-    if value is None or isinstance(value, str) or not hasattr(value, "__float__"):
+    if value is None or isinstance(value, str) or not hasattr(value, "__float__") or np.ndim(value):
         raise TypeError(f"{name} must be a number, got {value!r}")
     known = isinstance(value, int | float | np.number)
     if known and not ((least is None or value >= least) and (below is None or value < below)):

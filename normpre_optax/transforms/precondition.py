@@ -216,8 +216,8 @@ def precondition_locally(
     if isinstance(threshold, str):
         choice("threshold", threshold, ("mean",))
     else:
-        number("threshold", threshold)
         positive("threshold", threshold, 'or "mean"; ')
+        number("threshold", threshold, least=1e-15, below=1e15)  # their squares are numbers
 
     def level(squares: jax.Array, side: int) -> jax.Array:
         """The threshold squared, of matrices with these sums of squares and that shorter side."""

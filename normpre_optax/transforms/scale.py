@@ -10,7 +10,7 @@ import optax
 
 from normpre_optax.linalg.newton_schulz import unit_frobenius
 from normpre_optax.linalg.precision import in_working_dtype
-from normpre_optax.transforms.checks import check_rms
+from normpre_optax.transforms.checks import check_rms, number
 from normpre_optax.transforms.oriented import UPRIGHT, OrientedTransformation, in_context
 
 
@@ -104,6 +104,7 @@ def add_cautious_decay(weight_decay: jax.typing.ArrayLike, mask=None) -> optax.G
     References:
         Chen et al., Cautious Weight Decay, arXiv 2510.12402.
     """
+    number("weight_decay", weight_decay, least=0)
 
     def update(updates, state, params=None):
         if params is None:
