@@ -7,6 +7,7 @@ which rate it is lowest: does a user keep the rate of a smaller model? With ``--
 """
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,6 @@ SIZES = {
     "batch_size": "sequences",
     "model.tied_head": "tied head",
     "matrix.rms": "update RMS",
-    "model.hidden_std": "first weights",
 }
 
 
@@ -139,7 +139,7 @@ def draw(found: Sequence[Sweep], over: str = "") -> Figure:
             (lines[sweep.size],) = axes.plot(rates, y, color=shades[sweep.size], marker="o", markersize=4)
         axes.axhline(0, color="0.6", linewidth=0.8, linestyle="--")
         axes.set(xscale="log", xlabel="peak learning rate")
-        axes.set_title("\n".join(label(name).split(", ", 1)), fontsize=8)
+        axes.set_title(textwrap.fill(label(name), 28), fontsize=8)
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7, rotation=45)
         axes.xaxis.set_minor_locator(NullLocator())
         frame(axes)

@@ -68,8 +68,7 @@ class Options:
         *(PRODUCT, "adamw", BASELINE),
         *("muon", "mano", "normpre_g", "normpre_l", WARM),
     )
-    """Which, in which order; others are clean_muon, the rest of normpre_optax.families() and muoneq_brake,
-    muoneq_hyperball and muoneq_row_gains."""
+    """Which, in which order; others are those of ``optimizer_step --help``."""
     train_step: str = ""
     """A configuration of examples.pretrain, such as gpt2_small: its whole step instead of the optimizer's."""
     micro_batch: int | None = None
