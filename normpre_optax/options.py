@@ -158,9 +158,11 @@ class SketchOptions(ComputeOptions, total=False):
     oversample: Annotated[int, Option(8, "o: extra directions of the sketch.", least=0)]
     power_iterations: Annotated[int, Option(1, "p: passes that sharpen the sketch.", least=0)]
     method: Annotated[
-        Literal["sketch", "exact"],
+        Literal["sketch", "products", "exact"],
         Option(
-            "sketch", '``"sketch"`` (thin products only) or ``"exact"`` (an eigendecomposition of the shorter side).'
+            "sketch",
+            '``"sketch"`` (the paper: thin products, eigenproblems of side r + o), ``"products"`` (products alone, '
+            'which clip all r + o modes) or ``"exact"`` (an eigendecomposition of the shorter side).',
         ),
     ]
     seed: Annotated[int, Option(0, "of the sketch's draws.", least=0)]

@@ -25,6 +25,7 @@ FACTORIES = {
     "normpre_l-sketch": functools.partial(npo.normpre_l, rank=1, oversample=1),
     "normpre_l-warm": functools.partial(npo.normpre_l, rank=2, oversample=1, power_iterations=0, warm_start=True),
     "normpre_l-exact": functools.partial(npo.normpre_l, rank=2, method="exact"),
+    "normpre_l-products": functools.partial(npo.normpre_l, rank=1, oversample=1, method="products"),
     "normpre": functools.partial(npo.normpre, precondition=optax.identity()),
     "muon-moonlight": npo.muon,
     "muon-keller": functools.partial(npo.muon, convention="keller"),

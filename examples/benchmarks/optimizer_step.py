@@ -85,11 +85,13 @@ CONTROLS = {
     f"muoneq_{control}": relative(functools.partial(muoneq, norm_control=control))
     for control in ("brake", "hyperball", "row_gains")
 }
-RANKS = {
-    f"normpre_l_{name}": relative(functools.partial(normpre_l, rank=share, threshold=share / 2))
-    for name, share in {"half": 0.5, "quarter": 0.25, "eighth": 0.125}.items()
+QUARTER = {"rank": 0.25, "threshold": 0.125}
+CLIPPED = {
+    "normpre_l_products": relative(functools.partial(normpre_l, method="products")),
+    "normpre_l_quarter": relative(functools.partial(normpre_l, **QUARTER)),
+    "normpre_l_quarter_products": relative(functools.partial(normpre_l, method="products", **QUARTER)),
 }
-KNOWN = OPTIMIZERS | RELATIVES | CONTROLS | RANKS
+KNOWN = OPTIMIZERS | RELATIVES | CONTROLS | CLIPPED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +102,8 @@ class Options:
     """Shapes: one of tiny, gpt2_small, llama_130m, llama_350m, llama_1p3b, llama_1p3b_layer, qwen3_0p6b, qwen3_1p7b."""
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = tuple(OPTIMIZERS)
     """Which to measure, in which order; others are torch_muon, the rest of normpre_optax.families() and
-    muoneq_brake, muoneq_hyperball, muoneq_row_gains, normpre_l_half, normpre_l_quarter and normpre_l_eighth."""
+    muoneq_brake, muoneq_hyperball, muoneq_row_gains, normpre_l_products, normpre_l_quarter and
+    normpre_l_quarter_products."""
     compile_only: bool = False
     """Compile, and run nothing."""
     repeats: int = 5

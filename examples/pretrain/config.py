@@ -109,7 +109,7 @@ class MatrixConfig:
     """Further directions of the sketch (normpre_l)."""
     power_iterations: int = 1
     """Power iterations of the sketch (normpre_l)."""
-    method: Literal["sketch", "exact"] = "sketch"
+    method: Literal["sketch", "products", "exact"] = "sketch"
     """How the modes are found (normpre_l)."""
     threshold: float | Literal["mean"] = 1.0
     """To what leading singular values are clipped: a number, or mean, the root mean square of all (normpre_l)."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from normpre_optax.linalg.lapack import eigh
-from normpre_optax.linalg.newton_schulz import inverse_root
+from normpre_optax.linalg.newton_schulz import clipping_factor, inverse_root
 from normpre_optax.linalg.orthonormal import inverse_cholesky
 from normpre_optax.linalg.precision import exact_product, product
 
@@ -131,6 +131,87 @@ def leading_modes_sketches(
         >>> print([modes.values.round(2).item() for modes in found])
         [25.0, 1.0]
     """
+    together, q, seen, grams = _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded)
+    pairs = together(lambda pair: _rayleigh_ritz(*pair), grams)
+    return [
+        Modes(values[..., :k], exact_product(z[..., :k, :], a), exact_product(z[..., :k, :], b))
+        for (values, z), a, b, k in zip(pairs, q, seen, ranks, strict=True)
+    ]
+
+
+class Clip(NamedTuple):
+    """What clipping adds to wide matrices ``Psi`` ``(..., s, n)``: ``vectors^T coordinates``.
+
+    Attributes:
+        vectors: ``(..., l, s)``.
+        coordinates: ``(..., l, n)``.
+        removed: how much smaller the sum of squares becomes, ``(..., 1, 1)``.
+    """
+
+    vectors: jax.Array
+    coordinates: jax.Array
+    removed: jax.Array
+
+
+def clip_sketches(
+    psis: Sequence[jax.Array],
+    omegas: Sequence[jax.Array],
+    squares: Sequence[jax.Array],
+    levels: Sequence[jax.Array],
+    power_iterations: int = 1,
+    compute_dtype: jax.typing.DTypeLike | None = None,
+    short_is_sharded: Sequence[bool] | None = None,
+) -> list[Clip]:
+    """All modes that a sketch sees, clipped without an eigensolver: ``Psi - Q^T B + clip(Q^T B)``, ``B = Q Psi``.
+
+    As ``leading_modes_sketches``, but for what is done with the subspace: the factor that clips B is a function of its
+    Gram matrix, and made of products alone (``clipping_factor``).
+
+    Args:
+        psis: see ``leading_modes_sketches``.
+        omegas: likewise.
+        squares: likewise.
+        levels: squares of the thresholds, ``(..., 1, 1)``.
+        power_iterations: see ``leading_modes_sketch``.
+        compute_dtype: likewise.
+        short_is_sharded: see ``leading_modes_sketches``.
+
+    Returns:
+        ``Clip`` of each.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from normpre_optax.linalg.eigenspace import clip_sketches
+        >>> psi, one = jnp.diag(jnp.array([5.0, 3.0, 1.0])), jnp.ones((1, 1))
+        >>> (clip,) = clip_sketches([psi], [jax.random.normal(jax.random.key(0), (2, 3))], [35 * one], [one], 4)
+        >>> print(jnp.diag(psi + clip.vectors.T @ clip.coordinates).round(2), clip.removed.round(2))
+        [1. 1. 1.] [[32.]]
+    """
+    together, q, seen, grams = _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded)
+    problems = [(*pair, level) for pair, level in zip(grams, levels, strict=True)]
+    found = together(lambda problem: _clipped(*problem), problems)
+    return [
+        Clip(exact_product(change, a), exact_product(inverse, b), removed)
+        for (change, inverse, removed), a, b in zip(found, q, seen, strict=True)
+    ]
+
+
+def _clipped(gram: jax.Array, interaction: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The factor that clips, of a basis made orthonormal, what makes it so, and the squares that it removes."""
+    inverse = inverse_cholesky(gram)
+    b = exact_product(exact_product(inverse, interaction), inverse.mT) / level
+    change = clipping_factor(b)
+    moved = exact_product(change, b)
+    removed = -jnp.sum(2 * moved + exact_product(moved, change), axis=(-2, -1), keepdims=True, where=_diagonal(b))
+    return exact_product(change, inverse), inverse, removed * level
+
+
+def _diagonal(x: jax.Array) -> jax.Array:
+    return jnp.eye(x.shape[-1], dtype=bool)
+
+
+def _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded):
+    """How small problems are solved, nearly orthonormal bases Q in rows, ``B = Q Psi``, and both Gram matrices."""
     together = jax.named_scope("small")(_together if short_is_sharded is None else _one_by_one)
     on_long_side = short_is_sharded or [False] * len(psis)
 
@@ -157,11 +238,7 @@ def leading_modes_sketches(
     q = basis(y)
     seen = thin(q, psis)
     grams = [(exact_product(a, a.mT), exact_product(b, b.mT)) for a, b in zip(q, seen, strict=True)]
-    pairs = together(lambda pair: _rayleigh_ritz(*pair), grams)
-    return [
-        Modes(values[..., :k], exact_product(z[..., :k, :], a), exact_product(z[..., :k, :], b))
-        for (values, z), a, b, k in zip(pairs, q, seen, ranks, strict=True)
-    ]
+    return together, q, seen, grams
 
 
 def _rayleigh_ritz(gram: jax.Array, interaction: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from normpre_optax.linalg.precision import product, working_dtype
+from normpre_optax.linalg.precision import exact_product, product, working_dtype
 from normpre_optax.platforms import by_platform
 
 Triple = tuple[float, float, float]
@@ -291,3 +291,42 @@ def unit_frobenius(x: jax.Array) -> jax.Array:
     x = x * jnp.clip(1 / jnp.where(peak == 0, 1, peak), kept.tiny, kept.max)  # cheap: fused, where a division is not
     norm = jnp.sqrt(jnp.sum(x**2, axis=(-2, -1), keepdims=True))
     return x * (1 / jnp.where(norm == 0, 1, norm))
+
+
+# Polar Express from 1e-3 or so upwards, then the classical step, which settles at one.
+_SETTLING = (*COEFFICIENTS["polar_express"], *[(1.875, -1.25, 0.375)] * 3)
+
+
+def clipping_factor(gram: jax.Array) -> jax.Array:
+    """``min(gram^-1/2, 1) - 1`` of symmetric positive semidefinite matrices, by products alone.
+
+    Eigenvalues above one are told by the sign of ``I - gram``; their inverse root is what Newton-Schulz multiplies a
+    matrix of that Gram matrix by. Where an eigenvalue is so near to one that its sign is not settled, both agree.
+
+    Args:
+        gram: ``X X^T``, ``(..., l, l)``.
+
+    Returns:
+        C, ``(..., l, l)``: ``X + C X`` has the singular values of X, those above one clipped to one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.newton_schulz import clipping_factor
+        >>> print(clipping_factor(jnp.diag(jnp.array([16.0, 4.0, 0.25]))).round(3) + 0.0)
+        [[-0.75  0.    0.  ]
+         [ 0.   -0.5   0.  ]
+         [ 0.    0.    0.  ]]
+
+    References:
+        Singular values clipped without a decomposition: MuCon, arXiv 2605.26459.
+    """
+    whole = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
+    sign = _unit(whole - gram)
+    trace = inverse_root(jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None])
+    factor, rest = whole * trace, gram * trace**2
+    for a, b, c in _SETTLING:
+        square = exact_product(sign, sign)
+        sign = a * sign + exact_product(b * square + c * exact_product(square, square), sign)
+        step = a * whole + b * rest + c * exact_product(rest, rest)
+        factor, rest = exact_product(step, factor), exact_product(step, exact_product(step, rest))
+    return exact_product((whole - sign) / 2, factor - whole)

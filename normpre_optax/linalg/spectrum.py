@@ -4,24 +4,27 @@
 import jax
 import jax.numpy as jnp
 
-from normpre_optax.linalg.eigenspace import Modes
+from normpre_optax.linalg.eigenspace import Clip, Modes
 from normpre_optax.linalg.lapack import svd
 from normpre_optax.linalg.precision import exact_product, product
 from normpre_optax.platforms import by_platform
 
 
 def clip_modes(
-    psi: jax.Array, modes: Modes, compute_dtype: jax.typing.DTypeLike | None = None, columns: bool = False
+    psi: jax.Array,
+    modes: Modes | Clip,
+    compute_dtype: jax.typing.DTypeLike | None = None,
+    columns: bool = False,
+    level: jax.typing.ArrayLike = 1.0,
 ) -> jax.Array:
     """``(I + U (Lambda^-1/2 - I) U^T) Psi`` over the modes with ``lambda > 1``: their singular values become one.
 
-    With eigenvalues over ``level``, they become ``sqrt(level)``.
-
     Args:
         psi: wide matrices ``(..., s, n)``; their transposes ``(..., n, s)`` if ``columns``.
-        modes: leading modes of the wide matrices.
+        modes: leading modes of the wide matrices, or the clipping itself.
         compute_dtype: dtype of the product's operands; None: the device's usual product.
         columns: the modes belong to the transpose of ``psi``, which is clipped from the right.
+        level: square of the threshold, ``(..., 1, 1)``, where it is not one.
 
     Returns:
         Matrices in the shape of ``psi``: ``T`` of NormPre-L.
@@ -34,17 +37,24 @@ def clip_modes(
         >>> print(jnp.diag(clip_modes(psi, leading_modes_exact(psi, rank=1))).round(3))
         [1.  2.  0.5]
     """
-    # lambda <= 1 gives exactly 0 here, so unselected modes need no mask.
-    change = 1 / jnp.sqrt(jnp.maximum(modes.values, 1)) - 1
-    scaled = modes.vectors * change[..., None]
-    left, right = (modes.coordinates, scaled) if columns else (scaled, modes.coordinates)
+    clip = _clip(modes, level)
+    left, right = (clip.coordinates, clip.vectors) if columns else (clip.vectors, clip.coordinates)
     return psi.astype(left.dtype) + product(left.mT, right, compute_dtype)
+
+
+def _clip(modes: Modes | Clip, level: jax.typing.ArrayLike) -> Clip:
+    if isinstance(modes, Clip):
+        return modes
+    level = jnp.broadcast_to(level, (*modes.values.shape[:-1], 1, 1))
+    over = jnp.maximum(modes.values / level[..., 0], 1)  # lambda <= 1 changes nothing: unselected modes need no mask.
+    scaled = modes.vectors * (1 / jnp.sqrt(over) - 1)[..., None]
+    return Clip(scaled, modes.coordinates, level * jnp.sum(over - 1, axis=-1)[..., None, None])
 
 
 def clipped_squares(
     psi: jax.Array,
     squares: jax.Array,
-    modes: Modes,
+    modes: Modes | Clip,
     compute_dtype: jax.typing.DTypeLike | None = None,
     columns: bool = False,
     level: jax.typing.ArrayLike = 1.0,
@@ -58,10 +68,10 @@ def clipped_squares(
     Args:
         psi: wide matrices ``(..., s, n)``; their transposes ``(..., n, s)`` if ``columns``.
         squares: sums of squares of ``psi``, ``(..., 1, 1)``.
-        modes: leading modes of the wide matrices.
+        modes: see ``clip_modes``.
         compute_dtype: see ``clip_modes``.
         columns: see ``clip_modes``.
-        level: by what the eigenvalues of ``modes`` are divided, ``(..., 1, 1)``.
+        level: see ``clip_modes``.
 
     Returns:
         ``(..., 1, 1)``.
@@ -74,23 +84,24 @@ def clipped_squares(
         >>> print(f"{clipped_squares(psi, jnp.array([[13.25]]), leading_modes_exact(psi, rank=1)).item():.3f}")
         5.250
     """
-    left = squares - level * jnp.sum(jnp.maximum(modes.values - 1, 0), axis=-1)[..., None, None]
+    clip = _clip(modes, level)
+    left = squares - clip.removed
 
-    def checked(psi: jax.Array, squares: jax.Array, modes: Modes, left: jax.Array) -> jax.Array:
+    def checked(psi: jax.Array, squares: jax.Array, clip: Clip, left: jax.Array) -> jax.Array:
         unsure = left < squares / 8
 
         @jax.named_scope("rare")
         def measured() -> jax.Array:
-            clipped = clip_modes(psi, modes, compute_dtype, columns)
+            clipped = clip_modes(psi, clip, compute_dtype, columns)
             return jnp.where(unsure, jnp.sum(clipped**2, axis=(-2, -1), keepdims=True), left)
 
         return jax.lax.cond(jnp.any(unsure), measured, lambda: left)
 
-    def bounded(psi: jax.Array, squares: jax.Array, modes: Modes, left: jax.Array) -> jax.Array:
-        del psi, modes
+    def bounded(psi: jax.Array, squares: jax.Array, clip: Clip, left: jax.Array) -> jax.Array:
+        del psi, clip
         return jnp.maximum(left, jnp.minimum(squares, level))
 
-    return by_platform(psi, squares, modes, left, cpu=checked, default=bounded)
+    return by_platform(psi, squares, clip, left, cpu=checked, default=bounded)
 
 
 def exact_msign(x: jax.Array) -> jax.Array:

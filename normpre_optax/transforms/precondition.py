@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax.linalg.eigenspace import Modes, leading_modes_exact, leading_modes_sketches
+from normpre_optax.linalg.eigenspace import Clip, Modes, clip_sketches, leading_modes_exact, leading_modes_sketches
 from normpre_optax.linalg.newton_schulz import coefficient_table, inverse_root, newton_schulz, unit_frobenius
 from normpre_optax.linalg.precision import in_working_dtype, working_dtype
 from normpre_optax.linalg.spectrum import clip_modes, clipped_squares, exact_msign
@@ -24,7 +24,7 @@ from normpre_optax.transforms.checks import check_rms, choice, count_or_share, f
 from normpre_optax.transforms.draws import draws_of_stacks, identities
 from normpre_optax.transforms.oriented import UPRIGHT, MatrixLayout, OrientedTransformation, Rescalable, in_context
 
-METHODS = ("sketch", "exact")
+METHODS = ("sketch", "products", "exact")
 
 
 def precondition_globally(
@@ -166,8 +166,9 @@ def precondition_locally(
             side, rounded, and at least one mode.
         oversample: o: the sketch sees ``min(m, n, r + o)`` directions.
         power_iterations: p: passes that sharpen the sketch.
-        method: ``"sketch"`` (Algorithm 2: products with thin matrices only) or ``"exact"`` (an eigendecomposition of
-            the shorter side).
+        method: ``"sketch"`` (Algorithm 2: products with thin matrices, and small eigenproblems), ``"products"`` (the
+            same without an eigensolver, for accelerators: all ``r + o`` modes that the sketch sees may be clipped) or
+            ``"exact"`` (an eigendecomposition of the shorter side).
         seed: of the sketch's Gaussian draws, which depend on it, the step, the parameter's path and the matrix's place
             in its stack, and on nothing else.
         compute_dtype: dtype of the operands of the sketch's products with ``Psi``, with sums in float32. None is
@@ -209,7 +210,7 @@ def precondition_locally(
     choice("method", method, METHODS)
     if not isinstance(warm_start, bool):
         raise TypeError(f"warm_start must be True or False, got {warm_start!r}")
-    if warm_start and method != "sketch":
+    if warm_start and method != "sketch":  # Which modes to keep is known of eigenvectors alone.
         raise ValueError(f"warm_start belongs to method='sketch', got {method=}")
     if warm_start and oversample == 0:
         raise ValueError("warm_start needs oversample >= 1: new modes are found in the directions drawn anew")
@@ -219,11 +220,11 @@ def precondition_locally(
         positive("threshold", threshold, 'or "mean"; ')
         number("threshold", threshold, least=1e-15, below=1e15)  # their squares are numbers
 
-    def level(squares: jax.Array, side: int) -> jax.Array:
-        """The threshold squared, of matrices with these sums of squares and that shorter side."""
+    def level(psi: jax.Array, squares: jax.Array) -> jax.Array:
+        """The threshold squared, of matrices with these sums of squares."""
         if isinstance(threshold, str):
-            return jnp.where(squares > 0, squares, 1) / side
-        return jnp.square(in_context(threshold))
+            return jnp.where(squares > 0, squares, 1) / min(psi.shape[-2:])
+        return jnp.broadcast_to(jnp.square(in_context(threshold)), squares.shape)
 
     def modes_of(psi: jax.Array) -> int:
         return budget(min(psi.shape[-2:]))
@@ -254,12 +255,10 @@ def precondition_locally(
         check_rms(rms)
 
         def clipped(
-            psi: jax.Array, squares: jax.Array, modes: Modes, dtype, columns: bool, on_mesh: bool = False
+            psi: jax.Array, squares: jax.Array, modes: Modes | Clip, dtype, columns: bool, on_mesh: bool = False
         ) -> jax.Array:
-            c2 = level(squares, min(*psi.shape[-2:]))
-            if not (isinstance(threshold, int | float) and threshold == 1):
-                modes = modes._replace(values=modes.values / jnp.broadcast_to(c2, squares.shape)[..., 0])
-            t = clip_modes(psi, modes, dtype, columns)
+            c2 = level(psi, squares)
+            t = clip_modes(psi, modes, dtype, columns, c2)
             if rms is None:
                 return t
             # On a mesh the result is measured: a branch would gather what it may need.
@@ -267,15 +266,20 @@ def precondition_locally(
             return t * (inverse_root(left) * _full(psi, rms))
 
         def sketched(psis: list[jax.Array], omegas: list[jax.Array], layout: MatrixLayout, dtype):
-            """Clipped matrices, and the modes' coordinates."""
+            """Clipped matrices, and the coordinates of the modes or of the subspace."""
             columns = [_works_on_columns(psi, layout.transposed) for psi in psis]
             wide = [psi.mT if along else psi for psi, along in zip(psis, columns, strict=True)]
             squares = [_squares(psi) for psi in psis]
             spread, on_mesh = None, layout.mesh is not None
             if on_mesh:
                 spread = [_is_short_side_sharded(s, along) for s, along in zip(layout.specs, columns, strict=True)]
-            ranks = [modes_of(psi) for psi in psis]
-            found = leading_modes_sketches(wide, omegas, squares, ranks, power_iterations, dtype, spread)
+            found: Sequence[Modes | Clip]
+            if method == "products":
+                levels = [level(psi, s) for psi, s in zip(psis, squares, strict=True)]
+                found = clip_sketches(wide, omegas, squares, levels, power_iterations, dtype, spread)
+            else:
+                ranks = [modes_of(psi) for psi in psis]
+                found = leading_modes_sketches(wide, omegas, squares, ranks, power_iterations, dtype, spread)
             each = zip(psis, squares, found, columns, strict=True)
             new = [clipped(psi, s, modes, dtype, along, on_mesh) for psi, s, modes, along in each]
             return new, [modes.coordinates for modes in found]

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from normpre_optax.linalg.newton_schulz import COEFFICIENTS, newton_schulz, symmetric_product
+from normpre_optax.linalg.newton_schulz import COEFFICIENTS, clipping_factor, newton_schulz, symmetric_product
 from normpre_optax.platforms import on
-from tests import reference
+from tests import cases, reference
 from tests.cases import EPS32, gaussian, with_spectrum
 
 SHAPES = [(4, 9), (9, 4), (6, 6), (1, 5), (5, 1), (1, 1), (16, 64)]
@@ -254,3 +254,25 @@ def test_products_of_lower_blocks_are_whole_products(size):
     # Forty products and sums in float32, relative to the lengths of the two rows.
     lengths = np.linalg.norm(np.float64(x), axis=1)
     assert (np.abs(got - exact) <= 40 * EPS32 * np.outer(lengths, lengths)).all()
+
+
+@pytest.mark.parametrize(
+    ("eigenvalues", "bound"),
+    [
+        (np.logspace(2, -6, 12), 1e-3),  # as a row-normalised matrix has them
+        ([50.0, *[1.0] * 11], 1e-5),
+        (1 + np.linspace(-0.01, 0.01, 12), 1e-5),  # no sign is settled, and none is needed
+        ([100.0, *[0.0] * 11], 1e-3),
+        ([0.0] * 12, 1e-6),
+        (np.logspace(3, -1, 12), 1e-2),  # 1e-3 of the largest is what eight steps settle
+    ],
+)
+def test_the_factor_that_clips(eigenvalues, bound):
+    values = np.asarray(eigenvalues)
+    q, _ = np.linalg.qr(np.random.default_rng(3).normal(size=(12, 12)))
+    x = q * np.sqrt(values)
+    expected = q * np.minimum(np.sqrt(values), 1)
+    gram = np.stack([x @ x.T, np.full((12, 12), np.nan)])
+    factor, spoiled = np.asarray(cases.quick_jit(clipping_factor)(jnp.asarray(gram, jnp.float32)), np.float64)
+    assert np.linalg.norm(x + factor @ x - expected) <= bound * max(np.linalg.norm(expected), 1)
+    assert np.isnan(spoiled).all()

@@ -23,6 +23,7 @@ FACTORIES = {
     "normpre_l-divided": functools.partial(npo.normpre_l, rank=4, oversample=2, divide=True),
     "normpre_l-warm": functools.partial(npo.normpre_l, rank=4, oversample=2, warm_start=True),
     "normpre_l-exact": functools.partial(npo.normpre_l, rank=4, method="exact"),
+    "normpre_l-products": functools.partial(npo.normpre_l, rank=4, oversample=2, method="products"),
     "muon": npo.muon,
     "mano": npo.mano,
     **{name: getattr(npo, name) for name in ("rmnp", "muoneq", "muon_plus", "normuon", "adamuon", "moga", "swan")},
