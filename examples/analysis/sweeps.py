@@ -43,6 +43,8 @@ class Options:
     """Folder for table and figure."""
     over: str = ""
     """Optimizer, as the comparisons name it, whose loss is subtracted from those of the others."""
+    only: str = ""
+    """The one optimizer to show; all of them if empty."""
     title: str = "Loss over the learning rate"
     """First line of the report."""
 
@@ -129,7 +131,7 @@ def draw(found: Sequence[Sweep], over: str = "") -> Figure:
     sizes = list(dict.fromkeys(sweep.size for sweep in found))
     shades = dict(zip(sizes, np.linspace(0.75, 0, len(sizes)).astype(str), strict=True))
     ticks = sorted({rate for sweep in found for rate in sweep.losses})
-    figure = Figure(figsize=(1.4 + 2.5 * len(names), 3.0), layout="constrained")
+    figure = Figure(figsize=(2.5 + 2.5 * len(names), 3.0), layout="constrained")
     panels = np.atleast_1d(np.asarray(figure.subplots(1, len(names), sharey=True)))
     lines = {}
     for axes, name in zip(panels, names, strict=True):
@@ -154,7 +156,9 @@ def main(arguments: Sequence[str]) -> None:
     if not options.folders:
         raise RunError("which folders? Name those that hold a comparison.json")
     contents = [json.loads((folder / "comparison.json").read_text()) for folder in options.folders]
-    found = sweeps(contents, options.over)
+    found = [sweep for sweep in sweeps(contents, options.over) if options.only in ("", sweep.optimizer)]
+    if not found:
+        raise RunError(f"no comparison has runs of {options.only!r}")
     options.out.mkdir(parents=True, exist_ok=True)
     save(draw(found, options.over), options.out / "sweeps")
     less = f", less that of {label(options.over)}" if options.over else ""

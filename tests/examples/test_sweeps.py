@@ -57,6 +57,16 @@ def test_what_cannot_be_joined_is_told(contents):
         sweeps.sweeps(contents, over="mano")
 
 
+def test_one_optimizer_alone(contents, tmp_path, capsys):
+    (tmp_path / "comparison.json").write_text(json.dumps(contents[0]))
+    sweeps.main([str(tmp_path), "--out", str(tmp_path), "--only", "muoneq"])
+    assert "Muon |" not in capsys.readouterr().out
+    with pytest.raises(RunError, match="no comparison has runs of 'mano'"):
+        sweeps.main([str(tmp_path), "--out", str(tmp_path), "--only", "mano"])
+    with pytest.raises(RunError, match="which folders"):
+        sweeps.main(["--out", str(tmp_path)])
+
+
 def test_the_report(contents, tmp_path, capsys):
     for i, content in enumerate(contents):
         (tmp_path / str(i)).mkdir()
