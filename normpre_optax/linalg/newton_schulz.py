@@ -312,10 +312,9 @@ def clipping_factor(gram: jax.Array) -> jax.Array:
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.newton_schulz import clipping_factor
-        >>> print(clipping_factor(jnp.diag(jnp.array([16.0, 4.0, 0.25]))).round(3) + 0.0)
-        [[-0.75  0.    0.  ]
-         [ 0.   -0.5   0.  ]
-         [ 0.    0.    0.  ]]
+        >>> factor = clipping_factor(jnp.diag(jnp.array([16.0, 4.0, 0.25])))
+        >>> print((1 + jnp.diag(factor)).round(3))
+        [0.25 0.5  1.  ]
 
     References:
         Singular values clipped without a decomposition: MuCon, arXiv 2605.26459.
