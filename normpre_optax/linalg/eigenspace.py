@@ -198,16 +198,12 @@ def clip_sketches(
 
 def _clipped(gram: jax.Array, interaction: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The factor that clips, of a basis made orthonormal, what makes it so, and the squares that it removes."""
-    inverse = inverse_cholesky(gram)
-    b = exact_product(exact_product(inverse, interaction), inverse.mT) / level
-    change = clipping_factor(b)
-    moved = exact_product(change, b)
-    removed = -jnp.sum(2 * moved + exact_product(moved, change), axis=(-2, -1), keepdims=True, where=_diagonal(b))
-    return exact_product(change, inverse), inverse, removed * level
-
-
-def _diagonal(x: jax.Array) -> jax.Array:
-    return jnp.eye(x.shape[-1], dtype=bool)
+    inverse, interaction = _orthonormal(gram, interaction)
+    change = clipping_factor(interaction / level)
+    moved = exact_product(change, interaction)
+    doubled = 2 * jnp.trace(moved, axis1=-2, axis2=-1)[..., None, None]
+    removed = -doubled - jnp.sum(moved * change, axis=(-2, -1), keepdims=True)  # The factor is symmetric.
+    return exact_product(change, inverse), inverse, removed
 
 
 def _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded):
@@ -243,9 +239,15 @@ def _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_
 
 def _rayleigh_ritz(gram: jax.Array, interaction: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``lambda``, largest first, and ``z`` (rows) of ``interaction z = lambda gram z``, with ``z gram z^T = 1``."""
-    inverse = inverse_cholesky(gram)
-    values, z = eigh(exact_product(exact_product(inverse, interaction), inverse.mT))
+    inverse, interaction = _orthonormal(gram, interaction)
+    values, z = eigh(interaction)
     return values, exact_product(z.mT, inverse)
+
+
+def _orthonormal(gram: jax.Array, interaction: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What makes a basis of that Gram matrix orthonormal, and the interaction in the new one."""
+    inverse = inverse_cholesky(gram)
+    return inverse, exact_product(exact_product(inverse, interaction), inverse.mT)
 
 
 def _one_by_one(f: Callable, problems: Sequence[Any]) -> list[Any]:

@@ -321,8 +321,8 @@ def clipping_factor(gram: jax.Array) -> jax.Array:
     """
     whole = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
     sign = _unit(whole - gram)
-    trace = inverse_root(jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None])
-    factor, rest = whole * trace, gram * trace**2
+    start = _inverse_norm(gram)
+    factor, rest = whole * start, gram * start**2
     for a, b, c in _SETTLING:
         square = exact_product(sign, sign)
         sign = a * sign + exact_product(b * square + c * exact_product(square, square), sign)

@@ -178,20 +178,6 @@ def of_type(name: str, value, kind: Any, least: float | None = None, below: floa
         number(name, value, least, below)
 
 
-def positive(name: str, value, otherwise: str = "") -> None:
-    """Refuse a number that is known and not above zero.
-
-    Example:
-        >>> from normpre_optax.transforms.checks import positive
-        >>> positive("tangent_radius", 0)
-        Traceback (most recent call last):
-        ...
-        ValueError: tangent_radius must be positive, got 0
-    """
-    if isinstance(value, int | float | np.number) and not value > 0:
-        raise ValueError(f"{name} must be positive, {otherwise}got {value}")
-
-
 def check_rms(rms) -> None:
     """Refuse what is no root mean square; None passes.
 
@@ -202,7 +188,8 @@ def check_rms(rms) -> None:
         ...
         ValueError: rms must be positive, or None for no scaling; got 0
     """
-    positive("rms", rms, "or None for no scaling; ")
+    if isinstance(rms, int | float | np.number) and not rms > 0:
+        raise ValueError(f"rms must be positive, or None for no scaling; got {rms}")
 
 
 def transformation(name: str, value) -> None:

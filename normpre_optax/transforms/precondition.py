@@ -20,7 +20,7 @@ from normpre_optax.linalg.precision import in_working_dtype, working_dtype
 from normpre_optax.linalg.spectrum import clip_modes, clipped_squares, exact_msign
 from normpre_optax.linalg.whitening import whiten as whitened
 from normpre_optax.platforms import by_platform
-from normpre_optax.transforms.checks import check_rms, choice, count_or_share, float_dtype, number, positive, static_int
+from normpre_optax.transforms.checks import check_rms, choice, count_or_share, float_dtype, number, static_int
 from normpre_optax.transforms.draws import draws_of_stacks, identities
 from normpre_optax.transforms.oriented import UPRIGHT, MatrixLayout, OrientedTransformation, Rescalable, in_context
 
@@ -217,7 +217,6 @@ def precondition_locally(
     if isinstance(threshold, str):
         choice("threshold", threshold, ("mean",))
     else:
-        positive("threshold", threshold, 'or "mean"; ')
         number("threshold", threshold, least=1e-15, below=1e15)  # their squares are numbers
 
     def level(psi: jax.Array, squares: jax.Array) -> jax.Array:
