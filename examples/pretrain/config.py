@@ -117,6 +117,8 @@ class MatrixConfig:
     """Begin each sketch with the modes of the step before (normpre_l)."""
     tangent: Literal["relaxed", "bounded", "strict", "none"] = "relaxed"
     """What becomes of the radial part of the momentum (normpre_g, normpre_l)."""
+    tangent_on: Literal["both", "rows", "columns"] = "both"
+    """On which of the alternating steps it does (normpre_g)."""
     tangent_radius: float = 1.0
     """Row length at which the relaxed radial factor changes its sign (normpre_g, normpre_l)."""
     orientation: Literal["alternating", "rows", "columns", "both"] = "alternating"

@@ -16,7 +16,7 @@ from normpre_optax import MatrixDims, default_matrix_dims, explain, families, hy
 from normpre_optax.options import RestOptions, with_options
 from normpre_optax.parameters.dims import split_axes
 
-from .ablations import FROM_X
+from .ablations import FROM_X, normpre_g_tangent_on
 from .config import Config, RunError
 from .mesh import whole
 
@@ -47,6 +47,8 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
     matrix = config.matrix
     if matrix.source == "x":
         factory = FROM_X.get(config.optimizer, factory)
+    elif config.optimizer == "normpre_g" and matrix.tangent_on != "both":
+        factory = normpre_g_tangent_on
     settings = {
         **vars(matrix),
         "weight_decay": config.weight_decay,

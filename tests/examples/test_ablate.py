@@ -17,7 +17,7 @@ from examples.pretrain import ablate, ablations, configs, main, optimizers
 from examples.pretrain.arms import environment
 from examples.pretrain.compare import make_study
 from examples.pretrain.config import RunError, check
-from normpre_optax import normpre_g, normpre_l
+from normpre_optax import no_gains_or_biases, normpre_g, normpre_l
 from tests import reference
 
 SMALL, WIDE = (configs.load(name) for name in ("nano", "gpt2_small"))
@@ -179,6 +179,40 @@ def test_the_source_reaches_the_optimizer(name):
     expected = direct.update(grads, direct.init(params), params)[0]["dense"]["kernel"]
     np.testing.assert_allclose(updates["x"], expected, atol=1e-6)
     assert np.abs(updates["x"] - updates["psi"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("side", ["rows", "columns"])
+def test_the_tangent_acts_on_the_steps_of_one_side_only(side):
+    """Rows first: there the step of rows is the published one and that of columns has no tangent, or the reverse."""
+    grads = {"dense": {"kernel": jnp.asarray(matrices((6, 10), seed=5).T, jnp.float32)}}
+    params = jax.tree.map(lambda g: jnp.full_like(g, 0.5), grads)
+
+    def first_two(*flags: str) -> list[jax.Array]:
+        config = configs.parse(["--config", "tiny", "--optimizer", "normpre_g", "--clip", "none", *flags])
+        tx = optimizers.make_optimizer(config, lambda t: jnp.float32(0.1))
+        one, state = tx.update(grads, tx.init(params), params)
+        two, _ = tx.update(grads, state, params)
+        return [updates["dense"]["kernel"] for updates in (one, two)]
+
+    chosen, published, free = first_two("--matrix.tangent-on", side), first_two(), first_two("--matrix.tangent", "none")
+    expected = (published, free) if side == "rows" else (free, published)
+    np.testing.assert_allclose(chosen[0], expected[0][0], atol=1e-6)
+    np.testing.assert_allclose(chosen[1], expected[1][1], atol=1e-6)
+    assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(published, free, strict=True))
+
+
+@pytest.mark.parametrize(
+    "variant", [*ablations.FROM_X.values(), functools.partial(ablations.normpre_g_tangent_on, tangent_on="rows")]
+)
+def test_variants_obey_what_every_optimizer_does(variant):
+    """Decay that spares gains, a rate of AdamW's part, and no orientation but their own."""
+    params = {"dense": {"kernel": jnp.ones((10, 6)), "bias": jnp.ones(6)}}
+    tx = variant(0.1, weight_decay_mask=no_gains_or_biases, adam_learning_rate=0.0)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    assert updates["dense"]["kernel"].any()
+    assert not updates["dense"]["bias"].any()
+    with pytest.raises(ValueError, match="alternates"):
+        variant(0.1, orientation="rows")
 
 
 def test_the_reference_is_the_papers():
