@@ -15,7 +15,7 @@ from rich.console import Console
 
 from . import data
 from .checkpoint import Checkpoints
-from .config import Config, RunError, from_dict
+from .config import Config, RunError, flag, from_dict
 from .generate import generate as continuation
 from .models import hugging_face
 from .optimizers import make_optimizer
@@ -32,6 +32,8 @@ class Evaluate:
     """Folder of the run: runs/<name>."""
     step: int | None = None
     """Step of the checkpoint; None: the newest."""
+    average: int = 1
+    """How many kept checkpoints, up to that one, whose mean weights are scored."""
     tokens: Path | None = None
     """Folder of token files made with the same tokenizer; None: those of the run."""
     validation_tokens: int | None = None
@@ -112,8 +114,10 @@ def read_run(folder: Path, tokens: Path | None = None) -> Stored:
     return Stored(run, config, dataset)
 
 
-def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> Trained:
+def load(folder: Path, step: int | None = None, tokens: Path | None = None, average: int = 1) -> Trained:
     """The model of the run in ``folder`` after ``step`` updates, and the data it was trained on, or ``tokens``.
+
+    Its weights are the mean of those of the last ``average`` checkpoints.
 
     Raises:
         RunError: where there is no such run or checkpoint, or its token files are gone or are not those it knew.
@@ -124,12 +128,16 @@ def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> T
     if found is None or found not in checkpoints.steps():
         there = ", ".join(map(str, checkpoints.steps())) or "none"
         raise RunError(f"no checkpoint{'' if found is None else f' of step {found}'} in {folder}: there are {there}")
+    last = [kept for kept in checkpoints.steps() if kept <= found][-average:]
+    if len(last) < average:
+        raise RunError(f"--average {average}: {folder} has kept {len(last)} checkpoints up to step {found}")
     graphdef, params = initialise(config, dataset)
     state = jax.eval_shape(lambda p: TrainState(p, make_optimizer(config, schedule(config)).init(p)), params)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement()), state)
-    restored, _ = checkpoints.restore(found, like)
+    models = [checkpoints.restore(kept, like)[0].params for kept in last]
     checkpoints.close()
-    return Trained(config, dataset, graphdef, restored.params, found)
+    params = models[0] if average == 1 else jax.tree.map(lambda *x: sum(x) / average, *models)
+    return Trained(config, dataset, graphdef, params, found)
 
 
 def placement() -> jax.sharding.Sharding:
@@ -140,16 +148,19 @@ def placement() -> jax.sharding.Sharding:
 def evaluate(arguments: Sequence[str]) -> None:
     """``python -m examples.pretrain evaluate runs/name``."""
     options = tyro.cli(Evaluate, args=list(arguments), prog="python -m examples.pretrain evaluate")
-    if options.validation_tokens is not None and options.validation_tokens < 1:
-        raise RunError(f"--validation-tokens must be at least 1, got {options.validation_tokens}")
-    trained = load(options.run, options.step, options.tokens)
+    for name in ("validation_tokens", "average"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise RunError(f"{flag(name)} must be at least 1, got {value}")
+    trained = load(options.run, options.step, options.tokens, options.average)
     config = trained.config
     if options.validation_tokens is not None:
         text = dataclasses.replace(config.data, validation_tokens=options.validation_tokens)
         config = dataclasses.replace(config, data=text)
     score = evaluation(config, trained.dataset, trained.graphdef)(trained.params)
+    before = f" and {options.average - 1} before it" if options.average > 1 else ""
     Console(highlight=False).print(
-        f"step {trained.step:,}: loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte "
+        f"step {trained.step:,}{before}: loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte "
         f"(validation text of {trained.dataset.folder})",
         soft_wrap=True,
     )

@@ -11,9 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
-from examples.pretrain import configs, main, processes, train
+from examples.pretrain import commands, configs, main, processes, train
 from examples.pretrain import run as run_module
 from examples.pretrain.logs import read_lines
 from examples.pretrain.prepare import python_source
@@ -332,6 +334,10 @@ def test_a_model_is_scored_continued_and_exported(copy, capsys):
     assert f"step 12: loss {final['validation_loss']:.4f} nats per token" in capsys.readouterr().out
     assert main.main(["evaluate", str(run), "--step", "8", "--validation-tokens", "512"]) == 0
     assert "step 8: loss" in capsys.readouterr().out
+    assert main.main(["evaluate", str(run), "--average", "2"]) == 0
+    assert "step 12 and 1 before it: loss" in capsys.readouterr().out
+    averaged, *both = (commands.load(run, *which).params for which in ((None, None, 2), (8,), (12,)))
+    jax.tree.map(lambda m, a, b: np.testing.assert_allclose(m, (a + b) / 2, rtol=1e-6, atol=1e-8), averaged, *both)
     assert main.main(["generate", str(run), "--sample-tokens", "20", "--temperature", "0", "--samples", "2"]) == 0
     first, second = capsys.readouterr().out.split("--- ")[1:]
     assert first.startswith("1\ndef read_lines(path, encoding=None):")
@@ -349,6 +355,9 @@ def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, capsys):
     assert "--samples must be at least 1" in refused(["generate", str(run), "--samples", "0"], capsys)
     assert "there are no token files in" in refused(["evaluate", str(run), "--tokens", str(tmp_path / "no")], capsys)
     assert "--validation-tokens must be" in refused(["evaluate", str(run), "--validation-tokens", "0"], capsys)
+    assert "has kept 1 checkpoints up to step 8" in refused(
+        ["evaluate", str(run), "--step", "8", "--average", "2"], capsys
+    )
     assert "--temperature a finite number" in refused(["generate", str(run), "--temperature", "nan"], capsys)
 
 
