@@ -41,7 +41,7 @@ def hybrid(
     Raises:
         TypeError: if an option is misspelt or of another type.
         ValueError: if one is out of range; at ``init``, if a parameter of three or more axes is covered by no rule; at
-            ``update``, if the parameters are missing.
+            ``update``, if the parameters are missing, or the state is another optimizer's.
 
     Example:
         >>> import functools, jax.numpy as jnp
@@ -72,9 +72,13 @@ def hybrid(
             )
         same_trees(updates, params)
         updates = like_parameters(updates, params)
-        if all(isinstance(x, jax.Array) for x in jax.tree.leaves(extra_args)):
-            return compiled(updates, state, params, extra_args)
-        return _update_with(direction, learning_rate, options, updates, state, params, extra_args)
+        traced = all(isinstance(x, jax.Array) for x in jax.tree.leaves(extra_args))
+        step = compiled if traced else functools.partial(_update_with, direction, learning_rate, options)
+        try:
+            return step(updates, state, params, extra_args)
+        except (TypeError, ValueError, LookupError, AttributeError):
+            _refuse_foreign(state, init, params)
+            raise
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -121,6 +125,23 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     }
     # A tree of labels may itself be callable, such as an Equinox module.
     return at_least_float32(optax.partition(parts, lambda _: labels))
+
+
+def _refuse_foreign(state, init: Callable, params) -> None:
+    """Say where a state that led to an error is not what ``init`` makes."""
+    own = jax.eval_shape(init, params)
+    given, wanted = (
+        {jax.tree_util.keystr(path): getattr(x, "shape", ()) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (state, own)
+    )
+    for name in given | wanted:
+        if given.get(name) != wanted.get(name):
+            is_there, belongs = (f"of shape {x[name]}" if name in x else "absent" for x in (given, wanted))
+            raise ValueError(
+                f"this state is not of this optimizer with these parameters: state{name} is {is_there}, and should be "
+                f"{belongs}. The options (norm_control, warm_start, ...) and parameters must be those that init was "
+                "called with; or begin with a new state, init(params)"
+            )
 
 
 def _with(found: Choices, field: str, values: Sequence) -> Choices:

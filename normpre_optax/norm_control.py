@@ -35,7 +35,8 @@ def brake_radially(
 
     Args:
         outward: share of the growth that is kept, 0 to 1; or a function of the length before, such as
-            ``lambda r: 1 - r**2``, the factor of NormPre's relaxed tangent.
+            ``lambda r: 1 - r**2``, the factor of NormPre's relaxed tangent (which ``optax.inject_hyperparams`` takes
+            for a schedule unless it is among ``static_args``).
         inward: share of the shrinking that is kept, likewise.
         per: what has a length: ``"rows"`` (output neurons) or the whole ``"matrix"``.
         matrix_dims: which parameters are matrices; see ``hybrid``.

@@ -6,6 +6,7 @@ in them, from single awkward numbers to matrices with structure (zero rows, rank
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -195,3 +196,20 @@ def test_training_through_zero_gradients_moves_on():
         params = optax.apply_updates(params, updates)
         assert all(np.isfinite(p).all() for p in jax.tree.leaves(params))
     assert all(np.any(np.asarray(u)) for u in updates.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (npo.muon(0.1, norm_control="hold"), r"trace\['dense'\] is of shape \(3, 5\), and should be absent"),
+        (npo.normpre_l(0.1), "is of shape \\(\\), and should be absent"),
+        (optax.sgd(0.1), "is absent, and should be of shape"),
+    ],
+)
+def test_a_state_of_another_optimizer_is_named(given, said):
+    params = {"dense": jnp.ones((3, 5))}
+    with pytest.raises(ValueError, match="not of this optimizer with these parameters: state") as raised:
+        npo.muon(0.1).update(params, given.init(params), params)
+    assert re.search(said, str(raised.value)), raised.value
+    with pytest.raises(ValueError, match=r"\['dense'\] is of shape \(3, 5\), and should be of shape \(3, 4\)"):
+        npo.muon(0.1).update({"dense": jnp.ones((3, 4))}, npo.muon(0.1).init(params), {"dense": jnp.ones((3, 4))})
