@@ -7,6 +7,7 @@ All of them work in the parameters' own layout.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,7 +15,15 @@ import jax.numpy as jnp
 import optax
 
 from normpre_optax.meshes.specs import gathered
-from normpre_optax.parameters.dims import MatrixDims, from_matrices, matrix_shape, split_axes, to_matrices
+from normpre_optax.parameters.dims import (
+    MatrixDims,
+    block_ends,
+    equal_blocks,
+    from_matrices,
+    matrix_shape,
+    split_axes,
+    to_matrices,
+)
 from normpre_optax.parameters.rules import Choice, resolve
 from normpre_optax.transforms.checks import choice, number, same_trees, transformation
 from normpre_optax.transforms.oriented import in_context
@@ -119,8 +128,10 @@ def hold_norm(
         raise TypeError(f"norm must be a function (rows, columns) -> length, or None; got {norm!r}")
 
     def first(w: jax.Array, dims: MatrixDims) -> jax.Array:
-        own = _length(w, dims, per)
-        return own if norm is None else jnp.full_like(own, norm(*matrix_shape(w.shape, dims)[1:]))
+        if norm is None:
+            return _length(w, dims, per)
+        given = norm  # known to be a function inside of others, too
+        return _by_block(lambda x, d: jnp.full_like(_length(x, d, per), given(*matrix_shape(x.shape, d)[1:])), w, dims)
 
     def hold(u: jax.Array, w: jax.Array, held: jax.Array, dims: MatrixDims) -> jax.Array:
         before, growth, after = _lengths(u, w, dims, per)
@@ -328,14 +339,30 @@ def _length(x: jax.Array, dims: MatrixDims, per: Per) -> jax.Array:
 
 def _sum(x: jax.Array, dims: MatrixDims, per: Per) -> jax.Array:
     """Over every row, or every matrix, with size one in place of the inputs."""
-    _, outputs, inputs = split_axes(x.ndim, dims)
-    rows = jnp.sum(x, axis=inputs, keepdims=True)
-    if per == "rows":
-        return rows
-    if dims.output_blocks == 1:
-        return jnp.sum(rows, axis=outputs, keepdims=True)
+    return _by_block(_sum_of_matrix, x, dims) if per == "matrix" else _sum_of_rows(x, dims)
+
+
+def _sum_of_rows(x: jax.Array, dims: MatrixDims) -> jax.Array:
+    _, _, inputs = split_axes(x.ndim, dims)
+    return jnp.sum(x, axis=inputs, keepdims=True)
+
+
+def _sum_of_matrix(x: jax.Array, dims: MatrixDims) -> jax.Array:
+    rows = _sum_of_rows(x, dims)
+    if equal_blocks(dims) == 1:
+        return jnp.sum(rows, axis=split_axes(x.ndim, dims)[1], keepdims=True)
     blocks = to_matrices(gathered(rows), dims)
     return from_matrices(jnp.broadcast_to(blocks.sum(-2, keepdims=True), blocks.shape), dims, rows.shape)
+
+
+def _by_block(f: Callable[[jax.Array, MatrixDims], jax.Array], x: jax.Array, dims: MatrixDims) -> jax.Array:
+    """``f`` of the parameter; where its blocks are of given sizes, of each of them, spread over its rows."""
+    *ends, _ = block_ends(x.shape, dims) or [0]
+    if not ends:
+        return f(x, dims)
+    (axis, *_), one = split_axes(x.ndim, dims)[1], replace(dims, output_blocks=1)
+    blocks = jnp.split(gathered(x, axis), ends, axis)
+    return jnp.concatenate([jnp.broadcast_to(f(b, one), _sum_of_rows(b, one).shape) for b in blocks], axis)
 
 
 def _axes(params, matrix_dims) -> list[MatrixDims | None]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 
 from normpre_optax.parameters.dims import matrix_shape
-from normpre_optax.parameters.rules import Choice, resolve
+from normpre_optax.parameters.rules import Choice, pieces, resolve
 from normpre_optax.transforms.checks import choice
 
 UPDATES = ("orthogonal", "relative", "elementwise")
@@ -36,7 +36,7 @@ def rates_by_width(
         params: the model's, arrays or shapes.
         base: those of the model that the rates were tuned on: the same tree.
         update: what the steps of matrices are like.
-        matrix_dims: which parameters are matrices; see ``hybrid``.
+        matrix_dims: which parameters are matrices; see ``hybrid``. Of blocks of given sizes the largest decides.
 
     Returns:
         A tree of numbers, for ``rate_multipliers`` of every optimizer.
@@ -66,6 +66,7 @@ def rates_by_width(
             raise ValueError(f"parameter {path!r} has shape {one.shape}, in base {there[path].shape}")
 
     def slowness(one: Choice) -> float:
+        one = max(pieces(one), key=lambda block: math.prod(block.shape))  # a parameter has one rate
         if one.dims is None:  # of an output head, what grows with the width is the inputs
             return math.prod(one.shape) if one.reason == "output head" else 1.0
         _, m, n = matrix_shape(one.shape, one.dims)

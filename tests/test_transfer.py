@@ -133,3 +133,12 @@ def test_a_multiplier_is_of_all_below_it():
     whole = {"a": {"kernel": 2.0}, "b": {"kernel": 1.0}}
     expected = cases.first_update(npo.muon(1e-3, rate_multipliers=whole, **options), grads, params)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_of_blocks_of_given_sizes_the_largest_decides():
+    def rate(outputs, blocks):
+        wide, base = ({"qkv": jnp.zeros((d, outputs(d)))} for d in (64, 16))
+        dims = lambda params: {"qkv": npo.MatrixDims(0, 1, blocks(len(params["qkv"])))}  # noqa: E731
+        return npo.rates_by_width(wide, base, update="orthogonal", matrix_dims=dims)
+
+    assert rate(lambda d: 2 * d + 16, lambda d: (2 * d, 8, 8)) == rate(lambda d: 2 * d, lambda d: 1)

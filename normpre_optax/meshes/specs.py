@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from normpre_optax.parameters.dims import MatrixDims, split_axes
+from normpre_optax.parameters.dims import MatrixDims, equal_blocks, split_axes
 
 Axes = tuple[str, ...]
 
@@ -35,8 +35,8 @@ def spec_of(x: jax.Array) -> PartitionSpec:
     return jax.typeof(x).sharding.spec
 
 
-def gathered(x: jax.Array) -> jax.Array:
-    """The array, whole on every device where JAX knows how it is spread.
+def gathered(x: jax.Array, axis: int | None = None) -> jax.Array:
+    """The array, whole on every device (or along one axis) where JAX knows how it is spread.
 
     Example:
         >>> import jax.numpy as jnp
@@ -47,7 +47,8 @@ def gathered(x: jax.Array) -> jax.Array:
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+    kept = () if axis is None else [None if at == axis else entry for at, entry in enumerate(spec_of(x))]
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
 
 
 def axes_of(entry) -> Axes:
@@ -169,7 +170,7 @@ def matrix_spec(
     def first(axes: tuple[int, ...]):
         return next((entries[axis] for axis in axes if shape[axis] > 1), None)
 
-    rows = first(outputs) if dims.output_blocks == 1 else None
+    rows = first(outputs) if equal_blocks(dims) == 1 else None
     sides = (first(inputs), rows) if transposed else (rows, first(inputs))
     return PartitionSpec(first(batch), *sides)
 

@@ -10,6 +10,7 @@ stored that way (`stored_transposed`) and turning them costs time.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Iterable
@@ -43,7 +44,9 @@ class MatrixDims:
     Args:
         inputs: axis or axes that the layer sums over (columns of the matrix). Negative axes count from the end.
         outputs: axis or axes of the layer's result (rows of the matrix).
-        output_blocks: cuts the flattened output axis into this many equal matrices; 3 makes q, k and v of a fused qkv.
+        output_blocks: cuts the flattened output axis into this many equal matrices, or into matrices of these sizes:
+            3 makes q, k and v of a fused qkv; (2048, 512, 512) where fewer heads have keys and values; the number of
+            heads makes each a matrix of its own.
 
     Raises:
         TypeError: an axis is not an integer.
@@ -66,7 +69,7 @@ class MatrixDims:
 
     inputs: int | tuple[int, ...]
     outputs: int | tuple[int, ...]
-    output_blocks: int = 1
+    output_blocks: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
         for name in ("inputs", "outputs"):
@@ -77,10 +80,12 @@ class MatrixDims:
             if len(set(axes)) < len(axes):
                 raise ValueError(f"MatrixDims: {name}={axes} names an axis twice")
         blocks = self.output_blocks
-        if isinstance(blocks, bool) or not isinstance(blocks, int):
-            raise TypeError(f"MatrixDims: output_blocks must be an int, got {blocks!r}")
-        if blocks < 1:
+        sizes = tuple(blocks) if isinstance(blocks, tuple | list) else (blocks,)
+        if not sizes or any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
+            raise TypeError(f"MatrixDims: output_blocks must be an int or a tuple of sizes, got {blocks!r}")
+        if min(sizes) < 1:
             raise ValueError(f"MatrixDims: output_blocks must be at least 1, got {blocks}")
+        object.__setattr__(self, "output_blocks", blocks if isinstance(blocks, int) else sizes if sizes[1:] else 1)
         shared = set(_as_tuple(self.inputs)) & set(_as_tuple(self.outputs))
         if shared:
             raise ValueError(f"MatrixDims: axes {sorted(shared)} stand in both inputs and outputs")
@@ -139,9 +144,45 @@ def check_dims(path: str, shape: tuple[int, ...], dims: MatrixDims) -> None:
     _, outputs, inputs = split_axes(len(shape), dims)
     if len(set(outputs + inputs)) < len(outputs + inputs):
         raise ValueError(f"{where}: inputs={dims.inputs} and outputs={dims.outputs} name an axis twice")
-    rows = math.prod(shape[axis] for axis in outputs)
-    if rows % dims.output_blocks:
-        raise ValueError(f"{where}: output_blocks={dims.output_blocks} does not divide its {rows} outputs")
+    rows, blocks = math.prod(shape[axis] for axis in outputs), dims.output_blocks
+    if isinstance(blocks, int):
+        if rows % blocks:
+            raise ValueError(f"{where}: output_blocks={blocks} does not divide its {rows} outputs")
+        return
+    if sum(blocks) != rows:
+        raise ValueError(f"{where}: output_blocks={blocks} are {sum(blocks)}, its outputs {rows}")
+    unit = rows // shape[outputs[0]]
+    if any(size % unit for size in blocks):
+        raise ValueError(f"{where}: output_blocks={blocks} cut through axis {outputs[0]}, of {unit} outputs an index")
+
+
+def block_ends(shape: tuple[int, ...], dims: MatrixDims) -> list[int]:
+    """Where outputs that are cut into blocks of given sizes end, along the first output axis; nothing for others.
+
+    Example:
+        >>> block_ends((768, 24, 128), MatrixDims(inputs=0, outputs=(1, 2), output_blocks=(2048, 512, 512)))
+        [16, 20, 24]
+    """
+    if isinstance(dims.output_blocks, int):
+        return []
+    _, (_, *others), _ = split_axes(len(shape), dims)
+    unit = math.prod(shape[axis] for axis in others)
+    return [end // unit for end in itertools.accumulate(dims.output_blocks)]
+
+
+def equal_blocks(dims: MatrixDims) -> int:
+    """How many equal matrices the outputs are cut into.
+
+    Raises:
+        ValueError: they are cut into blocks of given sizes, of which each is a parameter of its own (`pieces`).
+
+    Example:
+        >>> equal_blocks(MatrixDims(0, 1, output_blocks=3))
+        3
+    """
+    if isinstance(dims.output_blocks, int):
+        return dims.output_blocks
+    raise ValueError(f"output_blocks={dims.output_blocks} make matrices of several shapes: look at one block at a time")
 
 
 def split_axes(ndim: int, dims: MatrixDims) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -167,7 +208,8 @@ def matrix_shape(shape: tuple[int, ...], dims: MatrixDims) -> tuple[int, int, in
         (1, 768, 768)
     """
     batch, outputs, inputs = (math.prod(shape[axis] for axis in axes) for axes in split_axes(len(shape), dims))
-    return batch * dims.output_blocks, outputs // dims.output_blocks, inputs
+    blocks = equal_blocks(dims)
+    return batch * blocks, outputs // blocks, inputs
 
 
 def stored_transposed(ndim: int, dims: MatrixDims) -> bool:
@@ -210,7 +252,7 @@ def to_matrices(x: jax.Array, dims: MatrixDims, transposed: bool = False) -> jax
         >>> to_matrices(jnp.arange(6.0).reshape(2, 3), MatrixDims(inputs=0, outputs=1)).tolist()
         [[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]]
     """
-    if transposed and dims.output_blocks > 1:  # they are cut from (out, in)
+    if transposed and equal_blocks(dims) > 1:  # they are cut from (out, in)
         return jnp.matrix_transpose(to_matrices(x, dims))
     order = _order(x.ndim, dims, transposed)
     batch, rows, columns = matrix_shape(x.shape, dims)
@@ -237,7 +279,7 @@ def from_matrices(stack: jax.Array, dims: MatrixDims, shape: tuple[int, ...], tr
         >>> bool((from_matrices(to_matrices(x, dims), dims, x.shape) == x).all())
         True
     """
-    if transposed and dims.output_blocks > 1:
+    if transposed and equal_blocks(dims) > 1:
         return from_matrices(jnp.matrix_transpose(stack), dims, shape)
     order = _order(len(shape), dims, transposed)
     x = _reshape(stack, tuple(shape[axis] for axis in order))

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from normpre_optax.meshes.plan import in_words, stack_of
 from normpre_optax.meshes.specs import check_spec, matrix_spec, specs_of
-from normpre_optax.parameters.dims import MatrixDims, matrix_shape
+from normpre_optax.parameters.dims import matrix_shape
 from normpre_optax.parameters.leaves import Leaf, views
-from normpre_optax.parameters.rules import Chooser, chooser, counted, decide
+from normpre_optax.parameters.rules import Choice, Chooser, chooser, counted, decide, pieces
 
 
 def explain(params: Any, matrix_dims: Any = None, *, mesh: Any = None, shardings: Any = None) -> str:
@@ -65,9 +66,10 @@ def _on_mesh(params: Any, leaves: dict[str, Leaf], rows: list[_Row], mesh: Any, 
                 raise ValueError(f"explain: parameter {path!r} lies on another mesh: {dict(there.shape)}, not {sizes}")
     for (path, leaf), row, spec in zip(leaves.items(), rows, specs_of(params, shardings), strict=True):
         check_spec(path, leaf.shape, spec, sizes)
-        if row.dims is not None:
-            shape = matrix_shape(leaf.shape, row.dims)
-            stacks.append(stack_of(shape, "float32", matrix_spec(spec, leaf.shape, row.dims)))
+        for one in [] if row.choice is None else pieces(row.choice._replace(spec=spec)):
+            if one.dims is not None:
+                where = matrix_spec(one.spec or PartitionSpec(), one.shape, one.dims)
+                stacks.append(stack_of(matrix_shape(one.shape, one.dims), "float32", where))
     lines = in_words(sizes, stacks)
     if stacks and shardings is None and AxisType.Explicit not in mesh.axis_types:
         lines.append(
@@ -83,7 +85,7 @@ class _Row(NamedTuple):
     cells: tuple[str, ...]
     size: int
     matrices: int
-    dims: MatrixDims | None = None
+    choice: Choice | None = None
 
 
 def _row(path: str, leaf: Leaf, choose: Chooser) -> _Row:
@@ -93,9 +95,13 @@ def _row(path: str, leaf: Leaf, choose: Chooser) -> _Row:
         return _Row((path, str(leaf.shape), "ERROR", "", getattr(error, "why", str(error))), leaf.size, 0)
     if choice.dims is None:
         return _Row((path, str(leaf.shape), "adamw", "", choice.reason), leaf.size, 0)
-    batch, rows, columns = matrix_shape(leaf.shape, choice.dims)
-    cells = (path, str(leaf.shape), "matrix", f"{batch} x ({rows} x {columns})", choice.reason)
-    return _Row(cells, leaf.size, batch, choice.dims)
+    counts = Counter[tuple[int, int]]()
+    for one in pieces(choice):
+        if one.dims is not None:
+            batch, rows, columns = matrix_shape(one.shape, one.dims)
+            counts[rows, columns] += batch
+    matrices = ", ".join(f"{count} x ({rows} x {columns})" for (rows, columns), count in counts.items())
+    return _Row((path, str(leaf.shape), "matrix", matrices, choice.reason), leaf.size, counts.total(), choice)
 
 
 def _aligned(table: list[tuple[str, ...]]) -> list[str]:

@@ -7,7 +7,9 @@ default or the user's `matrix_dims` to a whole tree; `parameters/explain.py` pri
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from jax import tree_util
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
-from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, check_dims
+from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, block_ends, check_dims, split_axes
 from normpre_optax.parameters.leaves import (
     QUERIES,
     Leaf,
@@ -65,6 +67,26 @@ class Choice(NamedTuple):
     reason: str
     spec: PartitionSpec | None = None
     rate: Any = 1.0
+
+
+def pieces(one: Choice) -> list[Choice]:
+    """The blocks of a parameter whose outputs are cut into blocks of given sizes, each as one of its own; or itself.
+
+    Example:
+        >>> qkv = Choice("qkv", (8, 12), MatrixDims(inputs=0, outputs=1, output_blocks=(8, 2, 2)), "")
+        >>> [(piece.path, piece.shape) for piece in pieces(qkv)]
+        [('qkv/0', (8, 8)), ('qkv/1', (8, 2)), ('qkv/2', (8, 2))]
+    """
+    ends = [] if one.dims is None else block_ends(one.shape, one.dims)
+    if one.dims is None or not ends:
+        return [one]
+    axis = split_axes(len(one.shape), one.dims)[1][0]
+    dims, spec = dataclasses.replace(one.dims, output_blocks=1), one.spec
+    if spec is not None:  # Blocks end where shares do not.
+        spec = PartitionSpec(*(None if at == axis else entry for at, entry in enumerate(spec)))
+    sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
+    shapes = [(*one.shape[:axis], size, *one.shape[axis + 1 :]) for size in sizes]
+    return [one._replace(path=f"{one.path}/{i}", shape=x, dims=dims, spec=spec) for i, x in enumerate(shapes)]
 
 
 class Choices(dict[str, Choice]):

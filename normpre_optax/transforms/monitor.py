@@ -18,7 +18,8 @@ from normpre_optax import diagnostics
 from normpre_optax.meshes.specs import gathered
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.leaves import named_leaves
-from normpre_optax.parameters.rules import resolve
+from normpre_optax.parameters.rules import Choices, pieces, resolve
+from normpre_optax.transforms.blocks import blocks_of
 from normpre_optax.transforms.checks import choice, static_int, transformation
 
 SIGNALS = ("momentum", "gradient")
@@ -129,7 +130,11 @@ def monitor(
         chosen = _chosen(params, matrix_dims, patterns)
         signals = _momenta(state, params, chosen) if signal == "momentum" else _by_name(gradients, chosen)
         trees = (signals, *(_by_name(tree, chosen) for tree in (params, gradients, updates)))
-        return _for_each({path: [tree[path] for tree in trees] for path in chosen}, chosen, measure)
+        arrays, dims = {}, {}
+        for path, one in chosen.items():
+            for piece, *own in zip(pieces(one), *(blocks_of(tree[path], one) for tree in trees), strict=True):
+                arrays[piece.path], dims[piece.path] = own, piece.dims
+        return _for_each(arrays, dims, measure)
 
     # Called outside jit, the condition would be compiled anew on every step; this keeps it.
     @jax.jit
@@ -168,7 +173,8 @@ def monitored(state: optax.OptState) -> Monitored:
 
     Returns:
         The step at which the record was made, -1 if that is still to come, and
-        ``{parameter: {diagnostic: arrays}}``. Flax's boxes around arrays are opened.
+        ``{parameter: {diagnostic: arrays}}``, blocks of given sizes by themselves (``"qkv/kernel/0"``). Flax's boxes
+        around arrays are opened.
 
     Raises:
         ValueError: if there is no monitor's state, or more than one.
@@ -192,22 +198,22 @@ def _opened(tree):
     return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(tree))
 
 
-def _chosen(params, matrix_dims, patterns: tuple[str, ...]) -> dict[str, MatrixDims]:
-    """Axes of the matrices that the patterns name, by name."""
-    matrices = {choice.path: choice.dims for choice in resolve(params, matrix_dims).values() if choice.dims is not None}
+def _chosen(params, matrix_dims, patterns: tuple[str, ...]) -> Choices:
+    """The matrices that the patterns name, by name."""
+    matrices = {path: one for path, one in resolve(params, matrix_dims).items() if one.dims is not None}
     for pattern in patterns:
         if not fnmatch.filter(matrices, pattern):
             raise ValueError(f"{pattern!r} names no matrix; choose from {', '.join(matrices) or 'none at all'}")
-    return {path: dims for path, dims in matrices.items() if any(fnmatch.fnmatchcase(path, p) for p in patterns)}
+    return Choices({path: one for path, one in matrices.items() if any(fnmatch.fnmatchcase(path, p) for p in patterns)})
 
 
-def _by_name(tree, chosen: dict[str, MatrixDims]) -> dict[str, jax.Array]:
+def _by_name(tree, chosen: Choices) -> dict[str, jax.Array]:
     """The chosen leaves of a tree like the parameters, in the order of ``chosen``."""
     found = {"/".join(names): leaf for names, leaf, _, _ in named_leaves(tree)}
     return {path: found[path] for path in chosen}
 
 
-def _momenta(state, params, chosen: dict[str, MatrixDims]) -> dict[str, jax.Array]:
+def _momenta(state, params, chosen: Choices) -> dict[str, jax.Array]:
     """Of each chosen parameter, what an ``optax.trace`` somewhere in the state keeps."""
     shapes = _by_name(params, chosen)
     found = {}

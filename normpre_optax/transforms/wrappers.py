@@ -18,10 +18,11 @@ import optax
 from normpre_optax.meshes.run import init_on_mesh, run_on_mesh
 from normpre_optax.meshes.specs import mesh_of
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, to_matrices
-from normpre_optax.parameters.rules import Choice, resolve
+from normpre_optax.parameters.rules import Choice, Choices, resolve
 from normpre_optax.platforms import by_platform
 from normpre_optax.transforms import batches
 from normpre_optax.transforms.batches import Matrices, Parameter, is_per_parameter
+from normpre_optax.transforms.blocks import in_blocks
 from normpre_optax.transforms.checks import float_dtype
 from normpre_optax.transforms.oriented import (
     UPRIGHT,
@@ -65,8 +66,10 @@ def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTran
         [[0.6 0. ]
          [0.8 1. ]]
     """
-    inner = oriented(inner)
+    return in_blocks(dims, functools.partial(_as_whole_matrices, inner=oriented(inner)))
 
+
+def _as_whole_matrices(dims: Choices, inner: OrientedTransformation) -> optax.GradientTransformationExtraArgs:
     def readings(tree) -> tuple[list[Choice], list[MatrixDims]]:
         """What was decided for every leaf, and its axes, in order."""
         found = list(resolve(tree, dims).values())

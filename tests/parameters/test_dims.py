@@ -134,6 +134,9 @@ def test_muon_dimension_numbers_read_as_matrix_dims():
         ({"inputs": (0, 1), "outputs": 1}, ValueError, "axes \\[1\\] stand in both"),
         ({"inputs": 0, "outputs": 1, "output_blocks": 1.0}, TypeError, "output_blocks must be an int"),
         ({"inputs": 0, "outputs": 1, "output_blocks": 0}, ValueError, "output_blocks must be at least 1"),
+        ({"inputs": 0, "outputs": 1, "output_blocks": (4, 0)}, ValueError, "output_blocks must be at least 1"),
+        ({"inputs": 0, "outputs": 1, "output_blocks": ()}, TypeError, "an int or a tuple of sizes, got \\(\\)"),
+        ({"inputs": 0, "outputs": 1, "output_blocks": (4, 0.5)}, TypeError, "an int or a tuple of sizes"),
     ],
 )
 def test_wrong_dims_are_refused_at_construction(arguments, error, message):
@@ -150,9 +153,19 @@ def test_wrong_dims_are_refused_at_construction(arguments, error, message):
         ((3, 4), MatrixDims(0, -2), "inputs=0 and outputs=-2 name an axis twice"),
         ((3, 4, 5), MatrixDims((0, -3), 1), "name an axis twice"),
         ((3, 4), MatrixDims(0, 1, output_blocks=3), "output_blocks=3 does not divide its 4 outputs"),
+        ((3, 4), MatrixDims(0, 1, output_blocks=(2, 1)), r"output_blocks=\(2, 1\) are 3, its outputs 4"),
+        ((3, 2, 4), MatrixDims(0, (1, 2), (6, 2)), r"output_blocks=\(6, 2\) cut through axis 1, of 4 outputs an index"),
     ],
 )
 def test_dims_that_do_not_fit_a_shape_name_the_parameter(shape, dims, message):
     with pytest.raises(ValueError, match=message) as caught:
         check_dims("blocks/0/up/kernel", shape, dims)
     assert "parameter 'blocks/0/up/kernel' of shape" in str(caught.value)
+
+
+def test_blocks_of_given_sizes_are_no_single_stack():
+    dims = MatrixDims(0, 1, output_blocks=[4, 2])
+    assert dims == MatrixDims(0, 1, output_blocks=(4, 2))
+    assert MatrixDims(0, 1, output_blocks=(6,)) == MatrixDims(0, 1)
+    with pytest.raises(ValueError, match="make matrices of several shapes: look at one block at a time"):
+        to_matrices(jnp.ones((3, 6)), dims)
