@@ -57,6 +57,7 @@ TABLE = {
         THIRD_PARTY,
         {"diagnostics", "meshes.specs", "parameters", "transforms.blocks", "transforms.checks"},
     ),
+    "transforms/quantized.py": ({"jax", "optax"}, {"meshes.specs", "transforms.checks"}),
     "transforms/draws.py": ({"jax"}, set()),
     "transforms/batches.py": (THIRD_PARTY, {"parameters", "platforms", "transforms.oriented"}),
     "options.py": ({"jax", "optax"}, {"transforms.checks"}),

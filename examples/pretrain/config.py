@@ -135,6 +135,8 @@ class MatrixConfig:
     muon_ratio: float = 1.0
     """Learning rate for matrices over --learning-rate, which stays that of AdamW's part (muon, rmnp, muon_plus,
     normuon, moga, dion; updates of the others have the size of AdamW's)."""
+    int8_momentum: bool = False
+    """Keep the momentum of matrices in eight bits (all but adamw, swan and dion)."""
     bfloat16: bool = False
     """bfloat16 products with float32 sums in the spectral stage, or bfloat16 rows where there is none (all but
     adamw)."""

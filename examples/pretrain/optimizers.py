@@ -12,7 +12,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax import MatrixDims, default_matrix_dims, explain, families, hybrid, no_gains_or_biases, rates_by_width
+from normpre_optax import (
+    MatrixDims,
+    default_matrix_dims,
+    explain,
+    families,
+    hybrid,
+    no_gains_or_biases,
+    quantize_momentum,
+    rates_by_width,
+)
 from normpre_optax.options import RestOptions, with_options
 from normpre_optax.parameters.dims import split_axes
 
@@ -35,6 +44,9 @@ def adamw(
 OPTIMIZERS = {"adamw": adamw, **families()}
 # Rules whose updates are not scaled to the size of AdamW's, and want a learning rate of their own.
 OWN_RATE = frozenset({"muon", "rmnp", "muon_plus", "normuon", "moga", "dion"})
+
+
+NO_TRACE = frozenset({"adamw", "swan", "dion"})  # what keeps no momentum, or another kind
 
 
 def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTransformationExtraArgs:
@@ -72,6 +84,8 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         optimizer = factory(lambda t: ratio * learning_rate(t), **settings)
     except (ValueError, TypeError) as error:
         raise RunError(f"{config.optimizer} refuses its --matrix settings: {error}") from error
+    if matrix.int8_momentum and config.optimizer not in NO_TRACE:
+        optimizer = quantize_momentum(optimizer)
     return optax.with_extra_args_support(optax.chain(clip(config.clip, config.clip_norm), optimizer))
 
 

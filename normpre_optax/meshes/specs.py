@@ -35,6 +35,20 @@ def spec_of(x: jax.Array) -> PartitionSpec:
     return jax.typeof(x).sharding.spec
 
 
+def shares_of(x: jax.Array) -> list[int]:
+    """Over how many devices each axis of an array is known to be spread.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.meshes.specs import shares_of
+        >>> shares_of(jnp.ones((2, 3)))
+        [1, 1]
+    """
+    sizes = jax.typeof(x).sharding.mesh.shape
+    entries = (*spec_of(x), *[None] * x.ndim)[: x.ndim]
+    return [math.prod(sizes[name] for name in axes_of(entry)) for entry in entries]
+
+
 def gathered(x: jax.Array, axis: int | None = None) -> jax.Array:
     """The array, whole on every device (or along one axis) where JAX knows how it is spread.
 
