@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import os
 import time
 import warnings
@@ -88,24 +89,42 @@ def missing(target: str) -> str:
     return "" if found else "gpu-compile"
 
 
-@functools.cache
 def device(target: str) -> Any:
-    """One device of a machine that is not there.
+    """One device of a machine that is not there; see ``devices``."""
+    return devices(target)[0]
+
+
+@functools.cache
+def devices(target: str, count: int | None = None, slices: int = 1) -> list[Any]:
+    """All devices of a machine that is not there.
+
+    Args:
+        target: a name in ``MACHINES``.
+        count: how many; None: a few.
+        slices: TPUs: how many groups they make, each with its own fast network.
 
     Raises:
-        SystemExit: where its compiler is not installed.
+        SystemExit: where its compiler is not installed, or knows no such machine.
     """
     if missing(target):
         raise SystemExit(f'no compiler for {target} here: pip install ".[{missing(target)}]"')
     machine = MACHINES[target]
     if isinstance(machine, machine_cost.Tpu):
         os.environ.update({name: os.environ.get(name, value) for name, value in TPU_ENVIRONMENT.items()})
-        return topologies.get_topology_desc(platform="tpu", topology_name=machine.topology).devices[0]
-    shape = "1x1x8"
+        name = machine.topology
+        if count is not None:  # as square as a power of two allows
+            chip, _, usual = name.partition(":")
+            short = 2 ** (int(math.log2(count // slices)) // 2)
+            if usual.count("x") != 1 or short < 2 or count % (slices * short):
+                raise SystemExit(f"{count} devices of {target}: only powers of two, and of v5e and v6e, are known here")
+            name = f"{chip}:{short}x{count // slices // short}"
+        split = {"num_slices": slices} if slices > 1 else {}
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **split).devices
+    shape = f"1x{max((count or 8) // 8, 1)}x{min(count or 8, 8)}"
     cuda = topologies.get_topology_desc(
         platform="cuda", topology_name=shape, topology=shape, target_config=machine.config
     )
-    return cuda.devices[0]
+    return cuda.devices
 
 
 def compiled(target: str, function: Any, arguments: tuple) -> tuple[Any, float]:

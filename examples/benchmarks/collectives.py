@@ -2,11 +2,13 @@
 """What a step of an optimizer moves, multiplies and needs on a mesh, counted from the compiled program.
 
     python -m examples.benchmarks.collectives
+    python -m examples.benchmarks.collectives --target v5e --devices 16 64 --slices 2
 
-Nothing is allocated and nothing runs: parameters are shapes, devices are virtual. Parameters are sharded over the axis
-``fsdp`` of up to 64 devices, on their first (or longest) axis that divides, and replicated over ``data`` beyond. Bytes
-are output bytes of the collectives, operations those of matrix products, both per device and step (the mean of a
-row-oriented and a column-oriented one); they depend on shapes and on XLA's version only.
+Nothing is allocated and nothing runs: parameters are shapes, devices are virtual, or those of a machine that is not
+there, by whose compiler. Parameters are sharded over the axis ``fsdp`` of at most 64 devices (``--fsdp``) of one slice,
+on their first (or longest) axis that divides, and replicated over ``data`` beyond. Bytes are output bytes of the
+collectives, operations those of matrix products, both per device and step (the mean of a row-oriented and a
+column-oriented one); they depend on shapes and on the compiler's version only.
 """
 
 import dataclasses
@@ -14,22 +16,24 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=512"
 
 import jax
 import matplotlib.pyplot as plt
+import numpy as np
 import optax
 import tyro
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import track
 
-from examples.benchmarks import hlo, report, shapes
+from examples.benchmarks import ahead, hlo, report, shapes
+from examples.benchmarks.machine_cost import MACHINES
 from normpre_optax import muon, normpre_g, normpre_l
 
-LARGEST_FSDP = 64
+NODE = 8  # GPUs that share a fast network
 BASELINE = "optax_muon"
 
 
@@ -59,6 +63,12 @@ class Options:
     """Numbers of devices."""
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     """Which of them."""
+    target: str = ""
+    """Machine whose compiler is asked: v5e, v6e, h100, ...; empty: virtual devices on the CPU."""
+    slices: int = 1
+    """TPUs: groups with a fast network each, between which parameters are replicated."""
+    fsdp: int = 64
+    """Over how many devices parameters are sharded at most."""
     axis: Literal["first", "longest"] = "first"
     """Which axis of a parameter is sharded, of those that divide."""
     out: Path = Path("docs/results")
@@ -72,12 +82,19 @@ def spec_of(x, fsdp: int, longest: bool) -> PartitionSpec:
     return PartitionSpec(*("fsdp" if a == axis else None for a in range(x.ndim)))
 
 
-def count(model: str, tx: optax.GradientTransformation, devices: int, axis_type: AxisType, longest: bool) -> dict:
-    """Compile one step and count it."""
-    fsdp = min(devices, LARGEST_FSDP)
-    mesh = jax.make_mesh(
-        (devices // fsdp, fsdp), ("data", "fsdp"), axis_types=(axis_type,) * 2, devices=jax.devices()[:devices]
-    )
+def mesh_of(devices: int, axis_type: AxisType, options: Options) -> jax.sharding.Mesh:
+    """Axes ``data`` (between slices, and beyond so many devices) and ``fsdp``."""
+    fsdp = min(devices // options.slices, options.fsdp)
+    found = ahead.devices(options.target, devices, options.slices) if options.target else jax.devices()[:devices]
+    grid = np.array(found).reshape(devices // fsdp, fsdp)
+    return jax.sharding.Mesh(grid, ("data", "fsdp"), axis_types=(axis_type,) * 2)
+
+
+def count(
+    model: str, tx: optax.GradientTransformation, mesh: jax.sharding.Mesh, target: str, near: int, longest: bool
+) -> dict:
+    """Compile one step and count it; ``near`` devices in a row have a fast network."""
+    fsdp = mesh.shape["fsdp"]
 
     def placed(tree, spec=lambda x: spec_of(x, fsdp, longest)):
         def place(x):
@@ -92,32 +109,38 @@ def count(model: str, tx: optax.GradientTransformation, devices: int, axis_type:
     params = placed(jax.eval_shape(lambda: shapes.matrices(model)))
     state = jax.eval_shape(tx.init, params)
     # With Explicit axes the state says itself where it lies.
-    if axis_type == AxisType.Auto:
+    if AxisType.Auto in mesh.axis_types:
         state = placed(state)
     else:
         state = placed(state, lambda x: x.sharding.spec if x.sharding else PartitionSpec())
     out = jax.tree.map(lambda x: x.sharding, (params, state))
-    lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=out).lower(params, state, params)
-    # The machine's code is not needed: only what the partitioner made of the program.
-    compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})  # pyright: ignore[reportArgumentType]
-    cost, memory = hlo.cost(compiled.as_text() or ""), compiled.memory_analysis()
+    traced = jax.jit(step, donate_argnums=(1, 2), out_shardings=out).trace(params, state, params)
+    if target:
+        compiled = traced.lower(lowering_platforms=(MACHINES[target].platform,)).compile()
+    else:  # The machine's code is not needed: only what the partitioner made of the program.
+        quick: Any = {"xla_backend_optimization_level": 0}
+        compiled = traced.lower().compile(compiler_options=quick)
+    cost, memory = hlo.cost(compiled.as_text() or "", ahead.TURNS if target else None, near), compiled.memory_analysis()
     temporary = memory.temp_size_in_bytes if memory else 0
-    return {"bytes": cost.bytes, "collectives": cost.collectives, "flops": cost.flops, "temporary_bytes": temporary}
+    counts = {"bytes": cost.bytes, "far_bytes": cost.far, "collectives": cost.collectives, "flops": cost.flops}
+    return counts | {"temporary_bytes": temporary}
 
 
-def measure(model: str, name: str, devices: int, longest: bool = False) -> dict:
+def measure(model: str, name: str, devices: int, options: Options) -> dict:
     """Mean over the orientations; the larger of their temporaries. optax knows Auto axes only."""
     axis_type = AxisType.Auto if name == BASELINE else AxisType.Explicit
-    counts = [count(model, build(), devices, axis_type, longest) for build in OPTIMIZERS[name]]
+    mesh = mesh_of(devices, axis_type, options)
+    near = NODE if options.target and MACHINES[options.target].platform == "cuda" else devices // options.slices
+    longest = options.axis == "longest"
+    counts = [count(model, build(), mesh, options.target, near, longest) for build in OPTIMIZERS[name]]
     kinds = {kind for c in counts for kind in c["collectives"]}
     mean = lambda values: sum(values) / len(counts)  # noqa: E731
     return {
         "model": model,
         "optimizer": name,
         "devices": devices,
-        "bytes": mean([c["bytes"] for c in counts]),
+        **{what: mean([c[what] for c in counts]) for what in ("bytes", "far_bytes", "flops")},
         "collectives": {kind: mean([c["collectives"].get(kind, 0) for c in counts]) for kind in sorted(kinds)},
-        "flops": mean([c["flops"] for c in counts]),
         "temporary_bytes": max(c["temporary_bytes"] for c in counts),
     }
 
@@ -135,6 +158,7 @@ def markdown(result: dict) -> str:
             "devices",
             "optimizer",
             "MB moved",
+            "of it to other slices or nodes",
             "optax Muon / this",
             "GFLOP",
             "x devices / alone",
@@ -148,7 +172,8 @@ def markdown(result: dict) -> str:
             ratio = f"{peer['bytes'] / r['bytes']:.1f}" if peer and r["bytes"] else ""
             share = f"{r['flops'] * devices / alone['flops']:.2f}" if alone and alone["flops"] else ""
             lines.append(
-                f"| {devices} | {name} | {r['bytes'] / 1e6:.1f} | {ratio} | {r['flops'] / 1e9:.1f} | {share} |"
+                f"| {devices} | {name} | {r['bytes'] / 1e6:.1f} | {r['far_bytes'] / 1e6:.1f} | {ratio} |"
+                f" {r['flops'] / 1e9:.1f} | {share} |"
                 f" {r['temporary_bytes'] / 1e6:.0f} |"
             )
     return "\n".join(lines) + "\n"
@@ -180,15 +205,22 @@ def draw(result: dict, path: Path) -> None:
 def main(options: Options) -> None:
     """Count, print, write."""
     work = [(m, o, n) for n in options.devices for m in options.models for o in options.optimizers]
-    longest = options.axis == "longest"
-    rows = [measure(*one, longest) for one in track(work, "compiling")]
+    rows = [measure(*one, options) for one in track(work, "compiling")]
     command = "python -m examples.benchmarks.collectives"
-    for name in ("models", "devices"):
-        if getattr(options, name) != getattr(Options, name):
-            command += f" --{name} " + " ".join(map(str, getattr(options, name)))
-    command += " --axis longest" if longest else ""
-    result = report.header(command, jax.devices()[0]) | {"rows": rows}
-    path = report.write(options.out, "collectives" + "_longest" * longest, result, markdown(result))
+    for field in ("target", "models", "devices", "slices", "fsdp", "axis"):
+        given = getattr(options, field)
+        if given != getattr(Options, field):
+            command += f" --{field} " + " ".join(map(str, given if isinstance(given, tuple) else (given,)))
+    told = {
+        options.target: options.target,
+        f"{options.slices}_slices": options.slices > 1,
+        f"fsdp_{options.fsdp}": options.fsdp != Options.fsdp,
+        options.axis: options.axis != Options.axis,
+    }
+    name = "_".join(["collectives", *(part for part, is_told in told.items() if is_told)])
+    device = ahead.device(options.target) if options.target else jax.devices()[0]
+    result = report.header(command, device) | {"rows": rows}
+    path = report.write(options.out, name, result, markdown(result))
     draw(result, path.with_suffix(".png"))
     Console(highlight=False).print(markdown(result), soft_wrap=True)
 

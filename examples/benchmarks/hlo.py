@@ -13,7 +13,10 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+import numpy as np
+
+# The last is how TPUs of one slice get something from those of another: by their hosts.
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "recv")
 RARE = "rare"
 # What names, groups or waits for values, and does not compute any.
 FREE = {
@@ -86,10 +89,14 @@ class Product(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Per device and run: output bytes by kind of collective, and operations (two a multiply-add) of products."""
+    """Per device and run: output bytes by kind of collective, and operations (two a multiply-add) of products.
+
+    ``far`` are those of the bytes that collectives exchange with devices beyond the fast network.
+    """
 
     collectives: dict[str, float]
     flops: float
+    far: float = 0
 
     @property
     def bytes(self) -> float:
@@ -97,12 +104,13 @@ class Cost(NamedTuple):
         return sum(self.collectives.values())
 
 
-def cost(text: str, turns: float | None = None) -> Cost:
+def cost(text: str, turns: float | None = None, group: int | None = None) -> Cost:
     """Count a compiled program. Of a conditional, every kind of cost is that of the branch with most of it.
 
     Args:
         text: ``compiled.as_text()``.
         turns: how often loops turn on average whose bounds are data.
+        group: how many devices, one after the other, share a fast network; None: all of them.
 
     Returns:
         Its cost.
@@ -115,15 +123,16 @@ def cost(text: str, turns: float | None = None) -> Cost:
     def flops(instruction: Instruction, computation: Computation) -> float:
         return sum(product.flops for product in products(program, instruction, computation))
 
-    def moved_by(kind: str) -> Callable[[Instruction, Computation], float]:
-        return lambda instruction, computation: sum(
-            collective_bytes(i) for i, _ in inside(program, instruction, computation) if collective(i) == kind
-        )
+    def moved(which: Callable[[Instruction], bool]) -> float:
+        def weight(instruction: Instruction, computation: Computation) -> float:
+            return sum(collective_bytes(i) for i, _ in inside(program, instruction, computation) if which(i))
+
+        return total(executed(program, weight, turns), weight)
 
     kinds = {collective(i) for computation in program.computations.values() for i in computation.values()}
-    weights = {kind: moved_by(kind) for kind in COLLECTIVES if kind in kinds}
-    totals = {kind: total(executed(program, weight, turns), weight) for kind, weight in weights.items()}
-    return Cost({kind: n for kind, n in totals.items() if n}, total(executed(program, flops, turns), flops))
+    totals = {kind: moved(lambda i, kind=kind: collective(i) == kind) for kind in COLLECTIVES if kind in kinds}
+    far = 0 if group is None else moved(lambda i: goes_beyond(i, group))
+    return Cost({kind: n for kind, n in totals.items() if n}, total(executed(program, flops, turns), flops), far)
 
 
 def total(done: list[Executed], price: Callable[[Instruction, Computation], float]) -> float:
@@ -378,12 +387,49 @@ def _invariant(body: Computation) -> set[int]:
 def collective(instruction: Instruction) -> str | None:
     """Which of ``COLLECTIVES`` it is, or begins."""
     kind = instruction.operation.removesuffix("-start")
+    if kind == "recv" and "is_host_transfer=true" not in instruction.rest:
+        return None  # a part of a permutation
     return kind if kind in COLLECTIVES else None
+
+
+def goes_beyond(instruction: Instruction, group: int) -> bool:
+    """Whether it is a collective of devices that are not of one group of so many, one after the other."""
+    kind = collective(instruction)
+    if kind in (None, "recv"):
+        return kind == "recv"
+    return any(len({device // group for device in one}) > 1 for one in groups(instruction))
+
+
+def groups(instruction: Instruction) -> list[list[int]]:
+    """The devices between which a collective moves data."""
+    pairs = attribute(instruction, r"source_target_pairs=(\{\{[\d,{}]*\}\})")
+    listed = pairs or attribute(instruction, r"replica_groups=(\{\{[\d,{}]*\}\})")
+    if listed:
+        return [_whole_numbers(one) for one in re.findall(r"\{([\d,]+)\}", listed)]
+    lined_up = re.search(r"replica_groups=\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.rest)
+    if lined_up:
+        return _lined_up(lined_up[2], lined_up[3]).reshape(int(lined_up[1]), -1).tolist()
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", instruction.rest)
+    if mesh is None:
+        raise ValueError(f"between which devices is not said: {instruction.rest[:200]}")
+    axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+    order = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\)?)?", mesh[2] or f"[{math.prod(axes.values())}]")
+    ids = (_lined_up(order[1], order[2]) if order else np.array(_whole_numbers(mesh[2]))).reshape(list(axes.values()))
+    among = [list(axes).index(name) for name in re.findall(r"'(\w+)'", mesh[3])]
+    return np.moveaxis(ids, among, range(-len(among), 0)).reshape(-1, math.prod(ids.shape[a] for a in among)).tolist()
+
+
+def _lined_up(sizes: str, order: str | None) -> np.ndarray:
+    """Numbers from zero in an array of these sizes, its axes then in another order."""
+    ids = np.arange(math.prod(_whole_numbers(sizes))).reshape(_whole_numbers(sizes))
+    return ids.transpose(_whole_numbers(order)) if order else ids
 
 
 def collective_bytes(instruction: Instruction) -> float:
     """Output bytes; the shape of one that only begins has the operands first."""
     sizes = [array.bytes for array in arrays(instruction.shape)]
+    if instruction.operation == "recv":  # and a context, and a token
+        return sizes[0]
     return sum(sizes[len(sizes) // 2 :] if instruction.operation.endswith("-start") else sizes)
 
 

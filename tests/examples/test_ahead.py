@@ -334,7 +334,7 @@ def test_what_fits_has_its_rows_where_something_does_not(monkeypatch, tmp_path, 
 
 def test_a_compiler_that_is_not_installed_is_asked_for(monkeypatch):
     monkeypatch.setattr(ahead.importlib.util, "find_spec", lambda name: None)
-    ahead.device.cache_clear()
+    ahead.devices.cache_clear()
     for target, extra in (("v5e", "tpu-compile"), ("h100", "gpu-compile")):
         with pytest.raises(SystemExit, match=extra):
             ahead.device(target)

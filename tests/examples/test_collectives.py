@@ -58,6 +58,40 @@ def test_bytes_of_collectives():
     assert cost.collectives == {"all-reduce": 192, "all-gather": 1536, "all-to-all": 192}
 
 
+@pytest.mark.parametrize(
+    ("said", "groups"),
+    [
+        ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
+        ("source_target_pairs={{0,2},{2,0}}", [[0, 2], [2, 0]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['data'=2,'fsdp'=2] {'fsdp'}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['data'=2,'fsdp'=2] {'data'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['data'=2,'fsdp'=2] {'data','fsdp'}", [[0, 1, 2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", [[3, 1], [2, 0]]),
+    ],
+)
+def test_between_which_devices(said, groups):
+    instruction = hlo.Instruction("x", "f32[2]", "all-reduce", (), "", f", channel_id=1, {said}, to_apply=%add", False)
+    assert hlo.groups(instruction) == groups
+    assert hlo.goes_beyond(instruction, 2) == any(len({device // 2 for device in one}) > 1 for one in groups)
+
+
+def test_bytes_beyond_the_fast_network():
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    x = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, PartitionSpec("data", "fsdp")))
+    for axes, far in ((("fsdp",), 0), (("data",), 4 * 4 * 4), (("data", "fsdp"), 4 * 4 * 4)):
+        f = jax.shard_map(
+            lambda x, axes=axes: jax.lax.psum(x, axes),
+            mesh=mesh,
+            in_specs=x.sharding.spec,
+            out_specs=PartitionSpec(*(None if a in axes else a for a in ("data", "fsdp"))),
+        )
+        cost = hlo.cost(jax.jit(f).lower(x).compile().as_text(), group=4)
+        assert (cost.bytes, cost.far) == (64, far)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_byte_targets_hold_on_eight_devices(tmp_path):
