@@ -4,7 +4,7 @@
 Axes of a mesh play three parts for a stack ``(batch, rows, columns)``: they shard its batch axis (such devices hold
 different matrices and never exchange any), its rows and columns (such devices hold pieces of the same matrices and
 exchange them by one all-to-all in and one out), or nothing (such devices hold copies; each treats its share, and the
-results are gathered).
+results are gathered, or all do the same).
 """
 
 import functools
@@ -81,8 +81,10 @@ def make_plan(sizes: dict[str, int], stacks: Sequence[Stack], work: Work) -> Pla
     """Share the matrices out: the most expensive first, each to a device that has least to do.
 
     Among several such it goes to the one with the shortest line in the exchange, whose length is that of the longest.
-    Along an axis of the mesh that only holds copies, the work is divided if that takes some from the busiest device;
-    otherwise all copies do the same, and nothing has to be gathered.
+    Along an axis that shards some matrices, those of which it holds copies are divided too, if that takes work from the
+    busiest device. Along an axis that shards none, such as data parallelism between slices or nodes, all devices do the
+    same: what they would have to gather takes longer than what they would save, unless its network is as fast as one
+    node's. Only where nothing is sharded at all, all axes divide.
 
     Args:
         sizes: of the mesh's axes.
@@ -92,7 +94,8 @@ def make_plan(sizes: dict[str, int], stacks: Sequence[Stack], work: Work) -> Pla
     Returns:
         The plan, the same on every host.
     """
-    free = [a for a in sizes if sizes[a] > 1 and any(a not in sum(stack.axes, ()) for stack in stacks)]
+    sharding = set().union(*(sum(stack.axes, ()) for stack in stacks)) or set(sizes)
+    free = [a for a in sizes if a in sharding and sizes[a] > 1 and any(a not in sum(s.axes, ()) for s in stacks)]
     choices = [chosen for n in range(len(free) + 1) for chosen in itertools.combinations(free, n)]
     plans = [_make_plan(sizes, stacks, work, frozenset(chosen)) for chosen in choices]
     return min(plans, key=lambda found: (found.loads.max(), traffic(sizes, found)))
@@ -236,8 +239,12 @@ def in_words(sizes: dict[str, int], stacks: Sequence[Stack]) -> list[str]:
     even = sum(newton_schulz_work(*stack.shape) * stack.batch for stack in stacks) / devices
     most = found.loads.max() / even if even else 1.0
     matrices = sum(stack.batch for stack in stacks)
+    used = {*sum((team.copies + team.pieces for team in found.teams), ()), *sum((s.axes[0] for s in stacks), ())}
+    alike = ", ".join(name for name, size in sizes.items() if size > 1 and name not in used)
+    same = f" (along {alike} all do the same)" if alike else ""
     return [
         f"mesh {axes}: {devices} devices. Optimizers that divide (normpre_g, muon) send every matrix to one device:",
-        f"  {min(counts)} to {max(counts)} of {matrices} matrices each, at most {most:.2f} of an even share of work,",
+        f"  {min(counts)} to {max(counts)} of {matrices} matrices each, "
+        f"at most {most:.2f} of an even share of work{same},",
         f"  {traffic(sizes, found) / 1e6:,.3g} MB to each device and step",
     ]

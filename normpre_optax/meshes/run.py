@@ -5,6 +5,7 @@ With Explicit axes JAX tells where every parameter lies; the work is done with A
 lies where the parameters do. With Auto axes the user may tell; else the partitioner sees to everything.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -13,8 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from normpre_optax.meshes.specs import check_spec, matrix_spec, spec_of
-from normpre_optax.parameters.dims import MatrixDims, matrix_shape
+from normpre_optax.meshes.specs import check_spec, leading, matrix_spec, spec_of
+from normpre_optax.parameters.dims import MatrixDims, batch_sizes, matrix_shape, split_axes
 from normpre_optax.transforms.batches import Parameter, Stage, is_per_parameter, on_stacks
 from normpre_optax.transforms.oriented import MatrixLayout
 
@@ -39,6 +40,9 @@ def run_on_mesh(
         As ``batches.run``: new updates, which lie where the parameters do, new states, new shared state.
     """
     names, lie = list(specs), _specs(parameters, specs, mesh)
+    if lie is not None:
+        leads = [leading(spec, p.update.shape, p.dims) for spec, p in zip(lie, parameters, strict=True)]
+        parameters = [dataclasses.replace(p, lead=lead) for p, lead in zip(parameters, leads, strict=True)]
 
     def place(i: int) -> Hashable:
         if lie is None:  # Parameters that only a number tells apart lie alike.
@@ -134,31 +138,32 @@ def init_on_mesh(make: Callable, params: Any, dims: Sequence[MatrixDims], mesh: 
     leaves, treedef = jax.tree.flatten(params)
     if AxisType.Explicit not in mesh.axis_types:
         return make(leaves)
-    stacks = [
-        (matrix_shape(x.shape, d), matrix_spec(spec_of(x), x.shape, d)) for x, d in zip(leaves, dims, strict=True)
-    ]
+    sizes = [batch_sizes(x.shape, d) for x, d in zip(leaves, dims, strict=True)]
     shapes = jax.eval_shape(make, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
 
-    per_parameter = functools.partial(is_per_parameter, treedef=treedef, batches=[shape[0] for shape, _ in stacks])
+    per_parameter = functools.partial(is_per_parameter, treedef=treedef, sizes=sizes)
 
     def specs(node):
         if not per_parameter(node):
             return jax.tree.map(lambda _: PartitionSpec(), node)
         kept = jax.tree.leaves(node)
-        return treedef.unflatten([_state_spec(x.shape, *stack) for x, stack in zip(kept, stacks, strict=True)])
+        return treedef.unflatten([_state_spec(x.shape, p, d) for x, p, d in zip(kept, leaves, dims, strict=True)])
 
     out = jax.tree.map(specs, shapes, is_leaf=per_parameter)
     return _in_auto_axes(make, mesh, out)(leaves)
 
 
-def _state_spec(shape: tuple[int, ...], stack: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-    """Of what a stage keeps for a stack: every axis that is as long as one of the stack's is sharded like it."""
-    left = list(range(3))
-    entries = []
-    for place, size in enumerate(shape):
-        same = [axis for axis in left if stack[axis] == size]
-        axis = place if place in same else next(iter(same), None)
-        if axis is not None:
-            left.remove(axis)
-        entries.append(None if axis is None else spec[axis])
+def _state_spec(shape: tuple[int, ...], parameter: jax.Array, dims: MatrixDims) -> PartitionSpec:
+    """Of what a stage keeps: batch axes lie as the parameter's, an axis as long as rows or columns like those."""
+    spec, (batch, *_) = spec_of(parameter), split_axes(parameter.ndim, dims)
+    entries = [spec[axis] for axis in batch]
+    entries += [None] * (len(batch_sizes(parameter.shape, dims)) - len(entries))
+    sides, lie = matrix_shape(parameter.shape, dims)[1:], matrix_spec(spec, parameter.shape, dims)[1:]
+    left = [0, 1]
+    for place, size in enumerate(shape[len(entries) :]):
+        same = [side for side in left if sides[side] == size]
+        side = place if place in same else next(iter(same), None)
+        if side is not None:
+            left.remove(side)
+        entries.append(None if side is None else lie[side])
     return PartitionSpec(*entries)

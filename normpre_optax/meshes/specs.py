@@ -171,7 +171,7 @@ def matrix_spec(
 
     Returns:
         Entries for (batch, out, in), or (batch, in, out). Of axes that are flattened into one only the first can stay
-        sharded; outputs that are cut into blocks cannot.
+        sharded, of batch axes the `leading` one; outputs that are cut into blocks cannot.
 
     Example:
         >>> from jax.sharding import PartitionSpec
@@ -186,7 +186,21 @@ def matrix_spec(
 
     rows = first(outputs) if equal_blocks(dims) == 1 else None
     sides = (first(inputs), rows) if transposed else (rows, first(inputs))
-    return PartitionSpec(first(batch), *sides)
+    layers = entries[batch[leading(spec, shape, dims)]] if batch else None
+    return PartitionSpec(layers, *sides)
+
+
+def leading(spec: PartitionSpec, shape: tuple[int, ...], dims: MatrixDims) -> int:
+    """Which of the batch axes comes first in a stack, so that it can stay sharded: the longest of those that are.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec
+        >>> leading(PartitionSpec(None, "expert"), (24, 64, 768, 768), MatrixDims(inputs=2, outputs=3))
+        1
+    """
+    batch, _, _ = split_axes(len(shape), dims)
+    sharded = [i for i, axis in enumerate(batch) if axis < len(spec) and axes_of(spec[axis])]
+    return max(sharded, key=lambda i: shape[batch[i]], default=0)
 
 
 def like_parameters(updates, params):

@@ -230,19 +230,54 @@ def stored_transposed(ndim: int, dims: MatrixDims) -> bool:
     return dims.output_blocks == 1 and batch + inputs + outputs == tuple(range(ndim))
 
 
-def _order(ndim: int, dims: MatrixDims, transposed: bool) -> tuple[int, ...]:
+def batch_sizes(shape: tuple[int, ...], dims: MatrixDims) -> tuple[int, ...]:
+    """Sizes of the batch axes, and how many blocks the outputs are cut into, if any; (1,) for a single matrix.
+
+    Example:
+        >>> batch_sizes((24, 8, 768, 2304), MatrixDims(inputs=2, outputs=3, output_blocks=3))
+        (24, 8, 3)
+    """
+    blocks = equal_blocks(dims)
+    sizes = [shape[axis] for axis in split_axes(len(shape), dims)[0]]
+    return (*sizes, *[blocks] * (blocks > 1)) or (1,)
+
+
+def stacked(x: jax.Array, sizes: tuple[int, ...], lead: int = 0) -> jax.Array:
+    """What there is of every matrix, ``(*sizes, ...)``, along one axis; see ``to_matrices``.
+
+    Example:
+        >>> stacked(jnp.arange(6).reshape(2, 3), (2, 3), lead=1).tolist()
+        [0, 3, 1, 4, 2, 5]
+    """
+    return _reshape(jnp.moveaxis(x, lead, 0), (math.prod(sizes), *x.shape[len(sizes) :]))
+
+
+def unstacked(x: jax.Array, sizes: tuple[int, ...], lead: int = 0) -> jax.Array:
+    """Undoes `stacked`.
+
+    Example:
+        >>> unstacked(jnp.array([0, 3, 1, 4, 2, 5]), (2, 3), lead=1).tolist()
+        [[0, 1, 2], [3, 4, 5]]
+    """
+    first = (sizes[lead], *sizes[:lead], *sizes[lead + 1 :])
+    return jnp.moveaxis(_reshape(x, (*first, *x.shape[1:])), 0, lead)
+
+
+def _order(ndim: int, dims: MatrixDims, transposed: bool, lead: int) -> tuple[int, ...]:
     """The parameter's axes in the order in which the stack has them."""
     batch, outputs, inputs = split_axes(ndim, dims)
+    batch = batch[lead : lead + 1] + batch[:lead] + batch[lead + 1 :]
     return batch + inputs + outputs if transposed else batch + outputs + inputs
 
 
-def to_matrices(x: jax.Array, dims: MatrixDims, transposed: bool = False) -> jax.Array:
+def to_matrices(x: jax.Array, dims: MatrixDims, transposed: bool = False, lead: int = 0) -> jax.Array:
     """Lays a parameter out as a stack of matrices with output neurons as rows.
 
     Args:
         x: the parameter (or its gradient), any layout.
         dims: axes that fit it.
         transposed: with output neurons as columns instead.
+        lead: which of the batch axes comes first: of axes that are flattened into one only the first can stay sharded.
 
     Returns:
         Array (batch, out, in), or (batch, in, out) if transposed; batch and block indices in row-major order, blocks
@@ -253,8 +288,8 @@ def to_matrices(x: jax.Array, dims: MatrixDims, transposed: bool = False) -> jax
         [[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]]
     """
     if transposed and equal_blocks(dims) > 1:  # they are cut from (out, in)
-        return jnp.matrix_transpose(to_matrices(x, dims))
-    order = _order(x.ndim, dims, transposed)
+        return jnp.matrix_transpose(to_matrices(x, dims, lead=lead))
+    order = _order(x.ndim, dims, transposed, lead)
     batch, rows, columns = matrix_shape(x.shape, dims)
     shape = (batch, columns, rows) if transposed else (batch, rows, columns)
     if order != tuple(range(x.ndim)):
@@ -262,7 +297,9 @@ def to_matrices(x: jax.Array, dims: MatrixDims, transposed: bool = False) -> jax
     return _reshape(x, shape)
 
 
-def from_matrices(stack: jax.Array, dims: MatrixDims, shape: tuple[int, ...], transposed: bool = False) -> jax.Array:
+def from_matrices(
+    stack: jax.Array, dims: MatrixDims, shape: tuple[int, ...], transposed: bool = False, lead: int = 0
+) -> jax.Array:
     """Undoes `to_matrices`.
 
     Args:
@@ -270,6 +307,7 @@ def from_matrices(stack: jax.Array, dims: MatrixDims, shape: tuple[int, ...], tr
         dims: the axes `to_matrices` was given.
         shape: the parameter's shape.
         transposed: as `to_matrices` was given it.
+        lead: likewise.
 
     Returns:
         Array of that shape, in the parameter's own layout.
@@ -280,8 +318,8 @@ def from_matrices(stack: jax.Array, dims: MatrixDims, shape: tuple[int, ...], tr
         True
     """
     if transposed and equal_blocks(dims) > 1:
-        return from_matrices(jnp.matrix_transpose(stack), dims, shape)
-    order = _order(len(shape), dims, transposed)
+        return from_matrices(jnp.matrix_transpose(stack), dims, shape, lead=lead)
+    order = _order(len(shape), dims, transposed, lead)
     x = _reshape(stack, tuple(shape[axis] for axis in order))
     if order == tuple(range(len(shape))):
         return x

@@ -23,7 +23,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from normpre_optax.parameters.dims import MatrixDims, from_matrices, stored_transposed, to_matrices
+from normpre_optax.parameters.dims import (
+    MatrixDims,
+    batch_sizes,
+    from_matrices,
+    stacked,
+    stored_transposed,
+    to_matrices,
+    unstacked,
+)
 from normpre_optax.platforms import by_platform
 from normpre_optax.transforms.oriented import MatrixLayout
 
@@ -67,17 +75,21 @@ def in_lists(stacks: Sequence[Matrices]) -> Matrices:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter's part of an update: ``update`` and ``weight`` in its own layout, the rest by its matrices."""
+    """One parameter's part of an update: ``update`` and ``weight`` in its own layout, the rest by its batch axes.
+
+    ``lead`` is which of these comes first where its matrices are put in a stack.
+    """
 
     update: jax.Array
     weight: jax.Array | None
     ids: jax.Array
     state: list[jax.Array]
     dims: MatrixDims = dataclasses.field(metadata={"static": True})
+    lead: int = dataclasses.field(default=0, metadata={"static": True})
 
     def kind(self) -> Hashable:
         """Parameters of one kind share a compiled copy."""
-        return self.dims, tuple((x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(self))
+        return self.dims, self.lead, tuple((x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(self))
 
     def stored_transposed(self) -> bool:
         """Whether the matrices lie as (in, out)."""
@@ -85,19 +97,25 @@ class Parameter:
 
     def matrices(self, transposed: bool) -> Matrices:
         """In layout (batch, out, in), or (batch, in, out) if ``transposed``."""
-        lay = functools.partial(to_matrices, dims=self.dims, transposed=transposed)
-        return Matrices(lay(self.update), None if self.weight is None else lay(self.weight), self.ids, self.state)
+        lay = functools.partial(to_matrices, dims=self.dims, transposed=transposed, lead=self.lead)
+        line_up = functools.partial(stacked, sizes=batch_sizes(self.update.shape, self.dims), lead=self.lead)
+        weight = None if self.weight is None else lay(self.weight)
+        return Matrices(lay(self.update), weight, line_up(self.ids), [line_up(x) for x in self.state])
 
-    def from_matrices(self, stack: jax.Array, transposed: bool) -> jax.Array:
-        """A new update, in the parameter's layout."""
-        return from_matrices(stack, self.dims, self.update.shape, transposed)
+    def from_matrices(
+        self, stack: jax.Array, state: list[jax.Array], transposed: bool
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """A new update, in the parameter's layout, and a new state, by its batch axes."""
+        sizes = batch_sizes(self.update.shape, self.dims)
+        update = from_matrices(stack, self.dims, self.update.shape, transposed, self.lead)
+        return update, [unstacked(x, sizes, self.lead) for x in state]
 
 
-def is_per_parameter(node: Any, treedef: Any, batches: Sequence[int]) -> bool:
-    """Whether part of a state is a tree like the parameters', with a stack as long as that of each, and no counter."""
+def is_per_parameter(node: Any, treedef: Any, sizes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether part of a state is a tree like the parameters', with an entry for each matrix, and no counter."""
     if jax.tree.structure(node) != treedef:
         return False
-    return all(jnp.shape(x)[:1] == (batch,) for x, batch in zip(jax.tree.leaves(node), batches, strict=True))
+    return all(jnp.shape(x)[: len(of)] == of for x, of in zip(jax.tree.leaves(node), sizes, strict=True))
 
 
 def run(
@@ -220,8 +238,8 @@ def on_stacks(
         whole = place(new[k], k)
         for at, i in enumerate(members):
             part = slice(at * batch, (at + 1) * batch)
-            updates[i] = parameters[i].from_matrices(whole[part], layout.transposed)
-            states[i] = [kept[k][part] for kept in state]
+            own = [kept[k][part] for kept in state]
+            updates[i], states[i] = parameters[i].from_matrices(whole[part], own, layout.transposed)
     return updates, states, shared
 
 
@@ -232,7 +250,7 @@ def _kind_in_turn(stage: Stage, shared: list[Any], group: list[Parameter]):
         layout = MatrixLayout(parameter.stored_transposed())
         matrices = parameter.matrices(layout.transposed)
         new, state, now = _each_slice(functools.partial(stage, layout=layout), matrices, shared)
-        return (parameter.from_matrices(new, layout.transposed), state), now
+        return parameter.from_matrices(new, state, layout.transposed), now
 
     if len(group) == 1:
         result, now = one(group[0])

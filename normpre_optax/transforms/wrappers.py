@@ -6,6 +6,7 @@ orientation, ``at_least_float32`` and ``in_dtype`` the dtype. What stands inside
 """
 
 import functools
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import optax
 
 from normpre_optax.meshes.run import init_on_mesh, run_on_mesh
 from normpre_optax.meshes.specs import mesh_of
-from normpre_optax.parameters.dims import MatrixDims, matrix_shape, to_matrices
+from normpre_optax.parameters.dims import MatrixDims, batch_sizes, to_matrices, unstacked
 from normpre_optax.parameters.rules import Choice, Choices, resolve
 from normpre_optax.platforms import by_platform
 from normpre_optax.transforms import batches
@@ -84,8 +85,16 @@ def _as_whole_matrices(dims: Choices, inner: OrientedTransformation) -> optax.Gr
 
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
-        _, axes = readings(params)
-        make = lambda leaves: inner.init(treedef.unflatten(map(to_matrices, leaves, axes)))  # noqa: E731
+        found, axes = readings(params)
+        sizes = [batch_sizes(one.shape, own) for one, own in zip(found, axes, strict=True)]
+
+        def make(leaves):
+            state = inner.init(treedef.unflatten(map(to_matrices, leaves, axes)))
+            form = _StateForm.of(state, treedef, [(math.prod(of),) for of in sizes])
+            kept, shared = form.split(state)
+            kept = [treedef.unflatten(map(unstacked, treedef.flatten_up_to(tree), sizes)) for tree in kept]
+            return form.join(kept, shared)
+
         mesh = mesh_of(params)
         return make(leaves) if mesh is None else init_on_mesh(make, params, axes, mesh)
 
@@ -96,8 +105,9 @@ def _as_whole_matrices(dims: Choices, inner: OrientedTransformation) -> optax.Gr
         found, axes = readings(updates if params is None else params)
         if not found:
             return updates, inner.update(updates, state, params, **extra_args)[1]
-        counts = [matrix_shape(one.shape, own)[0] for one, own in zip(found, axes, strict=True)]
-        form = _StateForm.of(state, treedef, counts)
+        form = _StateForm.of(
+            state, treedef, [batch_sizes(one.shape, own) for one, own in zip(found, axes, strict=True)]
+        )
         kept, shared = form.split(state)
         kept = [treedef.flatten_up_to(tree) for tree in kept]
         weights = [None] * len(found) if params is None else jax.tree.leaves(params)
@@ -127,8 +137,8 @@ class _StateForm(NamedTuple):
     per_parameter: tuple[bool, ...]
 
     @classmethod
-    def of(cls, state, treedef, batches: list[int]) -> "_StateForm":
-        per_parameter = functools.partial(is_per_parameter, treedef=treedef, batches=batches)
+    def of(cls, state, treedef, sizes: list[tuple[int, ...]]) -> "_StateForm":
+        per_parameter = functools.partial(is_per_parameter, treedef=treedef, sizes=sizes)
         nodes, outer = jax.tree.flatten(state, is_leaf=per_parameter)
         return cls(outer, tuple(map(per_parameter, nodes)))
 
@@ -142,8 +152,9 @@ class _StateForm(NamedTuple):
 
 
 def _matrix_ids(path: str, shape: tuple[int, ...], dims: MatrixDims) -> jax.Array:
-    """uint32 ``(batch, 2)``: crc32 of the path, and the place in the stack."""
-    places = np.arange(matrix_shape(shape, dims)[0], dtype=np.uint32)
+    """uint32 ``(*batch, 2)``: crc32 of the path, and the place in the stack."""
+    sizes = batch_sizes(shape, dims)
+    places = np.arange(math.prod(sizes), dtype=np.uint32).reshape(sizes)
     return jnp.asarray(np.stack([np.full_like(places, zlib.crc32(path.encode())), places], axis=-1))
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counting what compiled programs do, and what our optimizers are held to on a mesh of eight."""
 
+import functools
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import normpre_optax as npo
 from examples.benchmarks import hlo
 
 pytestmark = pytest.mark.every_platform
@@ -90,6 +92,30 @@ def test_bytes_beyond_the_fast_network():
         )
         cost = hlo.cost(jax.jit(f).lower(x).compile().as_text(), group=4)
         assert (cost.bytes, cost.far) == (64, far)
+
+
+OPTIMIZERS = {
+    "normpre_g": npo.normpre_g,
+    "normpre_l": functools.partial(npo.normpre_l, rank=2, oversample=2, warm_start=True),
+    "muon-hyperball": functools.partial(npo.muon, norm_control="hyperball"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nothing_goes_over_the_slow_axis_and_no_stack_of_experts_is_gathered(name):
+    """Layers of experts shared out over experts and FSDP, copies of all of it on two slices."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "fsdp"))
+    shapes = {"experts": (2, 4, 64, 96), "attention": (2, 32, 32)}
+    specs = {"experts": PartitionSpec(None, "expert", "fsdp"), "attention": PartitionSpec(None, "fsdp")}
+    params = {name: jax.device_put(jnp.ones(shape), NamedSharding(mesh, specs[name])) for name, shape in shapes.items()}
+    dims = lambda path, leaf: npo.MatrixDims(inputs=-2, outputs=-1)  # noqa: E731
+    tx = OPTIMIZERS[name](0.1, matrix_dims=dims)
+    lowered = jax.jit(tx.update).lower(params, tx.init(params), params)
+    cost = hlo.cost(lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).as_text(), 1.5, group=4)
+    assert cost.far == 0
+    share = 4 * (2 * 4 * 64 * 96 / 4 + 2 * 32 * 32 / 2)
+    # There and back; sums a row, and attention's updates, which devices with other experts have made, are the rest.
+    assert 0 < cost.bytes <= 2.2 * share
 
 
 @pytest.mark.slow

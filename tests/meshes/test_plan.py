@@ -31,9 +31,10 @@ def test_every_matrix_is_treated_once(spec):
     found = make_plan(SIZES, [stack], newton_schulz_work)
     local = 16 // math.prod(SIZES[a] for a in stack.axes[0])
     assert owned(found) == {(0, j): 1 for j in range(local)}
-    # Through all stacks of the model, every matrix stands in the slots of one device.
+    # Through all stacks of the model, every matrix stands in the slots of one device, or one of each copy along data.
     slots = [found.slots[d][: sum(map(len, found.kinds[k]))] for d, k in enumerate(found.kind)]
-    assert sorted(np.concatenate(slots)) == list(range(16))
+    copies = 2 if any(stack.axes) and "data" not in sum(stack.axes, ()) else 1
+    assert sorted(np.concatenate(slots)) == sorted(list(range(16)) * copies)
 
 
 def test_work_is_balanced_over_shapes():
@@ -64,12 +65,27 @@ def test_copies_are_divided_and_gathered():
     assert traffic({"data": 8}, plan) == 8 * 4 * 4 * 4
 
 
-def test_copies_are_not_divided_where_nobody_would_have_less():
-    """Eight matrices over eight devices of eight copies: one each already, and nothing to gather."""
+def test_copies_along_an_axis_that_shards_nothing_do_the_same():
+    """Sixteen matrices over eight devices, two each, in eight copies: nothing goes over the axis of the copies."""
     sizes = {"data": 8, "fsdp": 8}
-    plan = make_plan(sizes, stacks((None, "fsdp"), shape=(8, 16, 16)), newton_schulz_work)
-    assert plan.loads.max() == newton_schulz_work(16, 16)
-    assert traffic(sizes, plan) == 2 * 16 * 16 * 4
+    plan = make_plan(sizes, stacks((None, "fsdp"), shape=(16, 16, 16)), newton_schulz_work)
+    assert plan.loads.max() == 2 * newton_schulz_work(16, 16)
+    assert [team.copies for team in plan.teams] == [()]
+    assert traffic(sizes, plan) == 2 * 2 * 16 * 16 * 4
+
+
+def test_copies_along_an_axis_that_shards_others_are_divided():
+    """Four matrices that fsdp does not divide, beside eight that it does."""
+    sizes = {"data": 2, "fsdp": 4}
+    found = stacks((None, "fsdp"), shape=(8, 16, 16)) + stacks((), shape=(4, 17, 17))
+    plan = make_plan(sizes, found, newton_schulz_work)
+    assert [team.copies for team in plan.teams] == [(), ("fsdp",)]
+    assert plan.loads.max() == 2 * newton_schulz_work(16, 16) + newton_schulz_work(17, 17)
+    # One already each: nobody would have less.
+    alone = make_plan(
+        {"fsdp": 4}, stacks((None, "fsdp"), shape=(4, 16, 16)) + stacks((), shape=(1, 2, 2)), newton_schulz_work
+    )
+    assert alone.teams[0].copies == ()
 
 
 def test_ties_go_where_the_line_is_short():
@@ -84,9 +100,9 @@ def test_explain_says_who_computes_what():
     params = {str(i): {"kernel": jax.ShapeDtypeStruct((16, 32), jnp.float32)} for i in range(8)}
     text = npo.explain(params, mesh=mesh, shardings=PartitionSpec("fsdp"))
     assert "mesh data=2, fsdp=4: 8 devices" in text
-    assert "1 to 1 of 8 matrices each, at most 1.00 of an even share of work" in text
-    # In and out over fsdp: four quarters of one matrix each; then the quarters of all eight over data.
-    assert f"{(2 * 16 * 32 + 2 * 4 * 16 * 32 // 4) * 4 / 1e6:,.3g} MB" in text
+    # Over fsdp, and the same again along data.
+    assert "2 to 2 of 8 matrices each, at most 2.00 of an even share of work (along data all do the same)" in text
+    assert f"{2 * 2 * 16 * 32 * 4 / 1e6:,.3g} MB" in text
 
 
 def test_explain_refuses_what_is_no_mesh_and_says_what_it_cannot_know():
