@@ -31,21 +31,33 @@ from rich.progress import track
 
 from examples.benchmarks import ahead, hlo, report, shapes
 from examples.benchmarks.machine_cost import MACHINES
-from normpre_optax import muon, normpre_g, normpre_l
+from normpre_optax import MatrixDims, muon, normpre_g, normpre_l
 
 NODE = 8  # GPUs that share a fast network
 BASELINE = "optax_muon"
 
 
+def last_two(path: str, leaf: Any) -> MatrixDims:
+    """All parameters are (..., in, out)."""
+    return MatrixDims(inputs=-2, outputs=-1)
+
+
+def optax_dims(params: Any) -> Any:
+    """The same in optax's words."""
+    return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1), params)
+
+
 def oriented(factory: Callable, **options) -> tuple[Callable, ...]:
     """NormPre in the orientation of even and of odd steps."""
-    return tuple(functools.partial(factory, 1e-3, orientation=o, **options) for o in ("rows", "columns"))
+    return tuple(
+        functools.partial(factory, 1e-3, orientation=o, matrix_dims=last_two, **options) for o in ("rows", "columns")
+    )
 
 
 OPTIMIZERS = {
     "adamw": (functools.partial(optax.adamw, 1e-3),),
-    BASELINE: (functools.partial(optax.contrib.muon, 1e-3),),
-    "muon": (functools.partial(muon, 1e-3),),
+    BASELINE: (functools.partial(optax.contrib.muon, 1e-3, muon_weight_dimension_numbers=optax_dims),),
+    "muon": (functools.partial(muon, 1e-3, matrix_dims=last_two),),
     "normpre_g": oriented(normpre_g),
     "normpre_g, divide=False": oriented(normpre_g, divide=False),
     "normpre_l": oriented(normpre_l),
@@ -69,34 +81,39 @@ class Options:
     """TPUs: groups with a fast network each, between which parameters are replicated."""
     fsdp: int = 64
     """Over how many devices parameters are sharded at most."""
+    expert: int = 1
+    """Over how many more devices the experts of a mixture are, on an axis of their own."""
     axis: Literal["first", "longest"] = "first"
     """Which axis of a parameter is sharded, of those that divide."""
     out: Path = Path("docs/results")
     """Folder for the report."""
 
 
-def spec_of(x, fsdp: int, longest: bool) -> PartitionSpec:
-    """The first or the longest axis that divides, over ``fsdp``; vectors and scalars are replicated."""
-    order = sorted(range(x.ndim), key=lambda a: -x.shape[a] if longest else a)
-    axis = next((a for a in order if x.ndim > 1 and x.shape[a] % fsdp == 0), None)
-    return PartitionSpec(*("fsdp" if a == axis else None for a in range(x.ndim)))
+def spec_of(x, mesh: jax.sharding.Mesh, longest: bool) -> PartitionSpec:
+    """The first or the longest axis that divides, over ``fsdp``; vectors and scalars are replicated.
+
+    Experts, the second of four axes, are over ``expert``; of what has layers in front the inputs come first.
+    """
+    order = sorted(range(x.ndim), key=lambda a: -x.shape[a] if longest else (a < x.ndim - 2, a))
+    axis = next((a for a in order if x.ndim > 1 and x.shape[a] % mesh.shape["fsdp"] == 0), None)
+    names = {axis: "fsdp"} | ({1: "expert"} if x.ndim == 4 else {})
+    return PartitionSpec(*(names.get(a) for a in range(x.ndim)))
 
 
 def mesh_of(devices: int, axis_type: AxisType, options: Options) -> jax.sharding.Mesh:
-    """Axes ``data`` (between slices, and beyond so many devices) and ``fsdp``."""
-    fsdp = min(devices // options.slices, options.fsdp)
+    """Axes ``data`` (between slices, and beyond so many devices), ``expert`` and ``fsdp``."""
+    fsdp = min(devices // options.slices // options.expert, options.fsdp)
     found = ahead.devices(options.target, devices, options.slices) if options.target else jax.devices()[:devices]
-    grid = np.array(found).reshape(devices // fsdp, fsdp)
-    return jax.sharding.Mesh(grid, ("data", "fsdp"), axis_types=(axis_type,) * 2)
+    grid = np.array(found).reshape(-1, options.expert, fsdp)
+    return jax.sharding.Mesh(grid, ("data", "expert", "fsdp"), axis_types=(axis_type,) * 3)
 
 
 def count(
     model: str, tx: optax.GradientTransformation, mesh: jax.sharding.Mesh, target: str, near: int, longest: bool
 ) -> dict:
     """Compile one step and count it; ``near`` devices in a row have a fast network."""
-    fsdp = mesh.shape["fsdp"]
 
-    def placed(tree, spec=lambda x: spec_of(x, fsdp, longest)):
+    def placed(tree, spec=lambda x: spec_of(x, mesh, longest)):
         def place(x):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x)))
 
@@ -207,7 +224,7 @@ def main(options: Options) -> None:
     work = [(m, o, n) for n in options.devices for m in options.models for o in options.optimizers]
     rows = [measure(*one, options) for one in track(work, "compiling")]
     command = "python -m examples.benchmarks.collectives"
-    for field in ("target", "models", "devices", "slices", "fsdp", "axis"):
+    for field in ("target", "models", "devices", "slices", "fsdp", "expert", "axis"):
         given = getattr(options, field)
         if given != getattr(Options, field):
             command += f" --{field} " + " ".join(map(str, given if isinstance(given, tuple) else (given,)))
@@ -215,6 +232,7 @@ def main(options: Options) -> None:
         options.target: options.target,
         f"{options.slices}_slices": options.slices > 1,
         f"fsdp_{options.fsdp}": options.fsdp != Options.fsdp,
+        "experts": options.expert > 1,
         options.axis: options.axis != Options.axis,
     }
     name = "_".join(["collectives", *(part for part, is_told in told.items() if is_told)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hidden matrices of the paper's models, as Flax stores them: (in, out), one leaf each."""
+"""The hidden matrices of the paper's models, as Flax stores them: (in, out), one leaf each; and of a mixture."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 Tree = dict[str, dict[str, dict[str, jax.Array]]]
 
 
-def gpt2(width: int, layers: int) -> tuple[int, dict[str, tuple[int, int]]]:
+def gpt2(width: int, layers: int) -> tuple[int, dict[str, tuple[int, ...]]]:
     """GPT-2: fused qkv, four matrices a layer."""
     shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     return layers, shapes
@@ -15,7 +15,7 @@ def gpt2(width: int, layers: int) -> tuple[int, dict[str, tuple[int, int]]]:
 
 def gated(
     width: int, hidden: int, layers: int, heads: int, kv_heads: int, head: int
-) -> tuple[int, dict[str, tuple[int, int]]]:
+) -> tuple[int, dict[str, tuple[int, ...]]]:
     """LLaMA and Qwen3: separate projections and a gated MLP, seven matrices a layer."""
     return layers, {
         "q": (width, heads * head),
@@ -28,7 +28,14 @@ def gated(
     }
 
 
-MODELS = {
+def mixture(width: int, hidden: int, layers: int, experts: int) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """A mixture of experts with all layers in one stack: (layer, in, out), and (layer, expert, in, out)."""
+    attention = dict.fromkeys(("q", "k", "v", "o"), (layers, width, width))
+    inside, outside = (layers, experts, width, hidden), (layers, experts, hidden, width)
+    return 1, {**attention, "gate": inside, "up": inside, "down": outside}
+
+
+MODELS: dict[str, tuple[int, dict[str, tuple[int, ...]]]] = {
     "tiny": gpt2(64, 2),
     "gpt2_small": gpt2(768, 12),
     "llama_130m": gated(768, 2048, 12, 12, 12, 64),
@@ -37,6 +44,7 @@ MODELS = {
     "llama_1p3b_layer": gated(2048, 5461, 1, 32, 32, 64),
     "qwen3_0p6b": gated(1024, 3072, 28, 16, 8, 128),
     "qwen3_1p7b": gated(2048, 6144, 28, 16, 8, 128),
+    "olmoe_1b_7b": mixture(2048, 1024, 16, 64),
 }
 
 

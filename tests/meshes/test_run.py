@@ -250,3 +250,28 @@ def test_norms_of_blocks_are_held_where_a_mesh_cuts_through_them(spec):
     found, expected = (jax.jit(tx.update)(w, tx.init(w), w)[0] for w in (there, here))
     np.testing.assert_allclose(found["qkv"], expected["qkv"], atol=1e-7)
     assert found["qkv"].sharding.is_equivalent_to(there["qkv"].sharding, 2)
+
+
+@pytest.mark.parametrize("name", ["normpre_g", "normpre_l-warm", "dion"])
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_experts_behind_layers_are_as_on_one_device_and_so_is_their_state(name, axis_type):
+    """Draws go by a matrix's place among layers and experts, whichever of them comes first in the stack of a mesh."""
+    mesh = jax.make_mesh((4, 2), ("expert", "fsdp"), axis_types=(axis_type,) * 2)
+    spec = {"experts": PartitionSpec(None, "expert", "fsdp")}
+    random = np.random.default_rng(0)
+    here, grads = ({"experts": jnp.asarray(random.standard_normal((3, 4, 8, 12)), jnp.float32)} for _ in range(2))
+    there, grads_there = jax.device_put((here, grads), NamedSharding(mesh, spec["experts"]))
+    dims = {"experts": npo.MatrixDims(2, 3)}
+    told = {} if axis_type is AxisType.Explicit else {"shardings": spec}
+    plain, tx = FACTORIES[name](0.1, matrix_dims=dims), FACTORIES[name](0.1, matrix_dims=dims, **told)
+    state, state_there = plain.init(here), tx.init(there)
+    for _ in range(2):
+        expected, state = cases.updater(plain)(grads, state, here)
+        found, state_there = cases.quick_jit(tx.update)(grads_there, state_there, there)
+        np.testing.assert_allclose(found["experts"], expected["experts"], atol=2e-6)
+    shapes = [x.shape for x in jax.tree.leaves(state)]
+    assert [x.shape for x in jax.tree.leaves(state_there)] == shapes
+    if name != "normpre_g":
+        assert any(shape[:2] == (3, 4) and shape != (3, 4, 8, 12) for shape in shapes)
+    for one, other in zip(jax.tree.leaves(state_there), jax.tree.leaves(state), strict=True):
+        np.testing.assert_allclose(np.abs(one), np.abs(other), atol=1e-4)  # a basis is known up to signs
