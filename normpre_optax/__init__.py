@@ -40,7 +40,7 @@ from normpre_optax.transforms.monitor import monitor, monitored
 from normpre_optax.transforms.normalize import equalize_rows_and_columns, normalize_rows, standardize_rows
 from normpre_optax.transforms.oriented import chain
 from normpre_optax.transforms.precondition import precondition_globally, precondition_locally, whiten
-from normpre_optax.transforms.quantized import Quantized, quantize_momentum
+from normpre_optax.transforms.quantized import quantize_momentum
 from normpre_optax.transforms.scale import add_cautious_decay, scale_by_shape, scale_to_rms
 from normpre_optax.transforms.second_moment import scale_by_row_moment
 from normpre_optax.transforms.tangent import normalize_tangent_rows, project_to_tangent
@@ -58,7 +58,6 @@ __version__ = "0.1.0"
 __all__ = [
     "STATIC_ARGS",
     "MatrixDims",
-    "Quantized",
     "adamuon",
     "add_cautious_decay",
     "alternate_orientation",

@@ -213,7 +213,7 @@ FAULTS = {
     ),
     "state_on_every_device": Fault(
         "meshes/run.py",
-        "entries.append(None if axis is None else spec[axis])",
+        "entries.append(None if side is None else lie[side])",
         "entries.append(None)",
         "tests/meshes",
     ),
