@@ -76,8 +76,8 @@ def hybrid(
         step = compiled if traced else functools.partial(_update_with, direction, learning_rate, options)
         try:
             return step(updates, state, params, extra_args)
-        except (TypeError, ValueError, LookupError, AttributeError):
-            _refuse_foreign(state, init, params)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            _refuse_foreign(error, state, init, params)
             raise
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -127,8 +127,8 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     return at_least_float32(optax.partition(parts, lambda _: labels))
 
 
-def _refuse_foreign(state, init: Callable, params) -> None:
-    """Say where a state that led to an error is not what ``init`` makes."""
+def _refuse_foreign(error: Exception, state, init: Callable, params) -> None:
+    """Say where a state that led to an error is not what ``init`` makes, and what the error said."""
     own = jax.eval_shape(init, params)
     given, wanted = (
         {jax.tree_util.keystr(path): getattr(x, "shape", ()) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
@@ -140,8 +140,8 @@ def _refuse_foreign(state, init: Callable, params) -> None:
             raise ValueError(
                 f"this state is not of this optimizer with these parameters: state{name} is {is_there}, and should be "
                 f"{belongs}. The options (norm_control, warm_start, ...) and parameters must be those that init was "
-                "called with; or begin with a new state, init(params)"
-            )
+                f"called with; or begin with a new state, init(params). Found when {str(error).partition(chr(10))[0]}"
+            ) from error
 
 
 def _with(found: Choices, field: str, values: Sequence) -> Choices:

@@ -17,7 +17,7 @@ import optax
 from normpre_optax.meshes.specs import gathered
 from normpre_optax.parameters.dims import (
     MatrixDims,
-    block_ends,
+    block_axis,
     equal_blocks,
     from_matrices,
     matrix_shape,
@@ -25,6 +25,7 @@ from normpre_optax.parameters.dims import (
     to_matrices,
 )
 from normpre_optax.parameters.rules import Choice, resolve
+from normpre_optax.transforms.blocks import blocks_of
 from normpre_optax.transforms.checks import choice, number, same_trees, transformation
 from normpre_optax.transforms.oriented import in_context
 from normpre_optax.transforms.wrappers import at_least_float32
@@ -357,12 +358,12 @@ def _sum_of_matrix(x: jax.Array, dims: MatrixDims) -> jax.Array:
 
 def _by_block(f: Callable[[jax.Array, MatrixDims], jax.Array], x: jax.Array, dims: MatrixDims) -> jax.Array:
     """``f`` of the parameter; where its blocks are of given sizes, of each of them, spread over its rows."""
-    *ends, _ = block_ends(x.shape, dims) or [0]
-    if not ends:
+    blocks = blocks_of(x, dims)
+    if not blocks[1:]:
         return f(x, dims)
-    (axis, *_), one = split_axes(x.ndim, dims)[1], replace(dims, output_blocks=1)
-    blocks = jnp.split(gathered(x, axis), ends, axis)
-    return jnp.concatenate([jnp.broadcast_to(f(b, one), _sum_of_rows(b, one).shape) for b in blocks], axis)
+    one = replace(dims, output_blocks=1)
+    spread = [jnp.broadcast_to(f(block, one), _sum_of_rows(block, one).shape) for block in blocks]
+    return jnp.concatenate(spread, block_axis(x.ndim, dims))
 
 
 def _axes(params, matrix_dims) -> list[MatrixDims | None]:

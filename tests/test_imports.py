@@ -65,7 +65,14 @@ TABLE = {
     "transfer.py": ({"jax"}, {"parameters", "transforms.checks"}),
     "norm_control.py": (
         {"jax", "optax"},
-        {"meshes.specs", "parameters", "transforms.checks", "transforms.oriented", "transforms.wrappers"},
+        {
+            "meshes.specs",
+            "parameters",
+            "transforms.blocks",
+            "transforms.checks",
+            "transforms.oriented",
+            "transforms.wrappers",
+        },
     ),
     "finish.py": (
         THIRD_PARTY,

@@ -170,6 +170,16 @@ def block_ends(shape: tuple[int, ...], dims: MatrixDims) -> list[int]:
     return [end // unit for end in itertools.accumulate(dims.output_blocks)]
 
 
+def block_axis(ndim: int, dims: MatrixDims) -> int:
+    """The first output axis, along which blocks of given sizes are cut.
+
+    Example:
+        >>> block_axis(3, MatrixDims(inputs=0, outputs=(1, 2), output_blocks=(2048, 512, 512)))
+        1
+    """
+    return split_axes(ndim, dims)[1][0]
+
+
 def equal_blocks(dims: MatrixDims) -> int:
     """How many equal matrices the outputs are cut into.
 

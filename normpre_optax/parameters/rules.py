@@ -20,7 +20,7 @@ from jax import tree_util
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
-from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, block_ends, check_dims, split_axes
+from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, block_axis, block_ends, check_dims
 from normpre_optax.parameters.leaves import (
     QUERIES,
     Leaf,
@@ -80,7 +80,7 @@ def pieces(one: Choice) -> list[Choice]:
     ends = [] if one.dims is None else block_ends(one.shape, one.dims)
     if one.dims is None or not ends:
         return [one]
-    axis = split_axes(len(one.shape), one.dims)[1][0]
+    axis = block_axis(len(one.shape), one.dims)
     dims, spec = dataclasses.replace(one.dims, output_blocks=1), one.spec
     if spec is not None:  # Blocks end where shares do not.
         spec = PartitionSpec(*(None if at == axis else entry for at, entry in enumerate(spec)))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from normpre_optax.meshes.specs import gathered, like_parameters
-from normpre_optax.parameters.dims import block_ends, split_axes
+from normpre_optax.parameters.dims import MatrixDims, block_axis, block_ends
 from normpre_optax.parameters.leaves import named_leaves
 from normpre_optax.parameters.rules import Choice, Choices, pieces, resolve
 
@@ -69,33 +69,30 @@ def cut(tree: Any, found: Choices) -> tuple[Any, Choices]:
     if not any(map(_ends, map(found.__getitem__, paths))):
         return tree, Choices({path: found[path] for path in paths})
     leaves, treedef = jax.tree.flatten(tree)
-    parts = [blocks_of(x, found[path]) for x, path in zip(leaves, paths, strict=True)]
+    parts = [blocks_of(x, found[path].dims) for x, path in zip(leaves, paths, strict=True)]
     blocks = treedef.unflatten([x if x[1:] else x[0] for x in parts])
     names = ["/".join(names) for names, *_ in named_leaves(blocks)]
     decided = [piece for path in paths for piece in pieces(found[path])]
     return blocks, Choices(zip(names, decided, strict=True))
 
 
-def blocks_of(x: jax.Array, one: Choice) -> tuple[jax.Array, ...]:
+def blocks_of(x: jax.Array, dims: MatrixDims | None) -> tuple[jax.Array, ...]:
     """The blocks of given sizes of a parameter, or of what is like it; itself if there are none.
 
     Example:
-        >>> from normpre_optax.parameters.dims import MatrixDims
-        >>> qkv = Choice("qkv", (4, 6), MatrixDims(inputs=0, outputs=1, output_blocks=(4, 1, 1)), "")
+        >>> qkv = MatrixDims(inputs=0, outputs=1, output_blocks=(4, 1, 1))
         >>> [block.shape for block in blocks_of(jnp.ones((4, 6)), qkv)]
         [(4, 4), (4, 1), (4, 1)]
     """
-    *ends, _ = _ends(one) or [0]
-    return tuple(jnp.split(gathered(x, _axis(one)), ends, _axis(one))) if ends else (x,)
+    ends = [] if dims is None else block_ends(x.shape, dims)
+    if dims is None or not ends:
+        return (x,)
+    axis = block_axis(x.ndim, dims)
+    return tuple(jnp.split(gathered(x, axis), ends[:-1], axis))
 
 
 def _ends(one: Choice) -> list[int]:
     return [] if one.dims is None else block_ends(one.shape, one.dims)
-
-
-def _axis(one: Choice) -> int:
-    assert one.dims is not None
-    return split_axes(len(one.shape), one.dims)[1][0]
 
 
 def _whole(blocks: Any, found: Choices, like: Any) -> Any:
@@ -103,7 +100,7 @@ def _whole(blocks: Any, found: Choices, like: Any) -> Any:
     leaves, treedef = jax.tree.flatten(like)
     paths = ["/".join(names) for names, *_ in named_leaves(like)]
     joined = [
-        jnp.concatenate(x, _axis(found[path])) if _ends(found[path]) else x
-        for x, path in zip(treedef.flatten_up_to(blocks), paths, strict=True)
+        x if one.dims is None or not _ends(one) else jnp.concatenate(x, block_axis(len(one.shape), one.dims))
+        for x, one in zip(treedef.flatten_up_to(blocks), map(found.__getitem__, paths), strict=True)
     ]
     return like_parameters(treedef.unflatten(joined), treedef.unflatten(leaves))

@@ -132,7 +132,7 @@ def monitor(
         trees = (signals, *(_by_name(tree, chosen) for tree in (params, gradients, updates)))
         arrays, dims = {}, {}
         for path, one in chosen.items():
-            for piece, *own in zip(pieces(one), *(blocks_of(tree[path], one) for tree in trees), strict=True):
+            for piece, *own in zip(pieces(one), *(blocks_of(tree[path], one.dims) for tree in trees), strict=True):
                 arrays[piece.path], dims[piece.path] = own, piece.dims
         return _for_each(arrays, dims, measure)
 

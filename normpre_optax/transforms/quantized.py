@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Momentum in eight bits: integers, and one scale for every block of them."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -62,17 +63,18 @@ def quantize_momentum(
     transformation("tx", tx)
     size = static_int("block_size", block_size, least=1)
     inner = optax.with_extra_args_support(tx)
+    quantized = functools.partial(jax.tree.map, functools.partial(_quantized, size=size))
+    restored = functools.partial(jax.tree.map, _restored, is_leaf=_is_quantized)
 
     def init(params):
         state = inner.init(params)
         if not any(map(_is_trace, jax.tree.leaves(state, is_leaf=_is_trace))):
             raise ValueError("quantize_momentum: tx keeps no momentum by optax.trace (AdamW, SWAN and Dion do not)")
-        return _traces(state, lambda trace: jax.tree.map(lambda x: _quantized(x, size), trace))
+        return _traces(state, quantized)
 
     def update(updates, state, params=None, **extra_args):
-        state = _traces(state, lambda trace: jax.tree.map(_restored, trace, is_leaf=_is_quantized))
-        updates, state = inner.update(updates, state, params, **extra_args)
-        return updates, _traces(state, lambda trace: jax.tree.map(lambda x: _quantized(x, size), trace))
+        updates, state = inner.update(updates, _traces(state, restored), params, **extra_args)
+        return updates, _traces(state, quantized)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
