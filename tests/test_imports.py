@@ -26,6 +26,7 @@ TABLE = {
         {"jax", "optax"},
         {"meshes.plan", "platforms", "transforms.checks", "transforms.oriented"},
     ),
+    "meshes/small.py": ({"jax"}, {"meshes.specs"}),
     "meshes/run.py": (
         {"jax"},
         {"meshes.specs", "parameters.dims", "transforms.batches", "transforms.oriented"},
@@ -33,6 +34,10 @@ TABLE = {
     "transforms/": (
         THIRD_PARTY,
         {"linalg", "platforms", "transforms.checks", "transforms.draws", "transforms.oriented"},
+    ),
+    "transforms/precondition.py": (
+        THIRD_PARTY,
+        {"linalg", "meshes.small", "platforms", "transforms.checks", "transforms.draws", "transforms.oriented"},
     ),
     **{
         f"transforms/{name}.py": (THIRD_PARTY, {"linalg", "transforms.oriented", "transforms.row_scaling"})

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import track
 
 from examples.benchmarks import ahead, hlo, report, shapes
-from examples.benchmarks.machine_cost import MACHINES
+from examples.benchmarks.machine_cost import MACHINES, meter
 from normpre_optax import MatrixDims, muon, normpre_g, normpre_l
 
 NODE = 8  # GPUs that share a fast network
@@ -103,17 +103,17 @@ def spec_of(x, mesh: jax.sharding.Mesh, longest: bool) -> PartitionSpec:
 def mesh_of(devices: int, axis_type: AxisType, options: Options) -> jax.sharding.Mesh:
     """Axes ``data`` (between slices, and beyond so many devices), ``expert`` and ``fsdp``."""
     fsdp = min(devices // options.slices // options.expert, options.fsdp)
-    found = ahead.devices(options.target, devices, options.slices) if options.target else jax.devices()[:devices]
-    grid = np.array(found).reshape(-1, options.expert, fsdp)
+    many = devices if devices > 1 else None
+    found = ahead.devices(options.target, many, options.slices) if options.target else jax.devices()
+    grid = np.array(found[:devices]).reshape(-1, options.expert, fsdp)
     return jax.sharding.Mesh(grid, ("data", "expert", "fsdp"), axis_types=(axis_type,) * 3)
 
 
-def count(
-    model: str, tx: optax.GradientTransformation, mesh: jax.sharding.Mesh, target: str, near: int, longest: bool
-) -> dict:
-    """Compile one step and count it; ``near`` devices in a row have a fast network."""
+def count(model: str, tx: optax.GradientTransformation, mesh: jax.sharding.Mesh, options: Options) -> dict:
+    """Compile one step and count it."""
+    machine = MACHINES[options.target] if options.target else None
 
-    def placed(tree, spec=lambda x: spec_of(x, mesh, longest)):
+    def placed(tree, spec=lambda x: spec_of(x, mesh, options.axis == "longest")):
         def place(x):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x)))
 
@@ -132,31 +132,35 @@ def count(
         state = placed(state, lambda x: x.sharding.spec if x.sharding else PartitionSpec())
     out = jax.tree.map(lambda x: x.sharding, (params, state))
     traced = jax.jit(step, donate_argnums=(1, 2), out_shardings=out).trace(params, state, params)
-    if target:
-        compiled = traced.lower(lowering_platforms=(MACHINES[target].platform,)).compile()
-    else:  # The machine's code is not needed: only what the partitioner made of the program.
-        quick: Any = {"xla_backend_optimization_level": 0}
-        compiled = traced.lower().compile(compiler_options=quick)
-    cost, memory = hlo.cost(compiled.as_text() or "", ahead.TURNS if target else None, near), compiled.memory_analysis()
-    temporary = memory.temp_size_in_bytes if memory else 0
-    counts = {"bytes": cost.bytes, "far_bytes": cost.far, "collectives": cost.collectives, "flops": cost.flops}
-    return counts | {"temporary_bytes": temporary}
+    # Without a machine its code is not needed: only what the partitioner made of the program.
+    quick: Any = {} if machine else {"xla_backend_optimization_level": 0}
+    lowered = traced.lower(lowering_platforms=(machine.platform if machine else "cpu",))
+    compiled = lowered.compile(compiler_options=quick)
+    text, memory = compiled.as_text() or "", compiled.memory_analysis()
+    near = NODE if machine and machine.platform == "cuda" else mesh.size // options.slices
+    cost = hlo.cost(text, ahead.TURNS if machine else None, near)
+    return {
+        "bytes": cost.bytes,
+        "far_bytes": cost.far,
+        "overlapped_bytes": cost.overlapped,
+        "collectives": cost.collectives,
+        "flops": cost.flops,
+        "ms": meter(text, machine, ahead.TURNS)["ms"] if machine else 0.0,
+        "temporary_bytes": memory.temp_size_in_bytes if memory else 0,
+    }
 
 
 def measure(model: str, name: str, devices: int, options: Options) -> dict:
     """Mean over the orientations; the larger of their temporaries. optax knows Auto axes only."""
-    axis_type = AxisType.Auto if name == BASELINE else AxisType.Explicit
-    mesh = mesh_of(devices, axis_type, options)
-    near = NODE if options.target and MACHINES[options.target].platform == "cuda" else devices // options.slices
-    longest = options.axis == "longest"
-    counts = [count(model, build(), mesh, options.target, near, longest) for build in OPTIMIZERS[name]]
+    mesh = mesh_of(devices, AxisType.Auto if name == BASELINE else AxisType.Explicit, options)
+    counts = [count(model, build(), mesh, options) for build in OPTIMIZERS[name]]
     kinds = {kind for c in counts for kind in c["collectives"]}
     mean = lambda values: sum(values) / len(counts)  # noqa: E731
     return {
         "model": model,
         "optimizer": name,
         "devices": devices,
-        **{what: mean([c[what] for c in counts]) for what in ("bytes", "far_bytes", "flops")},
+        **{what: mean([c[what] for c in counts]) for what in ("bytes", "far_bytes", "overlapped_bytes", "flops", "ms")},
         "collectives": {kind: mean([c["collectives"].get(kind, 0) for c in counts]) for kind in sorted(kinds)},
         "temporary_bytes": max(c["temporary_bytes"] for c in counts),
     }
@@ -165,34 +169,37 @@ def measure(model: str, name: str, devices: int, options: Options) -> dict:
 def markdown(result: dict) -> str:
     """One table a model."""
     rows = {(r["model"], r["optimizer"], r["devices"]): r for r in result["rows"]}
+    timed = any(r["ms"] for r in result["rows"])
     lines = [
         f"`{result['command']}`, {result['date']}, jax {result['versions']['jax']}, optax "
         f"{result['versions']['optax']}. Per device and step: output bytes of collectives, operations of products, "
         "temporaries of the compiled step."
+        + (
+            " What goes to other slices or nodes, what moves while the device computes, and ms, what it has to do "
+            "without the network, are the compiler's and our model's estimates: nothing was run."
+            if timed
+            else ""
+        )
     ]
+    mb = lambda r, what: f"{r[what] / 1e6:.1f}"  # noqa: E731
     for model in dict.fromkeys(r["model"] for r in result["rows"]):
-        heads = [
-            "devices",
-            "optimizer",
-            "MB moved",
-            "of it to other slices or nodes",
-            "optax Muon / this",
-            "GFLOP",
-            "x devices / alone",
-            "temporaries MB",
-        ]
+        heads = ["devices", "optimizer", "MB moved"]
+        heads += ["of it far", "of it overlapped", "ms"] if timed else []
+        heads += ["optax Muon / this", "GFLOP", "x devices / alone", "temporaries MB"]
         lines += ["", f"{model}:", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         for (of, name, devices), r in sorted(rows.items(), key=lambda item: item[0][2]):
             if of != model:
                 continue
             peer, alone = rows.get((model, BASELINE, devices)), rows.get((model, name, 1))
-            ratio = f"{peer['bytes'] / r['bytes']:.1f}" if peer and r["bytes"] else ""
-            share = f"{r['flops'] * devices / alone['flops']:.2f}" if alone and alone["flops"] else ""
-            lines.append(
-                f"| {devices} | {name} | {r['bytes'] / 1e6:.1f} | {r['far_bytes'] / 1e6:.1f} | {ratio} |"
-                f" {r['flops'] / 1e9:.1f} | {share} |"
-                f" {r['temporary_bytes'] / 1e6:.0f} |"
-            )
+            cells = [str(devices), name, mb(r, "bytes")]
+            cells += [mb(r, "far_bytes"), mb(r, "overlapped_bytes"), f"{r['ms']:.2f}"] if timed else []
+            cells += [
+                f"{peer['bytes'] / r['bytes']:.1f}" if peer and r["bytes"] else "",
+                f"{r['flops'] / 1e9:.1f}",
+                f"{r['flops'] * devices / alone['flops']:.2f}" if alone and alone["flops"] else "",
+                f"{r['temporary_bytes'] / 1e6:.0f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -8,6 +8,7 @@ products, ``machine_cost`` the time on a TPU or GPU, from ``products`` and from 
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -91,12 +92,14 @@ class Product(NamedTuple):
 class Cost(NamedTuple):
     """Per device and run: output bytes by kind of collective, and operations (two a multiply-add) of products.
 
-    ``far`` are those of the bytes that collectives exchange with devices beyond the fast network.
+    ``far`` are those of the bytes that collectives exchange with devices beyond the fast network, ``overlapped`` those
+    that move while the device computes, as the compiler has scheduled it.
     """
 
     collectives: dict[str, float]
     flops: float
     far: float = 0
+    overlapped: float = 0
 
     @property
     def bytes(self) -> float:
@@ -123,16 +126,18 @@ def cost(text: str, turns: float | None = None, group: int | None = None) -> Cos
     def flops(instruction: Instruction, computation: Computation) -> float:
         return sum(product.flops for product in products(program, instruction, computation))
 
-    def moved(which: Callable[[Instruction], bool]) -> float:
+    def moved(which: Callable[[Instruction, Computation], bool]) -> float:
         def weight(instruction: Instruction, computation: Computation) -> float:
-            return sum(collective_bytes(i) for i, _ in inside(program, instruction, computation) if which(i))
+            within = inside(program, instruction, computation)
+            return sum(collective_bytes(i) for i, where in within if which(i, where) and not continued(i, where))
 
         return total(executed(program, weight, turns), weight)
 
     kinds = {collective(i) for computation in program.computations.values() for i in computation.values()}
-    totals = {kind: moved(lambda i, kind=kind: collective(i) == kind) for kind in COLLECTIVES if kind in kinds}
-    far = 0 if group is None else moved(lambda i: goes_beyond(i, group))
-    return Cost({kind: n for kind, n in totals.items() if n}, total(executed(program, flops, turns), flops), far)
+    totals = {kind: moved(lambda i, _, kind=kind: collective(i) == kind) for kind in COLLECTIVES if kind in kinds}
+    far = 0 if group is None else moved(lambda i, _: goes_beyond(i, group))
+    done = total(executed(program, flops, turns), flops)
+    return Cost({kind: n for kind, n in totals.items() if n}, done, far, moved(overlaps))
 
 
 def total(done: list[Executed], price: Callable[[Instruction, Computation], float]) -> float:
@@ -390,6 +395,32 @@ def collective(instruction: Instruction) -> str | None:
     if kind == "recv" and "is_host_transfer=true" not in instruction.rest:
         return None  # a part of a permutation
     return kind if kind in COLLECTIVES else None
+
+
+def continued(instruction: Instruction, computation: Computation) -> bool:
+    """Whether it stands for a collective that another fusion has begun: a TPU's repeat it until it is done."""
+    return _in_chain(instruction) and not any(_target(i) == "AsyncCollectiveStart" for i in computation.values())
+
+
+def overlaps(instruction: Instruction, computation: Computation) -> bool:
+    """Whether it is a collective that has something to compute scheduled between its beginning and its end."""
+    if collective(instruction) is None or instruction.operation == "recv":
+        return False
+    if _in_chain(instruction):
+        return True
+    if not instruction.operation.endswith("-start"):
+        return False
+    following = list(computation.values())[list(computation).index(instruction.name) + 1 :]
+    between = itertools.takewhile(lambda i: instruction.name not in i.operands, following)
+    return any(i.operation not in FREE and not i.operation.endswith(("-start", "-done")) for i in between)
+
+
+def _in_chain(instruction: Instruction) -> bool:
+    return collective(instruction) is not None and "chain_id=" in instruction.rest
+
+
+def _target(instruction: Instruction) -> str | None:
+    return attribute(instruction, r'custom_call_target="([^"]*)"')
 
 
 def goes_beyond(instruction: Instruction, group: int) -> bool:

@@ -103,6 +103,7 @@ def leading_modes_sketches(
     power_iterations: int = 1,
     compute_dtype: jax.typing.DTypeLike | None = None,
     short_is_sharded: Sequence[bool] | None = None,
+    solve: Callable | None = None,
 ) -> list[Modes]:
     """``leading_modes_sketch`` of stacks of several shapes, their small problems solved together.
 
@@ -116,8 +117,8 @@ def leading_modes_sketches(
         power_iterations: see ``leading_modes_sketch``.
         compute_dtype: see ``leading_modes_sketch``.
         short_is_sharded: for matrices on a mesh: whether the rows are spread over devices and the columns are not.
-            Bases between power steps are then made orthonormal on the long side, which every device holds whole, and
-            nothing is solved together.
+            Bases between power steps are then made orthonormal on the long side, which every device holds whole.
+        solve: what to call instead of ``together``.
 
     Returns:
         ``Modes`` of each.
@@ -131,8 +132,9 @@ def leading_modes_sketches(
         >>> print([modes.values.round(2).item() for modes in found])
         [25.0, 1.0]
     """
-    together, q, seen, grams = _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded)
-    pairs = together(lambda pair: _rayleigh_ritz(*pair), grams)
+    in_small = jax.named_scope("small")(solve or together)
+    q, seen, grams = _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded, in_small)
+    pairs = in_small(lambda pair: _rayleigh_ritz(*pair), grams)
     return [
         Modes(values[..., :k], exact_product(z[..., :k, :], a), exact_product(z[..., :k, :], b))
         for (values, z), a, b, k in zip(pairs, q, seen, ranks, strict=True)
@@ -161,6 +163,7 @@ def clip_sketches(
     power_iterations: int = 1,
     compute_dtype: jax.typing.DTypeLike | None = None,
     short_is_sharded: Sequence[bool] | None = None,
+    solve: Callable | None = None,
 ) -> list[Clip]:
     """All modes that a sketch sees, clipped without an eigensolver: ``Psi - Q^T B + clip(Q^T B)``, ``B = Q Psi``.
 
@@ -175,6 +178,7 @@ def clip_sketches(
         power_iterations: see ``leading_modes_sketch``.
         compute_dtype: likewise.
         short_is_sharded: see ``leading_modes_sketches``.
+        solve: likewise.
 
     Returns:
         ``Clip`` of each.
@@ -187,9 +191,10 @@ def clip_sketches(
         >>> print(jnp.diag(psi + clip.vectors.T @ clip.coordinates).round(2), clip.removed.round(2))
         [1. 1. 1.] [[32.]]
     """
-    together, q, seen, grams = _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded)
+    in_small = jax.named_scope("small")(solve or together)
+    q, seen, grams = _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded, in_small)
     problems = [(*pair, level) for pair, level in zip(grams, levels, strict=True)]
-    found = together(lambda problem: _clipped(*problem), problems)
+    found = in_small(lambda problem: _clipped(*problem), problems)
     return [
         Clip(exact_product(change, a), exact_product(inverse, b), removed)
         for (change, inverse, removed), a, b in zip(found, q, seen, strict=True)
@@ -206,21 +211,17 @@ def _clipped(gram: jax.Array, interaction: jax.Array, level: jax.Array) -> tuple
     return exact_product(change, inverse), inverse, removed
 
 
-def _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded):
-    """How small problems are solved, nearly orthonormal bases Q in rows, ``B = Q Psi``, and both Gram matrices."""
-    together = jax.named_scope("small")(_together if short_is_sharded is None else _one_by_one)
+def _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded, solve):
+    """Nearly orthonormal bases Q in rows, ``B = Q Psi``, and both Gram matrices."""
     on_long_side = short_is_sharded or [False] * len(psis)
 
     def thin(factors: list[jax.Array], wide: Sequence[jax.Array]) -> list[jax.Array]:
         return [product(f, x, compute_dtype) for f, x in zip(factors, wide, strict=True)]
 
-    def basis(ys: list[jax.Array]) -> list[jax.Array]:
-        inverses = together(lambda g: inverse_cholesky(g, spare=True), [exact_product(y, y.mT) for y in ys])
-        return [exact_product(inverse, y) for inverse, y in zip(inverses, ys, strict=True)]
-
-    def basis_where(ys: list[jax.Array], chosen: list[bool]) -> list[jax.Array]:
-        made = iter(basis([y for y, here in zip(ys, chosen, strict=True) if here]))
-        return [next(made) if here else y for y, here in zip(ys, chosen, strict=True)]
+    def basis(ys: list[jax.Array], chosen: Sequence[bool]) -> list[jax.Array]:
+        grams = [exact_product(y, y.mT) if here else None for y, here in zip(ys, chosen, strict=True)]
+        inverses = solve(lambda g: inverse_cholesky(g, spare=True), grams)
+        return [y if i is None else exact_product(i, y) for y, i in zip(ys, inverses, strict=True)]
 
     def shorter(factors: Sequence[jax.Array]) -> list[jax.Array]:
         # As if the matrices had Frobenius norm one, so that no power overflows; the last product sees psi itself.
@@ -229,12 +230,12 @@ def _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_
     turned = [psi.mT for psi in psis]
     y = shorter(thin(list(omegas), turned))  # Y^T of the paper, as all factors here are transposed
     for _ in range(power_iterations):
-        back = thin(shorter(basis_where(y, [not long for long in on_long_side])), psis)
-        y = thin(shorter(basis_where(back, list(on_long_side))), turned)
-    q = basis(y)
+        back = thin(shorter(basis(y, [not long for long in on_long_side])), psis)
+        y = thin(shorter(basis(back, on_long_side)), turned)
+    q = basis(y, [True] * len(y))
     seen = thin(q, psis)
     grams = [(exact_product(a, a.mT), exact_product(b, b.mT)) for a, b in zip(q, seen, strict=True)]
-    return together, q, seen, grams
+    return q, seen, grams
 
 
 def _rayleigh_ritz(gram: jax.Array, interaction: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -250,15 +251,12 @@ def _orthonormal(gram: jax.Array, interaction: jax.Array) -> tuple[jax.Array, ja
     return inverse, exact_product(exact_product(inverse, interaction), inverse.mT)
 
 
-def _one_by_one(f: Callable, problems: Sequence[Any]) -> list[Any]:
-    return [f(problem) for problem in problems]
-
-
-def _together(f: Callable, problems: Sequence[Any]) -> list[Any]:
-    """``f`` of trees of arrays ``(..., l, l)``, called once for all of one size."""
+def together(f: Callable, problems: Sequence[Any]) -> list[Any]:
+    """``f`` of trees of arrays ``(..., l, l)``, called once for all of one size; of None, None."""
     sizes: dict[Any, list[int]] = {}
     for i, problem in enumerate(problems):
-        sizes.setdefault(tuple(x.shape[-2:] for x in jax.tree.leaves(problem)), []).append(i)
+        if problem is not None:
+            sizes.setdefault(tuple(x.shape[-2:] for x in jax.tree.leaves(problem)), []).append(i)
     results: list[Any] = [None] * len(problems)
     for members in sizes.values():
         if len(members) == 1:

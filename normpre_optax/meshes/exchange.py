@@ -16,7 +16,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from normpre_optax.meshes.plan import Team, Work, flat_index, make_plan, newton_schulz_work, stack_of
+from normpre_optax.meshes.plan import (
+    LANES,
+    Team,
+    Work,
+    flat_index,
+    lines_of,
+    make_plan,
+    newton_schulz_work,
+    stack_of,
+)
 from normpre_optax.platforms import by_platform
 from normpre_optax.transforms.checks import transformation
 from normpre_optax.transforms.oriented import UPRIGHT, OrientedTransformation, Rescalable, oriented
@@ -103,19 +112,25 @@ def _exchange(treat: Callable, arrays: list[jax.Array], ids: list[jax.Array], me
 
 
 def _to_owners(team: Team, mine: list[jax.Array], at: dict[str, Any], sizes: dict[str, int]) -> jax.Array:
-    """Pieces of the matrices that this device owns, ``(pieces, length)``, from everyone who holds one."""
+    """Lines of the matrices that this device owns, ``(pieces, length, LANES)``, from everyone who holds a piece."""
+    lines = {i: to_lines(mine[i]) for i in team.stacks}
 
-    def line(own: list[tuple[int, int]]) -> jax.Array:
-        parts = [mine[i][j].ravel() for i, j in own]
-        missing = team.length - sum(x.size for x in parts)
-        return jnp.concatenate([*parts, jnp.zeros(missing, team.dtype)])
+    def sent(own: list[tuple[int, int]]) -> jax.Array:
+        parts = [lines[i][j] for i, j in own]
+        missing = team.length - sum(map(len, parts))
+        return jnp.concatenate([*parts, jnp.zeros((missing, LANES), team.dtype)])
 
     pieces = math.prod(team.grid)
-    outgoing = jnp.stack([line(own) for own in team.owned]).reshape(-1, pieces, team.length)
+    outgoing = jnp.stack([sent(own) for own in team.owned]).reshape(-1, pieces, team.length, LANES)
     outgoing = outgoing[flat_index(at, sizes, team.copies)] if team.copies else outgoing[0]
-    if pieces == 1:
-        return outgoing
-    return jax.lax.all_to_all(outgoing, team.pieces, split_axis=0, concat_axis=0, tiled=True)
+    return outgoing if pieces == 1 else _swapped(outgoing, team)
+
+
+def _swapped(lines: jax.Array, team: Team) -> jax.Array:
+    """What everyone has for this device, instead of what it has for everyone."""
+    # Without the barrier XLA's CPU backend gives parts of a transposed array different layouts, and then refuses them.
+    lines = jax.lax.optimization_barrier(lines)
+    return jax.lax.all_to_all(lines, team.pieces, split_axis=0, concat_axis=0, tiled=True)
 
 
 def _treat_all(treat: Callable, kind, teams: list[Team], arrived: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
@@ -126,14 +141,14 @@ def _treat_all(treat: Callable, kind, teams: list[Team], arrived: list[jax.Array
         for shape in sorted(set(shapes)):
             count = shapes.count(shape)
             rows, columns = shape[0] // team.grid[0], shape[1] // team.grid[1]
-            end = start + count * rows * columns
-            cut = pieces[:, start:end].reshape(*team.grid, count, rows, columns)
-            whole = cut.transpose(2, 0, 3, 1, 4).reshape(count, *shape)
+            end = start + count * lines_of(rows, columns)
+            lines = pieces[:, start:end].reshape(*team.grid, count, -1, LANES)
+            whole = from_lines(lines, rows, columns).transpose(2, 0, 3, 1, 4).reshape(count, *shape)
             new = treat(whole, ids[slot : slot + count])
             cut = new.reshape(count, team.grid[0], rows, team.grid[1], columns).transpose(1, 3, 0, 2, 4)
-            done.append(cut.reshape(math.prod(team.grid), -1))
+            done.append(to_lines(cut).reshape(math.prod(team.grid), -1, LANES))
             start, slot = end, slot + count
-        done.append(jnp.zeros((math.prod(team.grid), team.length - start), pieces.dtype))
+        done.append(jnp.zeros((math.prod(team.grid), team.length - start, LANES), pieces.dtype))
         results.append(jnp.concatenate(done, axis=1))
     return results
 
@@ -141,16 +156,53 @@ def _treat_all(treat: Callable, kind, teams: list[Team], arrived: list[jax.Array
 def _to_holders(team: Team, buffer: jax.Array, mine: list[jax.Array], sizes: dict[str, int]) -> dict[int, jax.Array]:
     """The results back where the pieces came from: for every stack of the team, this device's part of it."""
     if math.prod(team.grid) > 1:
-        buffer = jax.lax.all_to_all(buffer, team.pieces, split_axis=0, concat_axis=0, tiled=True)
+        buffer = _swapped(buffer, team)
     copies = math.prod(sizes[a] for a in team.copies)
     if copies > 1:
         buffer = jax.lax.all_gather(buffer, team.copies)
-    lines = buffer.reshape(len(team.owned), team.length)
     found: dict[tuple[int, int], jax.Array] = {}
-    for line, own in zip(lines, team.owned, strict=True):
+    for lines, own in zip(buffer.reshape(len(team.owned), team.length, LANES), team.owned, strict=True):
         start = 0
         for i, j in own:
-            size = math.prod(mine[i].shape[1:])
-            found[i, j] = line[start : start + size].reshape(mine[i].shape[1:])
-            start += size
-    return {i: jnp.stack([found[i, j] for j in range(len(mine[i]))]) for i in team.stacks}
+            end = start + lines_of(*mine[i].shape[1:])
+            found[i, j], start = lines[start:end], end
+    return {
+        i: from_lines(jnp.stack([found[i, j] for j in range(len(mine[i]))]), *mine[i].shape[1:]) for i in team.stacks
+    }
+
+
+def to_lines(x: jax.Array) -> jax.Array:
+    """Pieces ``(..., rows, columns)`` as lines of ``LANES``: by blocks of as many columns, or rows, or else padded.
+
+    Blocks are what a TPU keeps together: to string them needs no other order within them.
+
+    Example:
+        >>> [to_lines(jnp.ones(shape)).shape for shape in ((48, 256), (256, 48), (3, 5))]
+        [(96, 128), (96, 128), (1, 128)]
+    """
+    *lead, rows, columns = x.shape
+    if columns % LANES and rows % LANES:
+        flat = x.reshape(*lead, rows * columns)
+        missing = lines_of(rows, columns) * LANES - rows * columns
+        return jnp.pad(flat, [(0, 0)] * len(lead) + [(0, missing)]).reshape(*lead, -1, LANES)
+    upright = x.mT if columns % LANES else x
+    blocks = upright.reshape(*lead, upright.shape[-2], -1, LANES)
+    return jnp.swapaxes(blocks, -3, -2).reshape(*lead, -1, LANES)
+
+
+def from_lines(lines: jax.Array, rows: int, columns: int) -> jax.Array:
+    """The pieces that ``to_lines`` has made lines of.
+
+    Example:
+        >>> x = jnp.arange(48 * 256).reshape(48, 256)
+        >>> bool((from_lines(to_lines(x), 48, 256) == x).all())
+        True
+    """
+    lead = lines.shape[:-2]
+    if columns % LANES and rows % LANES:
+        return lines.reshape(*lead, -1)[..., : rows * columns].reshape(*lead, rows, columns)
+    turned = bool(columns % LANES)
+    long, short = (rows, columns) if turned else (columns, rows)
+    blocks = lines.reshape(*lead, long // LANES, short, LANES)
+    upright = jnp.swapaxes(blocks, -3, -2).reshape(*lead, short, long)
+    return upright.mT if turned else upright

@@ -21,6 +21,8 @@ from normpre_optax.meshes.specs import Axes, axes_of
 
 Work = Callable[[int, int], float]
 
+LANES = 128  # of a TPU's vector units: what travels is in lines of so many numbers
+
 
 class Stack(NamedTuple):
     """A stack as a device sees it: how many matrices, their shape, and the mesh axes along batch, rows, columns."""
@@ -47,7 +49,7 @@ class Team(NamedTuple):
         pieces: mesh axes that shard their rows, then their columns.
         grid: number of pieces along rows and along columns.
         owned: for every device along ``copies`` and ``pieces``, the matrices that it treats: (stack, place).
-        length: elements of the longest list's pieces.
+        length: lines of the longest list's pieces.
     """
 
     stacks: list[int]
@@ -141,7 +143,8 @@ def _teams(
         for i, j in sorted(owners, key=lambda at: (stacks[at[0]].shape, at)):
             if i in found:
                 owned[owners[i, j]].append((i, j))
-        length = max(sum(math.prod(stacks[i].shape) for i, _ in own) for own in owned) // math.prod(grid)
+        piece = {i: lines_of(stacks[i].rows // grid[0], stacks[i].columns // grid[1]) for i in found}
+        length = max(sum(piece[i] for i, _ in own) for own in owned)
         teams.append(Team(found, stacks[found[0]].dtype, copies, rows + columns, grid, owned, length))
     return teams
 
@@ -177,6 +180,16 @@ def flat_index(at: dict[str, Any], sizes: dict[str, int], axes: Axes) -> Any:
     return functools.reduce(lambda flat, a: flat * sizes[a] + at[a], axes, 0)
 
 
+def lines_of(rows: int, columns: int) -> int:
+    """How many lines of ``LANES`` a piece of a matrix fills.
+
+    Example:
+        >>> lines_of(48, 256), lines_of(3, 5)
+        (96, 1)
+    """
+    return -(-rows * columns // LANES)
+
+
 def newton_schulz_work(rows: int, columns: int) -> float:
     """Operations of five steps of Newton-Schulz on a matrix, on its Gram matrix where that takes fewer.
 
@@ -208,14 +221,14 @@ def traffic(sizes: dict[str, int], plan: Plan) -> float:
     Example:
         Eight matrices, one for every device: what a device holds of all of them, in and out.
 
-        >>> stack = stack_of((8, 16, 16), "float32", PartitionSpec(None, "fsdp"))
-        >>> traffic({"fsdp": 8}, make_plan({"fsdp": 8}, [stack], newton_schulz_work))
-        2048.0
+        >>> stack = stack_of((8, 16, 128), "float32", PartitionSpec(None, "fsdp"))
+        >>> traffic({"fsdp": 8}, make_plan({"fsdp": 8}, [stack], newton_schulz_work)) / (2 * 4 * 16 * 128)
+        1.0
     """
     total = 0.0
     for team in plan.teams:
         pieces, copies = math.prod(team.grid), math.prod(sizes[a] for a in team.copies)
-        held = pieces * team.length * team.dtype.itemsize
+        held = pieces * team.length * LANES * team.dtype.itemsize
         total += (2 * held if pieces > 1 else 0) + (copies * held if copies > 1 else 0)
     return total
 

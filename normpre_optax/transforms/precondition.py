@@ -14,11 +14,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax.linalg.eigenspace import Clip, Modes, clip_sketches, leading_modes_exact, leading_modes_sketches
+from normpre_optax.linalg.eigenspace import (
+    Clip,
+    Modes,
+    clip_sketches,
+    leading_modes_exact,
+    leading_modes_sketches,
+    together,
+)
 from normpre_optax.linalg.newton_schulz import coefficient_table, inverse_root, newton_schulz, unit_frobenius
 from normpre_optax.linalg.precision import in_working_dtype, working_dtype
 from normpre_optax.linalg.spectrum import clip_modes, clipped_squares, exact_msign
 from normpre_optax.linalg.whitening import whiten as whitened
+from normpre_optax.meshes.small import shared_out
 from normpre_optax.platforms import by_platform
 from normpre_optax.transforms.checks import check_rms, choice, count_or_share, float_dtype, number, static_int
 from normpre_optax.transforms.draws import draws_of_stacks, identities
@@ -269,18 +277,19 @@ def precondition_locally(
             columns = [_works_on_columns(psi, layout.transposed) for psi in psis]
             wide = [psi.mT if along else psi for psi, along in zip(psis, columns, strict=True)]
             squares = [_squares(psi) for psi in psis]
-            spread, on_mesh = None, layout.mesh is not None
-            if on_mesh:
+            spread, solve = None, None
+            if layout.mesh is not None:
+                solve = shared_out(together, layout.mesh, layout.specs)
                 spread = [_is_short_side_sharded(s, along) for s, along in zip(layout.specs, columns, strict=True)]
             found: Sequence[Modes | Clip]
             if method == "products":
                 levels = [level(psi, s) for psi, s in zip(psis, squares, strict=True)]
-                found = clip_sketches(wide, omegas, squares, levels, power_iterations, dtype, spread)
+                found = clip_sketches(wide, omegas, squares, levels, power_iterations, dtype, spread, solve)
             else:
                 ranks = [modes_of(psi) for psi in psis]
-                found = leading_modes_sketches(wide, omegas, squares, ranks, power_iterations, dtype, spread)
+                found = leading_modes_sketches(wide, omegas, squares, ranks, power_iterations, dtype, spread, solve)
             each = zip(psis, squares, found, columns, strict=True)
-            new = [clipped(psi, s, modes, dtype, along, on_mesh) for psi, s, modes, along in each]
+            new = [clipped(psi, s, modes, dtype, along, layout.mesh is not None) for psi, s, modes, along in each]
             return new, [modes.coordinates for modes in found]
 
         def sketched_in_half(psis: list[jax.Array], omegas: list[jax.Array], layout: MatrixLayout):

@@ -44,7 +44,8 @@ def test_a_stage_with_state_for_each_matrix_is_not_divided():
     ("shape", "spec"),
     [
         ((16, 21), (("data", "fsdp"), None)),  # taken for the other axis, they do not divide it
-        ((16, 24), (None, ("data", "fsdp"))),
+        ((16, 256), (None, "data")),  # pieces of whole lines, by columns
+        ((256, 24), ("data", None)),  # and by rows
         ((16, 24), ("data", "fsdp")),
     ],
 )

@@ -59,19 +59,19 @@ def test_layers_that_are_shared_out_already_stay():
 
 
 def test_copies_are_divided_and_gathered():
-    (stack,) = stacks((), shape=(8, 4, 4))
+    (stack,) = stacks((), shape=(8, 16, 16))
     plan = make_plan({"data": 8}, [stack], newton_schulz_work)
-    assert plan.loads.max() == newton_schulz_work(4, 4)
-    assert traffic({"data": 8}, plan) == 8 * 4 * 4 * 4
+    assert plan.loads.max() == newton_schulz_work(16, 16)
+    assert traffic({"data": 8}, plan) == 8 * 16 * 16 * 4
 
 
 def test_copies_along_an_axis_that_shards_nothing_do_the_same():
     """Sixteen matrices over eight devices, two each, in eight copies: nothing goes over the axis of the copies."""
     sizes = {"data": 8, "fsdp": 8}
-    plan = make_plan(sizes, stacks((None, "fsdp"), shape=(16, 16, 16)), newton_schulz_work)
-    assert plan.loads.max() == 2 * newton_schulz_work(16, 16)
+    plan = make_plan(sizes, stacks((None, "fsdp"), shape=(16, 32, 32)), newton_schulz_work)
+    assert plan.loads.max() == 2 * newton_schulz_work(32, 32)
     assert [team.copies for team in plan.teams] == [()]
-    assert traffic(sizes, plan) == 2 * 2 * 16 * 16 * 4
+    assert traffic(sizes, plan) == 2 * 2 * 32 * 32 * 4
 
 
 def test_copies_along_an_axis_that_shards_others_are_divided():
