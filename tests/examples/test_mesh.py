@@ -300,15 +300,11 @@ def test_eight_devices_and_fewer(runs):
     on_mesh = ["--mesh", "data=2,fsdp=2,tensor=2", "--micro-batch", "4"]
     one = runs.finish("one", "--micro-batch", "4")
     eight = runs.finish("eight", *on_mesh, devices=8)
-    again = runs.finish("again", *on_mesh, devices=8)
-    assert losses(again) == losses(eight)
     close(eight, one)
-    for name, devices, more in [("two", 2, ["--mesh", "fsdp=2"]), ("none", 1, [])]:
-        shutil.copytree(eight, eight.with_name(name))
-        shutil.rmtree(eight.with_name(name) / "checkpoints" / "12")
-        resumed = runs.finish(name, "--micro-batch", "4", "--resume", *more, devices=devices)
-        assert "Going on after step 8" in runs.said(name)
-        close(resumed, one)
+    fewer = shutil.copytree(eight, eight.with_name("fewer"))
+    shutil.rmtree(fewer / "checkpoints" / "12")
+    close(runs.finish("fewer", "--micro-batch", "4", "--resume", "--mesh", "fsdp=2", devices=2), one)
+    assert "Going on after step 8" in runs.said("fewer")
 
 
 @pytest.mark.timeout(900)
