@@ -165,7 +165,7 @@ class SketchOptions(ComputeOptions, total=False):
             'which clip all r + o modes) or ``"exact"`` (an eigendecomposition of the shorter side).',
         ),
     ]
-    seed: Annotated[int, Option(0, "of the sketch's draws.", least=0)]
+    seed: Annotated[int, Option(0, "of the sketch's draws.", least=0, below=2**32)]
     warm_start: Annotated[
         bool,
         Option(
@@ -188,7 +188,9 @@ class SketchOptions(ComputeOptions, total=False):
 class RestOptions(LayoutOptions, total=False):
     """Of finished optimizers beside their direction: decay, and AdamW for what is no matrix."""
 
-    weight_decay: Annotated[Number, Option(0.1, "decoupled, multiplied by the learning rate.", least=0)]
+    weight_decay: Annotated[
+        Rate, Option(0.1, "decoupled, multiplied by the learning rate; number or schedule.", least=0)
+    ]
     weight_decay_mask: Annotated[
         Any,
         Option(
@@ -223,7 +225,7 @@ class RestOptions(LayoutOptions, total=False):
     adam_b1: Annotated[Number, Option(0.9, "AdamW's first decay rate.", least=0, below=1)]
     adam_b2: Annotated[Number, Option(0.95, "AdamW's second decay rate.", least=0, below=1)]
     adam_eps: Annotated[Number, Option(1e-8, "AdamW's epsilon.", least=0)]
-    adam_weight_decay: Annotated[Number | None, Option(None, "AdamW's, if it is to differ.", least=0)]
+    adam_weight_decay: Annotated[Rate | None, Option(None, "AdamW's, if it is to differ.", least=0)]
     shardings: Annotated[
         Any,
         Option(

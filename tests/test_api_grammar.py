@@ -3,7 +3,9 @@
 
 import doctest
 import inspect
+from fractions import Fraction
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -185,6 +187,22 @@ def test_no_hidden_arguments(name):
         (lambda: npo.rmnp("1e-3"), "learning_rate must be a number, got '1e-3'"),
         (lambda: npo.rmnp(1e-3, mu_dtype=int), "mu_dtype must be a floating-point dtype"),
         (lambda: npo.swan(1e-3, rms=np.float32(-0.2)), "rms must be positive"),
+        (lambda: npo.normpre_g(1e-3, rms=float("inf")), "rms must be finite, got inf"),
+        (lambda: npo.scale_to_rms("x"), "rms must be a number, got 'x'"),
+        (lambda: npo.normpre_g(1e-3, tangent_radius=float("inf")), "tangent_radius must be finite"),
+        (lambda: npo.project_to_tangent(radius="1"), "tangent_radius must be a number, got '1'"),
+        (lambda: npo.muon(float("nan")), "learning_rate must be finite, got nan"),
+        (lambda: npo.muon(True), "learning_rate must be a number, got True"),
+        (lambda: npo.muon([1e-3]), r"learning_rate must be a number, got \[0.001\]"),
+        (lambda: npo.muon(1e-3, weight_decay=Fraction(1, 2)), r"weight_decay must be a number, got Fraction\(1, 2\)"),
+        (lambda: npo.muon(1e-3, adam_weight_decay=np.array(np.inf)), "adam_weight_decay must be finite"),
+        (lambda: npo.muon(1e-3, adam_b1=np.array(2.0)), r"adam_b1 must lie in \[0, 1\), got 2.0"),
+        (lambda: npo.normpre_l(1e-3, seed=2**40), r"seed must lie in \[0, 4294967296\)"),
+        (lambda: npo.precondition_locally(seed=2**40), r"seed must lie in \[0, 4294967296\)"),
+        (lambda: npo.scale_by_dion(seed=2**40), r"seed must lie in \[0, 4294967296\)"),
+        (lambda: npo.muon(1e-3, mu_dtype=jnp.float8_e4m3fn), "mu_dtype must be a floating-point dtype .*of 16 bits"),
+        (lambda: npo.muon(1e-3, compute_dtype=jnp.float8_e5m2), "compute_dtype must be .*of 16 bits"),
+        (lambda: npo.muon(1e-3, ns_coefficients=3), "ns_coefficients=3 is not one of"),
         (lambda: npo.muon(), r"muon\(\): missing a required argument: 'learning_rate'"),
         (lambda: npo.hybrid(npo.scale_by_muon(), 1e-3), "direction must be a function .*such as scale_by_muon or"),
         (lambda: npo.hybrid(lambda matrix_dims: None, 1e-3), "what direction makes must be an optax"),

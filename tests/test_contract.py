@@ -210,6 +210,22 @@ def test_a_schedule_is_read_at_every_step(name):
             assert_close(found, jax.tree.map(lambda u, k=step: u * (k + 1), updates), atol=2e-6)
 
 
+@pytest.mark.parametrize("injected", [False, True])
+@pytest.mark.parametrize("cautious", [False, True])
+def test_weight_decay_takes_a_schedule(cautious, injected):
+    """Zero gradients leave the decay alone: lr wd(step) of matrices, and another of AdamW's part."""
+    factory = optax.inject_hyperparams(npo.rmnp, static_args=npo.static_args(npo.rmnp)) if injected else npo.rmnp
+    decay = {"weight_decay": lambda step: 0.5 - 0.1 * step, "adam_weight_decay": lambda step: 0.2 + 0.1 * step}
+    tx, params = factory(0.01, cautious=cautious, **decay), {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    with jax.disable_jit():
+        state = tx.init(params)
+        for expected in ((0.5, 0.2), (0.4, 0.3)):
+            updates, state = tx.update(zeros, state, params)
+            for name, wd in zip(("kernel", "bias"), expected, strict=True):
+                np.testing.assert_allclose(updates[name], -0.01 * wd, rtol=1e-6)
+
+
 @pytest.mark.every_platform
 @representatives
 def test_sharded_parameters_get_sharded_state_and_it_stays(name):

@@ -40,7 +40,10 @@ TABLE = {
         {"linalg", "meshes.small", "platforms", "transforms.checks", "transforms.draws", "transforms.oriented"},
     ),
     **{
-        f"transforms/{name}.py": (THIRD_PARTY, {"linalg", "transforms.oriented", "transforms.row_scaling"})
+        f"transforms/{name}.py": (
+            THIRD_PARTY,
+            {"linalg", "transforms.checks", "transforms.oriented", "transforms.row_scaling"},
+        )
         for name in ("tangent", "normalize")
     },
     "transforms/row_scaling.py": (THIRD_PARTY, {"linalg", "transforms.oriented"}),

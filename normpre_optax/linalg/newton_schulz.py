@@ -6,7 +6,7 @@ One step maps ``X`` to ``a X + (b A + c A^2) X`` with ``A = X X^T``, hence every
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,8 @@ def coefficient_table(coefficients: str | Sequence, steps: int) -> tuple[Triple,
             raise refusal
         table = COEFFICIENTS[coefficients]
     else:
+        if not isinstance(coefficients, Iterable):
+            raise refusal
         given = tuple(coefficients)
         table = (given,) if given and not isinstance(given[0], Sequence) else tuple(tuple(row) for row in given)
         if not table or any(len(row) != 3 for row in table):

@@ -17,7 +17,7 @@ class DionOptions(MomentumOptions, total=False):
     """Of ``scale_by_dion``."""
 
     rank: Annotated[int, Option(768, "directions found a step; no more than the shorter side.", least=1)]
-    seed: Annotated[int, Option(0, "of the draws with which Q starts.", least=0)]
+    seed: Annotated[int, Option(0, "of the draws with which Q starts.", least=0, below=2**32)]
 
 
 class DionOptimizer(DionOptions, RestOptions, total=False):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments that are refused where they are given, by name and with the way out."""
 
+import math
 import operator
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 
 
-def static_int(name: str, value, least: int) -> int:
+def static_int(name: str, value, least: int, below: int | None = None) -> int:
     """``value`` if it is an int of at least ``least`` that is known when the program is traced.
 
     Example:
@@ -28,8 +29,7 @@ def static_int(name: str, value, least: int) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {value!r}")
     value = operator.index(value)
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+    _in_range(name, value, least, below)
     return value
 
 
@@ -79,25 +79,27 @@ def flag(name: str, value) -> None:
 
 
 def float_dtype(name: str, dtype: jax.typing.DTypeLike | None) -> None:
-    """Refuse what is no real floating-point dtype; None passes.
+    """Refuse what is no real floating-point dtype of 16 bits or more; None passes.
 
     Example:
         >>> from normpre_optax.transforms.checks import float_dtype
         >>> float_dtype("mu_dtype", "int8")
         Traceback (most recent call last):
         ...
-        TypeError: mu_dtype must be a floating-point dtype such as jnp.bfloat16, or None; got 'int8'
+        TypeError: mu_dtype must be a floating-point dtype such as jnp.bfloat16, of 16 bits or more, or None; got 'int8'
     """
     try:
-        good = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        good = dtype is None or (jnp.issubdtype(jnp.dtype(dtype), jnp.floating) and jnp.finfo(dtype).bits >= 16)
     except TypeError:
         good = False
     if not good:
-        raise TypeError(f"{name} must be a floating-point dtype such as jnp.bfloat16, or None; got {dtype!r}")
+        raise TypeError(
+            f"{name} must be a floating-point dtype such as jnp.bfloat16, of 16 bits or more, or None; got {dtype!r}"
+        )
 
 
 def number(name: str, value, least: float | None = None, below: float | None = None) -> None:
-    """Refuse what is no number and no array of one, such as None or a string, and what is out of range if it is known.
+    """Refuse what is no number and no array of one, such as None or a string, and if it is known what is out of range.
 
     Example:
         >>> from normpre_optax.transforms.checks import number
@@ -110,12 +112,20 @@ def number(name: str, value, least: float | None = None, below: float | None = N
         ...
         ValueError: momentum must lie in [0, 1), got 1.5
     """
-    if value is None or isinstance(value, str) or not hasattr(value, "__float__") or np.ndim(value):
+    known = isinstance(value, int | float | np.number | np.ndarray)  # an array of JAX may be a tracer, or far away
+    is_one = (known or isinstance(value, jax.Array)) and not np.ndim(value)
+    if not (is_one and jnp.isdtype(jnp.result_type(value), ("integral", "real floating"))):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    known = isinstance(value, int | float | np.number)
-    if known and not ((least is None or value >= least) and (below is None or value < below)):
+    if known:
+        _in_range(name, value, least, below)
+
+
+def _in_range(name: str, value, least: float | None, below: float | None) -> None:
+    if not ((least is None or value >= least) and (below is None or value < below)):
         span = f"must be at least {least}" if below is None else f"must lie in [{least}, {below})"
         raise ValueError(f"{name} {span}, got {value}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
 
 
 def is_number(kind: Any) -> bool:
@@ -171,7 +181,7 @@ def of_type(name: str, value, kind: Any, least: float | None = None, below: floa
     elif kind == int | float:
         count_or_share(name, value)
     elif kind is int or (int in kinds and jax.Array not in kinds):
-        static_int(name, value, least=-sys.maxsize if least is None else int(least))
+        static_int(name, value, -sys.maxsize if least is None else int(least), None if below is None else int(below))
     elif kind == jax.typing.DTypeLike | None:
         float_dtype(name, value)
     elif is_number(kind) and not (callable(value) and any(get_origin(k) is Callable for k in kinds)):
@@ -188,7 +198,9 @@ def check_rms(rms) -> None:
         ...
         ValueError: rms must be positive, or None for no scaling; got 0
     """
-    if isinstance(rms, int | float | np.number) and not rms > 0:
+    if rms is not None:
+        number("rms", rms)
+    if not (rms is None or isinstance(rms, jax.Array) or rms > 0):
         raise ValueError(f"rms must be positive, or None for no scaling; got {rms}")
 
 

@@ -68,7 +68,7 @@ def orthogonalize_low_rank(
         Ahn, Xu, Abreu et al., Dion, arXiv 2504.05295 (github.com/microsoft/dion).
     """
     rank = static_int("rank", rank, least=1)
-    seed = static_int("seed", seed, least=0)
+    seed = static_int("seed", seed, least=0, below=2**32)
     float_dtype("compute_dtype", compute_dtype)
 
     def init(params):

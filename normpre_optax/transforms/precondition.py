@@ -213,7 +213,7 @@ def precondition_locally(
     budget = count_or_share("rank", rank)
     oversample = static_int("oversample", oversample, least=0)
     power_iterations = static_int("power_iterations", power_iterations, least=0)
-    seed = static_int("seed", seed, least=0)
+    seed = static_int("seed", seed, least=0, below=2**32)
     float_dtype("compute_dtype", compute_dtype)
     choice("method", method, METHODS)
     if not isinstance(warm_start, bool):

@@ -79,17 +79,17 @@ def scale_by_shape(factor: Callable[[int, int], float]) -> OrientedTransformatio
     return OrientedTransformation(lambda params: optax.EmptyState(), update)
 
 
-def add_cautious_decay(weight_decay: jax.typing.ArrayLike, mask=None) -> optax.GradientTransformation:
+def add_cautious_decay(weight_decay: optax.ScalarOrSchedule, mask=None) -> optax.GradientTransformation:
     """``optax.add_decayed_weights`` for those entries only that the update itself would bring nearer to zero.
 
     ``u + wd w`` where ``u w >= 0``, and u elsewhere: what the loss wants larger is left to it.
 
     Args:
-        weight_decay: wd.
+        weight_decay: wd, number or schedule.
         mask: tree of bools, or ``(params) -> tree``: which parameters decay; None means all.
 
     Returns:
-        A stateless transformation, to stand before the learning rate. It needs ``params``.
+        A transformation to stand before the learning rate, stateless but for a schedule's count. It needs ``params``.
 
     Raises:
         ValueError: if the parameters are missing.
@@ -104,13 +104,19 @@ def add_cautious_decay(weight_decay: jax.typing.ArrayLike, mask=None) -> optax.G
     References:
         Chen et al., Cautious Weight Decay, arXiv 2510.12402.
     """
-    number("weight_decay", weight_decay, least=0)
+    if not callable(weight_decay):
+        number("weight_decay", weight_decay, least=0)
+
+    def init(params):
+        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)) if callable(weight_decay) else optax.EmptyState()
 
     def update(updates, state, params=None):
         if params is None:
             raise ValueError("weight decay needs the parameters: call update(grads, state, params)")
-        decay = in_context(weight_decay)
+        decay = in_context(weight_decay(state.count) if callable(weight_decay) else weight_decay)
+        if callable(weight_decay):
+            state = optax.ScaleByScheduleState(optax.safe_increment(state.count))
         return jax.tree.map(lambda u, w: jnp.where(u * w >= 0, u + decay * w, u), updates, params), state
 
-    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    tx = optax.GradientTransformation(init, update)
     return tx if mask is None else optax.masked(tx, mask)

@@ -5,11 +5,11 @@ import functools
 from collections.abc import Callable
 
 import jax
-import numpy as np
 import optax
 
 from normpre_optax.linalg.precision import in_working_dtype
 from normpre_optax.linalg.rows import TANGENT_MODES, tangent_rows
+from normpre_optax.transforms.checks import number
 from normpre_optax.transforms.oriented import UPRIGHT, OrientedTransformation, RowScaling, in_context
 from normpre_optax.transforms.row_scaling import row_scaling, weights_of
 
@@ -90,8 +90,9 @@ def normalize_tangent_rows(
     return row_scaling(mode, radius, length)
 
 
-def _check(mode: str, radius: jax.typing.ArrayLike) -> None:
+def _check(mode: str, radius) -> None:
     if mode not in TANGENT_MODES:
         raise ValueError(f"tangent={mode!r} is not one of {TANGENT_MODES}")
-    if isinstance(radius, int | float | np.number) and not radius > 0:
+    number("tangent_radius", radius)
+    if not (isinstance(radius, jax.Array) or radius > 0):
         raise ValueError(f"tangent_radius must be positive, got {radius}")
