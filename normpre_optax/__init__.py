@@ -34,7 +34,7 @@ from normpre_optax.recipes.muoneq import muoneq, scale_by_muoneq
 from normpre_optax.recipes.normuon import normuon, scale_by_normuon
 from normpre_optax.recipes.rmnp import rmnp, scale_by_rmnp
 from normpre_optax.recipes.swan import scale_by_swan, swan
-from normpre_optax.transfer import rates_by_width
+from normpre_optax.transfer import learning_rate_from_muon, rates_by_width
 from normpre_optax.transforms.low_rank import discount_low_rank, error_feedback, orthogonalize_low_rank
 from normpre_optax.transforms.monitor import monitor, monitored
 from normpre_optax.transforms.normalize import equalize_rows_and_columns, normalize_rows, standardize_rows
@@ -81,6 +81,7 @@ __all__ = [
     "hybrid",
     "hyperball",
     "in_dtype",
+    "learning_rate_from_muon",
     "mano",
     "matrix_momentum",
     "moga",

@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates that were tuned on a small model, for a wider one: what the spectral condition makes of every parameter's."""
+"""Rates that were tuned elsewhere: on a smaller model, or for another Muon, whose updates are of another size."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import optax
 
 from normpre_optax.parameters.dims import matrix_shape
 from normpre_optax.parameters.rules import Choice, pieces, resolve
-from normpre_optax.transforms.checks import choice
+from normpre_optax.transforms.checks import choice, number
 
 UPDATES = ("orthogonal", "relative", "elementwise")
+# What an orthogonal (rows, columns) is multiplied by. torch calls its two by what they do to the learning rate.
+_WIDTH = lambda rows, columns: math.sqrt(max(1, rows / columns))  # noqa: E731
+_RMS = lambda rows, columns: 0.2 * math.sqrt(max(rows, columns))  # noqa: E731
+MUONS: dict[str, Callable[[int, int], float]] = {
+    "keller": _WIDTH,
+    "original": _WIDTH,
+    "moonlight": _RMS,
+    "match_rms_adamw": _RMS,
+}
 
 
 def rates_by_width(
@@ -74,3 +85,71 @@ def rates_by_width(
 
     rates = [slowness(there[path]) / slowness(one) for path, one in here.items()]
     return jax.tree.structure(params).unflatten(rates)
+
+
+def learning_rate_from_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: float,
+    *,
+    convention: Literal["keller", "original", "moonlight", "match_rms_adamw"] | float,
+    shape: tuple[int, int] | None = None,
+    rms: float = 0.2,
+) -> tuple[optax.ScalarOrSchedule, float]:
+    """Learning rate and weight decay for steps as large as a Muon's that was tuned elsewhere.
+
+    Muon's update is an orthogonal matrix (out, in) = m x n, of RMS ``max(m, n)^(-1/2)``, times its convention's scale:
+
+    - ``"keller"`` (Keller Jordan's code, ``optax.contrib.muon`` as it comes) and ``"original"``
+      (``torch.optim.Muon(adjust_lr_fn=...)``, its default): ``sqrt(max(1, m / n))``, an RMS of ``1 / sqrt(n)``;
+    - ``"moonlight"`` and torch's ``"match_rms_adamw"``: ``0.2 sqrt(max(m, n))``, an RMS of 0.2;
+    - a number: ``consistent_rms`` of ``optax.contrib.muon``, the RMS itself.
+
+    The rate becomes as much larger as ``rms`` is smaller, and the decay as much smaller: ``lr wd`` stays what it was.
+
+    Args:
+        learning_rate: Muon's, number or schedule.
+        weight_decay: Muon's, decoupled and multiplied by the learning rate, as all of these do.
+        convention: of the Muon that it was tuned with.
+        shape: (out, in) of the matrices whose steps are to stay as large, which ``"keller"`` and ``"original"`` depend
+            on: ``(d, d)`` for a model of width d. Matrices with more inputs make larger steps than before.
+        rms: of the update here: 0.2 for NormPre, for ``muon`` and most relatives as they come.
+
+    Returns:
+        The learning rate (a schedule if a schedule was given) and the weight decay.
+
+    Raises:
+        TypeError: if one of them is no number.
+        ValueError: if ``convention`` is unknown, or depends on the ``shape`` that is missing or none.
+
+    Example:
+        >>> from normpre_optax import learning_rate_from_muon, normpre_g
+        >>> rate, decay = learning_rate_from_muon(0.02, 0.1, convention="keller", shape=(768, 768))
+        >>> print(f"{rate:.1e}, {decay:.2f}")
+        3.6e-03, 0.55
+        >>> tx = normpre_g(rate, weight_decay=decay)
+
+    References:
+        Jordan et al., Muon, 2024; Liu et al., arXiv 2502.16982; ``torch.optim.Muon``; ``optax.contrib.muon``.
+    """
+    number("weight_decay", weight_decay, least=0)
+    number("rms", rms, least=1e-15)
+    if isinstance(convention, str):
+        choice("convention", convention, tuple(MUONS))
+        if shape is None and MUONS[convention] is _WIDTH:
+            raise ValueError(f"{convention=} depends on the shape of a matrix: give shape=(outputs, inputs)")
+        rows, columns = _shape((1, 1) if shape is None else shape)
+        size = MUONS[convention](rows, columns) / math.sqrt(max(rows, columns))
+    else:
+        number("convention", convention, least=1e-15)
+        size = convention
+    times = size / rms
+    if callable(learning_rate):
+        return lambda step: times * learning_rate(step), weight_decay / times
+    number("learning_rate", learning_rate)
+    return times * learning_rate, weight_decay / times
+
+
+def _shape(shape) -> tuple[int, int]:
+    if not isinstance(shape, tuple | list) or len(shape) != 2 or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise ValueError(f"shape must be two positive ints, (outputs, inputs), got {shape!r}")
+    return shape[0], shape[1]

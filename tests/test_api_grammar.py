@@ -120,6 +120,7 @@ CONTRACT = {
     "add_cautious_decay",
     "no_gains_or_biases",
     "rates_by_width",
+    "learning_rate_from_muon",
 }
 CALLABLES = sorted(name for name in npo.__all__ if callable(getattr(npo, name)))
 

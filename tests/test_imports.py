@@ -70,7 +70,7 @@ TABLE = {
     "transforms/batches.py": (THIRD_PARTY, {"parameters", "platforms", "transforms.oriented"}),
     "options.py": ({"jax", "optax"}, {"transforms.checks"}),
     "directions.py": ({"jax", "optax"}, {"meshes.exchange", "options", "transforms"}),
-    "transfer.py": ({"jax"}, {"parameters", "transforms.checks"}),
+    "transfer.py": ({"jax", "optax"}, {"parameters", "transforms.checks"}),
     "norm_control.py": (
         {"jax", "optax"},
         {
