@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Unpack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -74,11 +75,7 @@ def hybrid(
         updates = like_parameters(updates, params)
         traced = all(isinstance(x, jax.Array) for x in jax.tree.leaves(extra_args))
         step = compiled if traced else functools.partial(_update_with, direction, learning_rate, options)
-        try:
-            return step(updates, state, params, extra_args)
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
-            _refuse_foreign(error, state, init, params)
-            raise
+        return step(updates, state, params, extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -127,21 +124,20 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     return at_least_float32(optax.partition(parts, lambda _: labels))
 
 
-def _refuse_foreign(error: Exception, state, init: Callable, params) -> None:
-    """Say where a state that led to an error is not what ``init`` makes, and what the error said."""
-    own = jax.eval_shape(init, params)
+def _refuse_foreign(state, init: Callable, params) -> None:
+    """Say where a state is not what ``init`` makes."""
     given, wanted = (
-        {jax.tree_util.keystr(path): getattr(x, "shape", ()) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (state, own)
+        {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (state, jax.eval_shape(init, params))
     )
     for name in given | wanted:
         if given.get(name) != wanted.get(name):
             is_there, belongs = (f"of shape {x[name]}" if name in x else "absent" for x in (given, wanted))
             raise ValueError(
                 f"this state is not of this optimizer with these parameters: state{name} is {is_there}, and should be "
-                f"{belongs}. The options (norm_control, warm_start, ...) and parameters must be those that init was "
-                f"called with; or begin with a new state, init(params). Found when {str(error).partition(chr(10))[0]}"
-            ) from error
+                f"{belongs}. What makes a state must be as init had it: the parameters, orientation, rank, warm_start, "
+                "norm_control, and whether learning rates and decays are schedules. Or begin anew with init(params)."
+            )
 
 
 def _with(found: Choices, field: str, values: Sequence) -> Choices:
@@ -169,7 +165,9 @@ _RULES = {
 
 
 def _update_with(direction: Callable, learning_rate, options, updates, state, params, extra_args: dict):
-    return _optimizer(direction, learning_rate, options, params).update(updates, state, params, **extra_args)
+    tx = _optimizer(direction, learning_rate, options, params)
+    _refuse_foreign(state, tx.init, params)
+    return tx.update(updates, state, params, **extra_args)
 
 
 def _compiled(direction: Callable, learning_rate, options: RestOptions) -> Callable:

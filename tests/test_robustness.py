@@ -211,5 +211,24 @@ def test_a_state_of_another_optimizer_is_named(given, said):
     with pytest.raises(ValueError, match="not of this optimizer with these parameters: state") as raised:
         npo.muon(0.1).update(params, given.init(params), params)
     assert re.search(said, str(raised.value)), raised.value
+    assert "orientation, rank, warm_start, norm_control, and whether learning rates" in str(raised.value)
     with pytest.raises(ValueError, match=r"\['dense'\] is of shape \(3, 5\), and should be of shape \(3, 4\)"):
         npo.muon(0.1).update({"dense": jnp.ones((3, 4))}, npo.muon(0.1).init(params), {"dense": jnp.ones((3, 4))})
+
+
+@pytest.mark.parametrize(
+    ("factory", "before", "after"),
+    [
+        (npo.normpre_g, {"orientation": "rows"}, {}),
+        (npo.normpre_g, {}, {"orientation": "rows"}),
+        (npo.normpre_l, {"rank": 4, "warm_start": True}, {"rank": 6, "warm_start": True}),
+        (npo.dion, {"rank": 4}, {"rank": 6}),
+        (npo.muon, {}, {"learning_rate": lambda step: 0.1}),
+        (npo.muon, {"weight_decay": lambda step: 0.1}, {}),
+    ],
+)
+def test_a_state_of_other_options_is_refused_even_where_it_would_run(factory, before, after):
+    params = {"dense": jnp.ones((16, 20))}
+    given, tx = (factory(**{"learning_rate": 0.1} | options) for options in (before, after))
+    with pytest.raises(ValueError, match="not of this optimizer with these parameters: state"):
+        jax.eval_shape(tx.update, params, given.init(params), params)
