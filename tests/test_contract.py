@@ -493,6 +493,30 @@ def test_vmap_and_scan_keep_bfloat16(name):
     assert describe(new_state) == describe(state)
 
 
+@pytest.mark.parametrize(
+    ("name", "decomposes"),
+    [
+        ("normpre_g", False),
+        pytest.param("normpre_l-products", False, marks=pytest.mark.slow),
+        ("muon-moonlight", False),
+        ("normpre_l-exact", True),
+    ],
+)
+def test_reverse_mode_goes_through_an_update_that_decomposes_nothing(name, decomposes):
+    """Traced, through every loop that runs matrices in turn; forward mode goes through all."""
+    tx, params = optimizer(name), numbers()
+
+    def size(grads):
+        return sum(jnp.sum(u**2) for u in jax.tree.leaves(tx.update(grads, tx.init(params), params)[0]))
+
+    jax.eval_shape(lambda grads: jax.jvp(size, (grads,), (grads,)), numbers(1))
+    if decomposes:
+        with pytest.raises(ValueError, match="reverse-mode"):
+            jax.eval_shape(jax.grad(size), numbers(1))
+    else:
+        assert describe(jax.eval_shape(jax.grad(size), numbers(1))) == describe(params)
+
+
 @representatives
 def test_parameters_and_state_can_be_donated(name):
     tx = optimizer(name)

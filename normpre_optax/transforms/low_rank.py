@@ -17,7 +17,7 @@ from normpre_optax.linalg.orthonormal import orthonormal_rows
 from normpre_optax.linalg.precision import product, working_dtype
 from normpre_optax.linalg.rows import row_norms, unit_rows
 from normpre_optax.transforms.checks import float_dtype, static_int
-from normpre_optax.transforms.draws import for_each_matrix, identities, sketch_draws
+from normpre_optax.transforms.draws import draws_of_stacks, identities
 from normpre_optax.transforms.oriented import UPRIGHT, OrientedTransformation, in_context
 
 
@@ -72,11 +72,11 @@ def orthogonalize_low_rank(
     float_dtype("compute_dtype", compute_dtype)
 
     def init(params):
-        def start(w: jax.Array, ids: jax.Array) -> jax.Array:
-            draw = lambda i: sketch_draws(seed, 0, i[0], i[1], (min(rank, *w.shape[-2:]), w.shape[-1]))  # noqa: E731
-            return for_each_matrix(draw, ids).astype(working_dtype(w.dtype))
-
-        return LowRankState(jax.tree.map(start, params, identities(params)))
+        leaves, treedef = jax.tree.flatten(params)
+        shapes = [(min(rank, *w.shape[-2:]), w.shape[-1]) for w in leaves]
+        drawn = draws_of_stacks(seed, 0, jax.tree.leaves(identities(params)), shapes)
+        starts = [x.astype(working_dtype(w.dtype)) for x, w in zip(drawn, leaves, strict=True)]
+        return LowRankState(treedef.unflatten(starts))
 
     def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
         del params, extra_args
