@@ -53,7 +53,7 @@ from normpre_optax.transforms.wrappers import (
     in_dtype,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "STATIC_ARGS",

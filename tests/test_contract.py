@@ -7,6 +7,8 @@ minutes; compiled and uncompiled updates are held to be equal once for each.
 
 import functools
 import inspect
+import json
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -17,7 +19,7 @@ import pytest
 
 import normpre_optax as npo
 from normpre_optax import finish
-from tests import cases
+from tests import cases, states
 from tests.cases import updater
 
 FACTORIES = {
@@ -534,6 +536,14 @@ def test_parameters_and_state_can_be_donated(name):
         other, other_state = donated(numbers(i + 1), other_state, other)
         assert all(x.is_deleted() for x in given if x.ndim)
     assert_equal(params, other)
+
+
+@pytest.mark.parametrize("name", states.OPTIONS)
+@pytest.mark.parametrize("version", ["0.1.0"])
+def test_a_state_that_a_version_has_saved_fits(name, version):
+    """The same arrays under the same paths; checkpoints are restored by them."""
+    saved = json.loads((Path(__file__).parent / f"states_{version}.json").read_text())
+    assert states.leaves(name) == saved[name]
 
 
 @every_optimizer

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state trees that versions have saved: ``python -m tests.states > tests/states_<version>.json`` at a release."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+
+import normpre_optax as npo
+
+PARAMS = {
+    "mlp": {"up": {"kernel": jax.ShapeDtypeStruct((24, 32), jnp.float32), "bias": jnp.zeros(32)}},
+    "layers": {"proj": {"kernel": jax.ShapeDtypeStruct((2, 24, 16), jnp.bfloat16)}},
+    "norm": {"scale": jnp.zeros(24)},
+}
+CONTROLS = ("brake", "brake_matrix", "relax", "hold", "hold_rows", "hyperball", "row_gains")
+OPTIONS = {
+    **{name: (factory, {}) for name, factory in npo.families().items()},
+    **{f"muon {control}": (npo.muon, {"norm_control": control}) for control in CONTROLS},
+    "muon schedule": (npo.muon, {"learning_rate": lambda step: 0.1}),
+    "muon cautious masked": (npo.muon, {"cautious": True, "weight_decay_mask": npo.no_gains_or_biases}),
+    "normpre_g rows": (npo.normpre_g, {"orientation": "rows"}),
+    "normpre_g both bfloat16": (npo.normpre_g, {"orientation": "both", "mu_dtype": jnp.bfloat16}),
+    "normpre_l warm": (npo.normpre_l, {"rank": 4, "warm_start": True}),
+}
+
+
+def leaves(name):
+    """Every array of an optimizer's first state: path, shape and dtype."""
+    factory, options = OPTIONS[name]
+    state = jax.eval_shape(factory(**{"learning_rate": 0.1} | options).init, PARAMS)
+    found = jax.tree_util.tree_leaves_with_path(state)
+    return [[jax.tree_util.keystr(path), list(x.shape), str(x.dtype)] for path, x in found]
+
+
+if __name__ == "__main__":
+    lines = [f" {json.dumps(name)}: {json.dumps(leaves(name))}" for name in OPTIONS]
+    print("{\n" + ",\n".join(lines) + "\n}")
