@@ -134,7 +134,7 @@ FAULTS = {
         "tests/parameters/test_dims.py",
     ),
     "embedding_by_normpre": Fault(
-        "parameters/rules.py",
+        "parameters/roles.py",
         '"embs", "wte"}',
         '"embs"}',
         "tests/parameters",

@@ -12,17 +12,20 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax import tree_util
 
-_BOXES = {"Variable", "VariableState", "AxisMetadata"}  # base classes, all of them in flax
+from normpre_optax.parameters.dims import MatrixDims, split_axes
+
+_BOXES = {("flax", "Variable"), ("flax", "VariableState"), ("flax", "AxisMetadata"), ("haliax", "NamedArray")}
 _STACKS = {"layers", "blocks", "stack", "stacked", "scan", "scanned", "cells", "repeat", "repeats", "stages"}
 _UNITS = {"layer", "block", "cell", "stage", "unit", "encoderblock", "decoderblock", "h", "l"} | _STACKS
 _ALWAYS = {"scan", "stack"}  # a number after these counts modules, not layers: ScanBlock_0
+_WEIGHTS = {"kernel", "w", "weight", "weights"}
 _VECTORS = {"bias", "biases", "scale", "scales", "gamma", "beta", "offset", "gain"}
 _NORMS = {"norm", "norms", "ln", "layernorm", "rmsnorm", "rms", "groupnorm", "batchnorm", "bn", "gn", "normalization"}
 QUERIES = {f"{a}{b}" for a in ("query", "key", "value", "q", "k", "v") for b in ("", "_proj", "_projection")}
@@ -36,12 +39,13 @@ class Leaf:
     Args:
         shape: its shape.
         dtype: its dtype.
-        names: names of its axes where a box carries them (Linen's `with_partitioning`), else None.
+        names: names of its axes where a box carries them (Linen's `with_partitioning`, Haliax), else None.
         holder: class name of the object that has it as an attribute ("Embedding", "LayerNorm"), else "".
         siblings: names of the modules beside its own.
         beside: names beside the leaf itself, its own among them; empty outside `resolve`.
         layers: number of layer axes in front that the tree shows; None where it shows nothing.
         doubt: why a layer axis in front is contradicted, else "".
+        near: shapes by path of all that stands in its own and the neighbouring modules; empty outside `resolve`.
 
     Example:
         >>> Leaf((12, 768, 3072), np.dtype("float32"), layers=1).ndim
@@ -56,6 +60,7 @@ class Leaf:
     beside: frozenset[str] = frozenset()
     layers: int | None = None
     doubt: str = ""
+    near: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False, hash=False)
 
     @property
     def ndim(self) -> int:
@@ -92,8 +97,8 @@ def words(part: str) -> tuple[str, ...]:
 
 
 def is_box(node: object) -> bool:
-    """Whether `node` is one of Flax's boxes around an array; told by the class, so that flax need not be imported."""
-    return any(cls.__name__ in _BOXES and cls.__module__.split(".")[0] == "flax" for cls in type(node).__mro__)
+    """Whether `node` is a box of Flax or Haliax around an array, told by its class: neither need be imported."""
+    return any((cls.__module__.split(".")[0], cls.__name__) in _BOXES for cls in type(node).__mro__)
 
 
 def named_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any, Any, tuple[Any, ...]]]:
@@ -138,10 +143,16 @@ def views(params: Any) -> dict[str, Leaf]:
         if path in found:
             raise ValueError(f"two parameters have the path {path!r}: rename one, so that a rule can tell them apart")
         shape, dtype = _shape_dtype(path, leaf)
-        axis_names = getattr(box, "names", None)
-        axis_names = axis_names if isinstance(axis_names, tuple) and len(axis_names) == len(shape) else None
-        found[path] = Leaf(shape, dtype, axis_names, "" if box is not None else _holder(params, key_path))
+        found[path] = Leaf(shape, dtype, _axis_names(box, len(shape)), _holder(params, key_path))
     return _with_context(found)
+
+
+def _axis_names(box: Any, ndim: int) -> tuple[Any, ...] | None:
+    """The names that a box has for the axes of its array: Linen's as they are, Haliax's off its `Axis` objects."""
+    names = getattr(box, "names", None)
+    if names is None:
+        names = tuple(axis.name for axis in getattr(box, "axes", ()) if hasattr(axis, "name"))
+    return names if isinstance(names, tuple) and len(names) == ndim > 0 else None
 
 
 def _shape_dtype(path: str, leaf: Any) -> tuple[tuple[int, ...], Any]:
@@ -177,18 +188,19 @@ def _with_context(found: dict[str, Leaf]) -> dict[str, Leaf]:
             children.setdefault(prefix, set()).add(name)
     for path, leaf in found.items():
         parts = path.split("/")
-        siblings = frozenset(children["/".join(parts[: module_depth(parts) - 1])])
+        siblings = frozenset(children[container(path)])
         beside = frozenset(children["/".join(parts[:-1])])
         found[path] = dataclasses.replace(leaf, siblings=siblings, beside=beside)
     groups: dict[str, dict[str, Leaf]] = {}
     for path, leaf in found.items():
         for prefix, _ in _prefixes(path):
             groups.setdefault(prefix, {})[path] = leaf
+    shapes = {prefix: {path: leaf.shape for path, leaf in group.items()} for prefix, group in groups.items()}
     stacks = {prefix: _stack(group) for prefix, group in groups.items()}
-    layers = {path: _layers(path, leaf, groups, stacks) for path, leaf in found.items()}
-    return {
-        path: dataclasses.replace(leaf, layers=layers[path][0], doubt=layers[path][1]) for path, leaf in found.items()
-    }
+    for path, leaf in found.items():
+        layers, doubt = _layers(path, groups, stacks)
+        found[path] = dataclasses.replace(leaf, layers=layers, doubt=doubt, near=shapes[container(path)])
+    return found
 
 
 def _prefixes(path: str) -> list[tuple[str, str]]:
@@ -199,8 +211,35 @@ def _prefixes(path: str) -> list[tuple[str, str]]:
 
 def module_depth(parts: list[str]) -> int:
     """Returns how many parts name the layer itself: all but a generic last one such as "kernel"."""
-    generic = parts[-1].lower() in {"kernel", "w", "weight", "weights", "bias", "b", "scale", "embedding", "embeddings"}
+    generic = parts[-1].lower() in _WEIGHTS | {"bias", "b", "scale", "embedding", "embeddings"}
     return max(1, len(parts) - 1) if generic else len(parts)
+
+
+def container(path: str) -> str:
+    """The path of what holds the parameter's layer: "blocks/0/mlp" for "blocks/0/mlp/up/kernel"."""
+    parts = path.split("/")
+    return "/".join(parts[: module_depth(parts) - 1])
+
+
+def own_bias(path: str, leaf: Leaf) -> tuple[int, ...] | None:
+    """The shape of the bias that goes with a weight, if it has one and the tree is known."""
+    above, _, last = path.rpartition("/")
+    names = ("bias", "b") if last.lower() in _WEIGHTS else (re.sub("^[wW]", "b", last), f"{last}_bias")
+    names = (*names, re.sub("weight|kernel", "bias", last))
+    paths = [f"{above}/{name}" if above else name for name in names if name != last]
+    return next((leaf.near[path] for path in paths if path in leaf.near), None)
+
+
+def fits_bias(path: str, leaf: Leaf, dims: MatrixDims) -> bool:
+    """Whether a parameter's bias has the sizes that it would have if these were the parameter's axes."""
+    bias = own_bias(path, leaf)
+    if bias is None:
+        return True
+    batch, outputs, _ = split_axes(leaf.ndim, dims)
+    layers, rows = (tuple(leaf.shape[axis] for axis in axes) for axes in (batch, outputs))
+    wanted = (*layers, *rows), (*layers, math.prod(rows))
+    order = tuple if batch == tuple(range(len(batch))) else sorted
+    return any(order(n for n in bias if n > 1) == order(n for n in sizes if n > 1) for sizes in wanted)
 
 
 def is_vector(path: str, leaf: Leaf) -> bool:
@@ -243,6 +282,12 @@ def _is_stack(part: str) -> bool:
     return found == {"h"} or bool(found & _STACKS and (found & _ALWAYS or not part[-1:].isdigit()))
 
 
+def counts_layers(part: str) -> bool:
+    """Whether a part is one of several layers, or experts, that may be alike: "0", "layer_3", "TransformerBlock_0"."""
+    found = set(words(part))
+    return part[-1:].isdigit() and (not found or bool(found & (_UNITS | {"expert", "experts"})))
+
+
 def is_index(part: str) -> bool:
     """Whether a part counts layers: "0", "layer_3", "Block_0"."""
     found = set(words(part))
@@ -283,7 +328,7 @@ def _disagreement(group: dict[str, Leaf], count: int) -> str:
     return f"it looks stacked, but not in front ({paths[0]!r} begins with {one}, {paths[1]!r} with {two})"
 
 
-def _layers(path: str, leaf: Leaf, groups: Any, stacks: Any) -> tuple[int | None, str]:
+def _layers(path: str, groups: Any, stacks: Any) -> tuple[int | None, str]:
     """Reads the number of layer axes in front of a parameter off the nearest module with a bias or a norm."""
     parts = path.split("/")
     root = stack_depth(parts)
@@ -294,21 +339,9 @@ def _layers(path: str, leaf: Leaf, groups: Any, stacks: Any) -> tuple[int | None
         count, doubt = stacks[prefix]
         if doubt and root is None and depth < len(parts) - 1:
             return None, ""
-        doubt = doubt or _against_bias(path, leaf, groups[prefix], count)
-        return (None if doubt else count), doubt
+        return count, doubt
     group = groups.get("/".join(parts[:root]), {}) if root else {}
     if all(other.ndim < 3 for other in group.values()):
         return None, ""
     doubt = _disagreement(group, 1)
     return (None if doubt else 1), doubt
-
-
-def _against_bias(path: str, leaf: Leaf, group: dict[str, Leaf], count: int) -> str:
-    """Returns why the module's own bias contradicts `count` layer axes in front of its weight, else ""."""
-    parent, _, name = path.rpartition("/")
-    bias = group.get(f"{parent}/bias", group.get(f"{parent}/b"))
-    if not count or bias is None or bias.ndim >= leaf.ndim:
-        return ""
-    own, rest = bias.shape[count:], leaf.shape[count:]
-    outputs = rest[: len(own)] if "weight" in words(name) else rest[len(rest) - len(own) :]
-    return "" if own == outputs else f"it looks stacked, but not in front (its bias has shape {bias.shape})"

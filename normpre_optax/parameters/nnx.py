@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims
 from normpre_optax.parameters.leaves import Leaf, key_names, named_leaves, views, words
-from normpre_optax.parameters.rules import LAYER_AXES, adamw_role, default_choice
+from normpre_optax.parameters.roles import adamw_role
+from normpre_optax.parameters.rules import LAYER_AXES, default_choice
+from normpre_optax.parameters.uncovered import DOTS, Case, UncoveredError, for_all
 
 
 class _Plain(NamedTuple):
@@ -30,11 +32,11 @@ _Positions = tuple[int, ...]
 def dims_from_nnx(model: Any, wrt: Any = None, rule: Any = None) -> dict[Any, Any]:
     """Reads the matrix axes of a Flax NNX model off its modules.
 
-    `Linear`, `LinearGeneral` (attention), `Einsum`, `Conv`, `ConvTranspose` and `LoRA` know which of their axes are
-    inputs and outputs; whatever axes `nnx.vmap` or `nnx.scan` added become batch axes, in front or elsewhere. The
-    kernel of a grouped convolution becomes one matrix a group, that of a depthwise one goes to AdamW. Names still
-    decide what is an embedding, a head, a positional table or a router. Parameters of other modules follow the default
-    rule, after the layer axes of the modules around them have been set aside.
+    `Linear`, `LinearGeneral` (attention), `Einsum`, `Conv` and `ConvTranspose` know which of their axes are inputs and
+    outputs; whatever axes `nnx.vmap` or `nnx.scan` added become batch axes, in front or elsewhere. The kernel of a
+    grouped convolution becomes one matrix a group, that of a depthwise one goes to AdamW. Names still decide what is an
+    embedding, a head, a positional table, a router or a LoRA pair. Parameters of other modules follow the default rule,
+    after the layer axes of the modules around them have been set aside.
 
     Where the number of layers equals the size of an axis, the other parameters of the stack tell which axis is which;
     if none does, the layer axis is taken to stand in front.
@@ -68,8 +70,9 @@ def dims_from_nnx(model: Any, wrt: Any = None, rule: Any = None) -> dict[Any, An
     places = {path: _candidates(path, leaf, plain[path], boxes[path]) for path, leaf in leaves.items()}
     layers = {path: _placed(path, leaves, places) for path in leaves}
     tree: dict[Any, Any] = {}
-    for path, leaf in leaves.items():
-        _insert(tree, keys[path], _dims(path, leaf, plain[path], layers[path], rule))
+    found = for_all(leaves, lambda path: _dims(path, leaves[path], plain[path], layers[path], rule))
+    for path, dims in found.items():
+        _insert(tree, keys[path], dims)
     return tree
 
 
@@ -99,7 +102,11 @@ def _dims(path: str, leaf: Leaf, plain: _Plain | None, layers: _Positions | None
         return default_choice(path, leaf)[0]
     if plain is None:
         shape = tuple(size for axis, size in enumerate(leaf.shape) if axis not in layers)
-        dims = default_choice(path, dataclasses.replace(leaf, shape=shape, names=None, layers=0, doubt=""))[0]
+        alone = dataclasses.replace(leaf, shape=shape, names=None, layers=0, doubt="", near={} if layers else leaf.near)
+        try:
+            dims = default_choice(path, alone)[0]
+        except UncoveredError as error:
+            raise error if not layers else UncoveredError([Case(path, leaf.shape, error.cases[0].why, DOTS)]) from None
     else:
         dims = None if adamw_role(path.split("/"), leaf) else plain.matrix
     return None if dims is None else _shifted(dims, leaf.ndim, layers)
@@ -187,7 +194,6 @@ def _plain(module: Any, name: str) -> _Plain | None:
         (nnx.Einsum, _einsum),
         (nnx.Conv, _conv),
         (nnx.ConvTranspose, _conv_transpose),
-        (nnx.LoRA, _lora),
         (nnx.Embed, _embed),
         ((nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm), _norm),
     )
@@ -250,14 +256,6 @@ def _conv_transpose(module: Any, name: str) -> _Plain | None:
     *space, one, other = range(len(shape))
     inputs, output = (other, one) if module.transpose_kernel else (one, other)
     return _Plain(shape, MatrixDims((*space, inputs), output)) if name == "kernel" else None
-
-
-def _lora(module: Any, name: str) -> _Plain | None:
-    shapes = {
-        "lora_a": _Plain((module.in_features, None), MatrixDims(0, 1)),
-        "lora_b": _Plain((None, module.out_features), MatrixDims(0, 1)),
-    }
-    return shapes.get(name)
 
 
 def _embed(module: Any, name: str) -> _Plain | None:

@@ -20,39 +20,33 @@ from jax import tree_util
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
+from normpre_optax.parameters import attention
 from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, block_axis, block_ends, check_dims
 from normpre_optax.parameters.leaves import (
-    QUERIES,
     Leaf,
-    block_depth,
+    fits_bias,
     is_box,
-    is_norm,
-    is_short_bias,
     key_names,
-    module_depth,
     named_leaves,
+    own_bias,
     stack_depth,
     views,
-    words,
 )
+from normpre_optax.parameters.roles import (
+    adamw_role,
+    in_stacked_experts,
+    is_convolution,
+    is_depthwise,
+    is_output,
+    is_query,
+    is_weight,
+    word_set,
+)
+from normpre_optax.parameters.uncovered import UncoveredError, for_all, uncovered
 
-_OUTPUTS = {"out", "output", "o", "o_proj", "out_proj", "output_proj", "proj", "c_proj", "to_out", "wo", "w_o"}
-_ATTENTION = {"attn", "attention", "mha", "mhsa", "msa", "mqa", "gqa", "multihead", "sa"}
-_ATTENTION |= {"selfattn", "crossattn", "selfattention", "crossattention"}
-_MLP = {"mlp", "ffn", "ff", "feedforward", "feed"}
-_SCALES = {"scale", "scales", "gamma", "beta", "offset", "gain"}
-_EMBEDDINGS = {"embed", "embeds", "embedder", "embedding", "embeddings", "emb", "embs", "wte"}
-_POSITIONS = {"wpe", "pos", "position", "positions", "positional", "posemb", "posembed", "relpos", "rope", "rotary"}
-_HEADS = {"unembed", "unembedding", "unembedder", "logit", "logits", "lmhead", "classifier", "readout", "vocab"}
-_WHOLE_MODELS = {"params", "model", "transformer", "decoder", "lm", "net", "backbone", "module"}
-_NOT_HEADS = {"multi", "attn", "attention", "per", "dim"}
-_LAST = {"out", "output", "out_proj", "output_proj", "output_projection", "output_layer", "proj_out"}
-_ROUTERS = {"router", "routers", "routing"}
-_GATES = {"gate", "gating"}
-_EXPERTS = {"expert", "experts", "moe"}
 LAYER_AXES = {"layer", "layers", "block", "blocks", "stack", "scan", "stage", "stages", "pipe", "pipeline", "expert"}
 LAYER_AXES |= {"experts", "exp"}
-_AXIS_HEADS = {"heads", "kv", "head", "dim", "q"}
+_AXIS_HEADS = {"heads", "kv", "head", "dim", "size", "q", "qkv", "per", "group"}
 
 
 class Choice(NamedTuple):
@@ -93,34 +87,29 @@ class Choices(dict[str, Choice]):
     """`Choice` by path. Decided on a whole tree, it stands for `matrix_dims` on a part of it."""
 
 
-class UncoveredError(ValueError):
-    """A parameter with three or more axes that no rule covers; `why` is the short form for tables."""
-
-    def __init__(self, message: str, why: str):
-        super().__init__(message)
-        self.why = why
-
-
 def default_matrix_dims(path: str, leaf: Any) -> MatrixDims | None:
     """The default rule: how a parameter is read by its name and shape.
 
     In this order:
 
-    1. Biases, scales and norms, embeddings, positional tables, output heads and routers go to AdamW, however many
-       axes they have.
-    2. Axes named by a Linen box (`nn.with_partitioning`) tell the layer and expert axes, wherever they stand.
+    1. Biases, scales and norms, embeddings, positional tables, output heads, routers, LoRA pairs, a state space's
+       rates (`A_log`) and depthwise convolutions go to AdamW, however many axes they have.
+    2. Axes named by a box of Linen (`nn.with_partitioning`) or Haliax tell layers, experts and heads, wherever they
+       stand.
     3. Layer axes in front are recognised by the biases and norms around a parameter (under `resolve`), else by a path
        with a plural such as `layers` or `blocks` that no index follows. What is left with one axis is a vector.
     4. Two axes are (in, out); (out, in) if the last name is `weight`, as in Equinox and PyTorch. Three axes are read
        as (d, heads, size) for attention's query, key and value and as (heads, size, d) for its output.
-    5. Anything else with three or more axes is an error.
+    5. Anything else with three or more axes is an error, and so is a reading that the parameter's own bias, or the
+       query and output of the same attention, contradict.
 
     What it cannot know: a projection to the vocabulary that is not named one (`head`, `unembed`, `logits`, an `output`
     at the top) is read as a matrix, and so is an embedding without a telling name or class. A `gate` is a router beside
     `experts` or directly under `moe`, and half of a gated MLP otherwise. `weight` is taken for (out, in) even where a
-    library transposes it, and `kernel` for (in, out), which Hugging Face's Flax GPT-2 stores as (out, in). Layers
-    stacked along another axis than the first are refused, unless all the matrices of the stack are square and without
-    biases: then nothing shows it. `explain` prints how each parameter was read.
+    library transposes it, and `kernel` for (in, out), unless a bias tells otherwise: square kernels kept as (out, in),
+    as Hugging Face's Flax GPT-2 has them, are misread. Layers stacked along another axis than the first are refused,
+    unless all the matrices of the stack are square and without biases: then nothing shows it. `explain` prints how each
+    parameter was read.
 
     Args:
         path: the parameter's name, "/"-joined.
@@ -130,7 +119,8 @@ def default_matrix_dims(path: str, leaf: Any) -> MatrixDims | None:
         Its `MatrixDims`, or None for AdamW.
 
     Raises:
-        ValueError: the leaf has three or more axes and is covered by none of these.
+        ValueError: none of these covers the leaf. The error names it and shows the rule to write; that of an optimizer
+            names all such leaves.
 
     Example:
         >>> default_matrix_dims("blocks/0/mlp/up/kernel", jnp.zeros((8, 32)))
@@ -156,70 +146,14 @@ def default_choice(path: str, leaf: Any) -> tuple[MatrixDims | None, str]:
     return _by_axis_names(path, leaf) or _by_shape(path, leaf)
 
 
-def adamw_role(parts: list[str], leaf: Leaf) -> str:
-    """What a parameter that AdamW should have is for, or ""."""
-    module = parts[-2] if len(parts) > 1 else ""
-    last = words(parts[-1])
-    near = {*last, *words(module), *words(leaf.holder)}
-    if near & {"bias", "biases"} or is_short_bias(parts, leaf):
-        return "bias"
-    if _SCALES.intersection(last) or is_norm(parts[-1], module, leaf.holder):
-        return "norm or scale"
-    if any(_POSITIONS.intersection(w) and not w & (_MLP | {"wise", "forward"}) for w in map(_word_set, parts[-2:])):
-        return "positional table"
-    if _is_head(parts, leaf):
-        return "output head"
-    if _is_embedding(parts, leaf):
-        return "embedding"
-    if _is_router(parts, leaf):
-        return "router"
-    return ""
-
-
-def _word_set(part: str) -> set[str]:
-    return set(words(part))
-
-
-def _is_embedding(parts: list[str], leaf: Leaf) -> bool:
-    named = any(_EMBEDDINGS & _word_set(part) for part in [*parts[block_depth(parts) :], leaf.holder])
-    token = words(parts[-1])[-1:] in (("token",), ("tokens",), ("cls",))
-    return named or token or any("vocab" in str(name) for name in leaf.names or ())
-
-
-def _is_head(parts: list[str], leaf: Leaf) -> bool:
-    if _in_attention(parts, leaf):
-        return False
-    for found in map(_word_set, parts):
-        if found & _HEADS or ("head" in found and not found & _NOT_HEADS):
-            return True
-    layer, above = parts[module_depth(parts) - 1], parts[: module_depth(parts) - 1]
-    return leaf.ndim == 2 and layer.lower() in _LAST and _WHOLE_MODELS.issuperset(above)
-
-
-def _in_attention(parts: list[str], leaf: Leaf) -> bool:
-    above = parts[: module_depth(parts) - 1]
-    return any(_word_set(part) & _ATTENTION for part in above) or len(QUERIES & {s.lower() for s in leaf.siblings}) > 1
-
-
-def _is_router(parts: list[str], leaf: Leaf) -> bool:
-    """A part named router; or a gate that is beside the experts or directly in the mixture, and not beside `up`."""
-    depth = module_depth(parts)
-    layer, above = _word_set(parts[depth - 1]), _word_set(parts[depth - 2]) if depth > 1 else set()
-    if (layer | above) & _ROUTERS:
-        return True
-    beside = set().union(*map(_word_set, leaf.siblings))
-    if not layer & _GATES or beside & {"up", "down"}:
-        return False
-    return bool(layer & _EXPERTS) or (layer <= _GATES and ("moe" in above or bool(beside & _EXPERTS)))
-
-
 def _by_axis_names(path: str, leaf: Leaf) -> tuple[MatrixDims | None, str] | None:
-    """Reads a boxed leaf by the names of its axes; None where they name no layer or expert axis."""
+    """Reads a boxed leaf by the names of its axes; None where they name no layer, expert or head axis."""
     if not leaf.names:
         return None
-    named = [_word_set(str(name)) if name is not None else set() for name in leaf.names]
+    named = [word_set(str(name)) if name is not None else set() for name in leaf.names]
     rest = tuple(axis for axis, found in enumerate(named) if not found & LAYER_AXES)
-    if len(rest) == leaf.ndim:
+    heads = tuple(axis for axis in rest if named[axis] and named[axis] <= _AXIS_HEADS)
+    if len(rest) == leaf.ndim and len(heads) < 2:
         return None
     reason = f"axes named {_names(leaf)}"
     if len(rest) == 1:
@@ -227,12 +161,13 @@ def _by_axis_names(path: str, leaf: Leaf) -> tuple[MatrixDims | None, str] | Non
     parts = path.split("/")
     if len(rest) == 2:
         return _two(parts, rest), reason
-    first, last = (all(_heads(named[axis]) for axis in pair) for pair in (rest[:2], rest[1:]))
-    dims = _attention(parts, leaf, rest)
-    if len(rest) == 3 and dims is None and first != last:
-        dims = MatrixDims(rest[:2], rest[2]) if first else MatrixDims(rest[0], rest[1:])
+    dims = attention.usual(path, leaf, rest)
+    if len(heads) == len(rest) - 1:
+        (width,) = (axis for axis in rest if axis not in heads)
+        inward = is_output(parts, leaf) or (not is_query(parts, leaf) and (width > heads[0]) != is_weight(parts))
+        dims = MatrixDims(heads, width) if inward else MatrixDims(width, heads)
     if dims is None:
-        raise _uncovered(path, leaf, f"its axes are named {_names(leaf)}")
+        raise uncovered(path, leaf, f"its axes are named {_names(leaf)}")
     return dims, reason
 
 
@@ -240,27 +175,33 @@ def _names(leaf: Leaf) -> str:
     return "(" + ", ".join(str(name) for name in leaf.names or ()) + ")"
 
 
-def _heads(found: set[str]) -> bool:
-    return bool(found) and found <= _AXIS_HEADS
-
-
 def _by_shape(path: str, leaf: Leaf) -> tuple[MatrixDims | None, str]:
     parts = path.split("/")
-    why = _unordered([*parts, leaf.holder]) or leaf.doubt
-    if leaf.ndim > 2 and why:
-        raise _uncovered(path, leaf, why)
+    if is_depthwise(parts, leaf):
+        return None, "depthwise convolution"
+    why = _unordered([*parts, leaf.holder]) or leaf.doubt if leaf.ndim > 2 else ""
+    if why:
+        raise uncovered(path, leaf, why)
     layers = _layer_axes(parts, leaf)
     rest = tuple(range(layers, leaf.ndim))
     stacked = f", {counted(layers, 'layer axis', 'layer axes')} in front" if layers else ""
     if len(rest) < 2:
         return None, "stacked vector"
+    if len(rest) > 2 and sum(leaf.shape[axis] > 1 for axis in rest) < 2:
+        return None, "vector"
     if len(rest) == 2:
-        return _two(parts, rest), ("(out, in)" if _is_weight(parts) else "(in, out)") + stacked
-    dims = _attention(parts, leaf, rest) if len(rest) == 3 else None
+        dims, layout = _two(parts, rest), "(out, in)" if is_weight(parts) else "(in, out)"
+    else:
+        dims, why = attention.usual(path, leaf, rest), attention.doubt(path, leaf, rest)
+        layout = f"attention {'(d, heads, size)' if dims and isinstance(dims.inputs, int) else '(heads, size, d)'}"
     if dims is None:
-        raise _uncovered(path, leaf)
-    layout = "(d, heads, size)" if isinstance(dims.inputs, int) else "(heads, size, d)"
-    return dims, f"attention {layout}{stacked}"
+        raise uncovered(path, leaf)
+    if not why and not fits_bias(path, leaf, dims):
+        bias = f"its bias has shape {own_bias(path, leaf)}"
+        why = f"it looks stacked, but not in front ({bias})" if layers else f"{bias}, which {layout} does not go with"
+    if why:
+        raise uncovered(path, leaf, why)
+    return dims, layout + stacked
 
 
 def counted(n: int, one: str, many: str) -> str:
@@ -272,53 +213,20 @@ def _layer_axes(parts: list[str], leaf: Leaf) -> int:
     named = leaf.ndim > 2 and stack_depth(parts) is not None
     layers = int(named) if leaf.layers is None else leaf.layers
     if layers and leaf.names and leaf.names[0] is not None:
-        raise _uncovered("/".join(parts), leaf, f"it looks stacked, but its axes are named {_names(leaf)}")
+        raise uncovered("/".join(parts), leaf, f"it looks stacked, but its axes are named {_names(leaf)}")
     return layers
 
 
 def _unordered(parts: list[str]) -> str:
     """Why axes in front may be something other than layers: convolutions and experts, or ""."""
-    if any("conv" in words(part) for part in parts):
+    if is_convolution(parts):
         return "a convolution has no one reading as a matrix"
-    experts = [i for i, part in enumerate(parts) if _EXPERTS & _word_set(part)]
-    counted = any(parts[i][-1:].isdigit() or "".join(parts[i + 1 : i + 2]).isdigit() for i in experts)
-    return "experts may be stacked along any axis" if experts and not counted else ""
-
-
-def _is_weight(parts: list[str]) -> bool:
-    return "weight" in words(parts[-1])
+    return "experts may be stacked along any axis" if in_stacked_experts(parts) else ""
 
 
 def _two(parts: list[str], rest: tuple[int, ...]) -> MatrixDims:
     first, second = rest
-    return MatrixDims(inputs=second, outputs=first) if _is_weight(parts) else MatrixDims(inputs=first, outputs=second)
-
-
-def _attention(parts: list[str], leaf: Leaf, rest: tuple[int, ...]) -> MatrixDims | None:
-    """Three axes of a Flax attention projection, or None."""
-    layer = parts[module_depth(parts) - 1].lower()
-    if len(rest) != 3 or _is_weight(parts):
-        return None
-    if layer in QUERIES and (len(layer) > 1 or _in_attention(parts, leaf)):
-        return MatrixDims(inputs=rest[0], outputs=rest[1:])
-    if layer in _OUTPUTS and _in_attention(parts, leaf):
-        return MatrixDims(inputs=rest[:2], outputs=rest[2])
-    return None
-
-
-def _uncovered(path: str, leaf: Leaf, why: str = "") -> UncoveredError:
-    first, second = leaf.ndim - 2, leaf.ndim - 1
-    inputs, outputs = (second, first) if _is_weight(path.split("/")) else (first, second)
-    why = f": {why}" if why else ""
-    message = (
-        f"no rule covers parameter {path!r} of shape {leaf.shape}{why}. Say which of its axes are inputs and which are "
-        "outputs (all others are batch axes), or None for AdamW:\n"
-        f"    matrix_dims=lambda path, leaf: MatrixDims(inputs={inputs}, outputs={outputs}) if path == {path!r} "
-        "else default_matrix_dims(path, leaf)\n"
-        "For a Flax NNX model, matrix_dims=dims_from_nnx(model) reads the axes off the modules of Flax, and "
-        "takes such a rule as rule=... for parameters of your own modules."
-    )
-    return UncoveredError(message, f"no rule covers it{why}")
+    return MatrixDims(inputs=second, outputs=first) if is_weight(parts) else MatrixDims(inputs=first, outputs=second)
 
 
 def resolve(params: Any, matrix_dims: Any = None) -> Choices:
@@ -347,8 +255,8 @@ def resolve(params: Any, matrix_dims: Any = None) -> Choices:
     if isinstance(matrix_dims, Choices):
         paths = ["/".join(names) for names, *_ in named_leaves(params)]
         return Choices({path: matrix_dims[path] for path in paths})
-    choose = chooser(params, matrix_dims)
-    return Choices({path: decide(path, leaf, choose) for path, leaf in views(params).items()})
+    choose, leaves = chooser(params, matrix_dims), views(params)
+    return Choices(for_all(leaves, lambda path: decide(path, leaves[path], choose)))
 
 
 def no_gains_or_biases(params: Any) -> Any:
@@ -370,7 +278,8 @@ def no_gains_or_biases(params: Any) -> Any:
             dims, reason = default_choice(path, leaf)
         except UncoveredError:
             return True
-        return dims is not None or not any(word in reason for word in ("bias", "norm or scale", "vector", "scalar"))
+        small = ("bias", "norm or scale", "rates", "vector", "stacked vector", "scalar")
+        return dims is not None or not reason.startswith(small)
 
     return jax.tree.structure(params).unflatten([decays(path, leaf) for path, leaf in views(params).items()])
 

@@ -121,7 +121,7 @@ def test_every_parameter_has_a_gradient(config):
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_hidden_matrices_and_nothing_else_are_matrices_to_the_optimizer(config, scan_layers):
     shapes = models.shapes(dataclasses.replace(config, scan_layers=scan_layers), 100)
-    rows = [line.split() for line in explain(shapes).partition("\n\n")[0].splitlines()[1:]]
+    rows = [line.split() for line in explain(shapes, every_layer=True).partition("\n\n")[0].splitlines()[1:]]
     assert len(rows) == len(jax.tree.leaves(shapes))
     for path, *rest in rows:
         hidden = path.startswith("blocks/") and path.endswith("/kernel")

@@ -52,6 +52,45 @@ def test_explain_shows_what_would_fail():
     assert re.search(r"^up .* adamw +given by matrix_dims$", wrong, re.MULTILINE)
 
 
+def test_layers_that_are_alike_are_told_once():
+    """Experts inside of layers, layers in which one parameter differs, numbers of other things; and one by one."""
+    layers = {
+        f"layer_{i}": {
+            "norm1": {"scale": array(8)},
+            "norm2": {"scale": array(8)},
+            "fc": {"kernel": array(8, 16 if i % 2 else 32)},
+            "experts": [{"up": {"kernel": array(8, 4)}} for _ in range(4)],
+        }
+        for i in range(12)
+    }
+    params = {**layers, "deep": [{"up": {"kernel": array(8, 8)}} for _ in range(300)]}
+    table = explain(params)
+    assert [re.split(r"  +", line)[:4] for line in table.split("\n\n")[0].splitlines()[1:]] == [
+        ["deep/{0..299}/up/kernel", "300 x (8, 8)", "matrix", "300 x (8 x 8)"],
+        *(
+            row
+            for numbers, width in (("{0,2,4,6,8,10}", 32), ("{1,3,5,7,9,11}", 16))
+            for row in (
+                [f"layer_{numbers}/experts/{{0..3}}/up/kernel", "24 x (8, 4)", "matrix", "24 x (4 x 8)"],
+                [f"layer_{numbers}/fc/kernel", f"6 x (8, {width})", "matrix", f"6 x ({width} x 8)"],
+                [f"layer_{numbers}/norm1/scale", "6 x (8,)", "adamw", "norm or scale"],
+                [f"layer_{numbers}/norm2/scale", "6 x (8,)", "adamw", "norm or scale"],
+            )
+        ),
+    ]
+    every = explain(params, every_layer=True)
+    assert len(every.splitlines()) == 1 + 300 + 12 * 7 + 3
+    assert every.split("\n\n")[1] == table.split("\n\n")[1]
+    assert re.search(r"^deep/299/up/kernel +\(8, 8\) +matrix +1 x \(8 x 8\) +\(in, out\)$", every, re.MULTILINE)
+
+
+def test_a_word_that_decided_by_itself_is_noted():
+    table = explain({"policy_head": {"dense_0": {"kernel": array(8, 8)}}, "wte": {"embedding": array(9, 8)}})
+    assert re.search(r"^policy_head/dense_0/kernel .* output head \('head' in 'policy_head'\)$", table, re.MULTILINE)
+    assert table.endswith("note: a word in quotes decided by itself, in a name that may mean something else")
+    assert "note" not in explain({"wte": {"embedding": array(9, 8)}, "embed_tokens": {"kernel": array(9, 8)}})
+
+
 def test_explain_counts_the_matrices_of_a_fused_kernel():
     params = {"qkv": {"kernel": array(2, 8, 24)}}
     fused = explain(params, {"qkv": MatrixDims(inputs=1, outputs=2, output_blocks=3)})

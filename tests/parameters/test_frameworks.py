@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default rule on whole models of Linen, Equinox, Haiku and plain dicts: every leaf of every table."""
 
+import collections
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -277,6 +279,68 @@ def test_haiku():
         "layer_norm/offset": None,
     }
     assert chosen(params) == want | under("__layer_stack_no_per_layer", stacked)
+
+
+# Haliax, whose boxes name every axis; Levanter's models are made of them.
+
+
+Axis = collections.namedtuple("Axis", "name size")
+
+
+@jax.tree_util.register_pytree_node_class
+class NamedArray:
+    """As haliax has it: one child without a key, axes as auxiliary data."""
+
+    __module__ = "haliax.core"
+
+    def __init__(self, array, axes):
+        self.array, self.axes = array, axes
+
+    def tree_flatten(self):
+        return (self.array,), self.axes
+
+    @classmethod
+    def tree_unflatten(cls, axes, children):
+        return cls(children[0], axes)
+
+
+def named(**axes):
+    return NamedArray(array(*axes.values()), tuple(Axis(*axis) for axis in axes.items()))
+
+
+def test_haliax():
+    stack = {
+        "self_attn": {
+            "q_proj": {"weight": named(layers=3, kv_head=2, q_heads_per_group=4, head_size=8, embed=16)},
+            "k_proj": {"weight": named(layers=3, kv_head=2, head_size=8, embed=16)},
+            "o_proj": {"weight": named(layers=3, embed=16, heads=8, head_size=8)},
+        },
+        "attn": {"c_attn": {"weight": named(layers=3, qkv=3, heads=2, head_size=8, embed=16)}},
+        "mlp": {"up_proj": {"weight": named(layers=3, mlp=32, embed=16), "bias": named(layers=3, mlp=32)}},
+        "ln_1": {"weight": named(layers=3, embed=16)},
+    }
+    params = {
+        "transformer": {"layers": {"stacked": stack}},
+        "embeddings": {"token_embeddings": {"weight": named(vocab=50, embed=16)}},
+        "lm_head": {"weight": named(vocab=50, embed=16)},
+        "plain": {"weight": named(mlp=32, embed=16)},
+    }
+    front = "transformer/layers/stacked"
+    assert chosen(params) == {
+        "embeddings/token_embeddings/weight": None,
+        "lm_head/weight": None,
+        "plain/weight": OUT_IN,
+        f"{front}/attn/c_attn/weight": MatrixDims(inputs=4, outputs=(1, 2, 3)),
+        f"{front}/ln_1/weight": None,
+        f"{front}/mlp/up_proj/bias": None,
+        f"{front}/mlp/up_proj/weight": MatrixDims(inputs=2, outputs=1),
+        f"{front}/self_attn/k_proj/weight": MatrixDims(inputs=3, outputs=(1, 2)),
+        f"{front}/self_attn/o_proj/weight": MatrixDims(inputs=(2, 3), outputs=1),
+        f"{front}/self_attn/q_proj/weight": MatrixDims(inputs=4, outputs=(1, 2, 3)),
+    }
+    tx = normpre_g(1e-3)
+    stepped = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p)[0], params)
+    assert jax.tree.structure(stepped) == jax.tree.structure(params)
 
 
 # Plain dicts.

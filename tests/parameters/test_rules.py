@@ -86,8 +86,11 @@ MATRICES = [
     ("layers/0/pos_ffn/w_1/weight", (32, 8), OUT_IN),
     ("embedder/layers/0/mlp/kernel", (8, 32), IN_OUT),
     ("layers/0/norm1/linear/kernel", (8, 48), IN_OUT),
-    ("layers/0/up/lora_a", (8, 2), IN_OUT),
-    ("layers/0/up/lora_b", (2, 32), IN_OUT),
+    ("layers/0/mixer/embed_dim_up/kernel", (8, 32), IN_OUT),
+    ("layers/0/attn/k_rope_proj/kernel", (8, 4), IN_OUT),
+    ("layers/0/mixer/dt_proj/weight", (32, 4), OUT_IN),
+    ("conv_module/pointwise_1/kernel", (8, 16), IN_OUT),
+    ("conv_block/conv_proj/kernel", (8, 16), IN_OUT),
 ]
 
 ADAMW = [
@@ -131,31 +134,56 @@ ADAMW = [
     ("layers/router/kernel", (3, 8, 4)),
     ("layers/0/block_sparse_moe/gate/weight", (4, 8)),
     ("layers/0/mlp/shared_expert_gate/weight", (1, 8)),
+    ("layers/0/up/lora_a", (8, 2)),
+    ("layers/0/up/kernel_lora_b", (2, 32)),
+    ("layers/0/q_proj/lora_A/default/weight", (2, 8)),
+    ("W_U", (8, 100)),
+    ("W_E", (100, 8)),
+    ("vocab_mixer/kernel", (8, 8)),
+    ("policy_head/dense_0/kernel", (8, 8)),
+    ("layers/0/mixer/A_log", (32, 4)),
+    ("layers/0/attn/lambda_q1", (4, 8)),
+    ("layers/0/mixer/conv1d/weight", (32, 1, 4)),
+    ("layers/0/mixer/conv1d/kernel", (4, 1, 32)),
+    ("layers/0/mixer/short_conv/kernel", (4, 32)),
+    ("layers/0/att/time_mix_k", (1, 1, 8)),
     ("layers/0/temperature", ()),
     ("layers/0/mix", (8,)),
     ("nothing", (0, 8)),
 ]
 
+FRONT = MatrixDims(inputs=(0, 1, 2), outputs=3)
 UNCOVERED = [
-    ("mlp/kernel", (4, 8, 16)),
-    ("w", (4, 8, 16)),
-    ("k", (4, 8, 16)),
-    ("layers/0/mlp/kernel", (4, 8, 16)),
-    ("layers/layer_0/mlp/kernel", (4, 8, 16)),
-    ("layers_0/mlp/kernel", (4, 8, 16)),
-    ("Block_0/Dense_0/kernel", (4, 8, 16)),
-    ("out/kernel", (4, 8, 32)),
-    ("layers/0/attn/query/weight", (4, 8, 32)),
-    ("layers/0/attn/q_einsum/w", (4, 32, 8)),
-    ("layers/0/attn/qkv/kernel", (32, 3, 4, 8)),
-    ("layers/0/mlp/gating_einsum/w", (2, 8, 32)),
-    ("conv1/kernel", (3, 3, 8, 16)),
-    ("layers/Conv_0/kernel", (3, 8, 16)),
-    ("layers/0/conv2_d/w", (3, 3, 8, 16)),
-    ("layers/0/moe/experts/up/kernel", (4, 8, 32)),
-    ("layers/experts/up/kernel", (4, 8, 32)),
-    ("layers/moe/wi", (4, 8, 32)),
+    ("mlp/kernel", (4, 8, 16), None),
+    ("w", (4, 8, 16), None),
+    ("k", (4, 8, 16), None),
+    ("layers/0/mlp/kernel", (4, 8, 16), None),
+    ("layers/layer_0/mlp/kernel", (4, 8, 16), None),
+    ("layers_0/mlp/kernel", (4, 8, 16), None),
+    ("Block_0/Dense_0/kernel", (4, 8, 16), None),
+    ("out/kernel", (4, 8, 32), None),
+    ("layers/0/attn/query/weight", (4, 8, 32), None),
+    ("layers/0/attn/q_einsum/w", (4, 32, 8), None),
+    ("layers/0/attn/qkv/kernel", (32, 3, 4, 8), None),
+    ("layers/0/mlp/gating_einsum/w", (2, 8, 32), None),
+    ("conv1/kernel", (3, 3, 8, 16), FRONT),
+    ("conv1/weight", (16, 8, 3, 3), MatrixDims(inputs=(1, 2, 3), outputs=0)),
+    ("conv_transpose/weight", (8, 16, 3, 3), None),
+    ("layers/Conv_0/kernel", (3, 8, 16), None),
+    ("layers/0/conv2_d/w", (3, 3, 8, 16), FRONT),
+    ("layers/0/moe/experts/up/kernel", (4, 8, 32), STACKED),
+    ("layers/experts/up/weight", (3, 4, 32, 8), MatrixDims(inputs=3, outputs=2)),
+    ("layers/moe/wi", (4, 8, 32), STACKED),
+    ("layers_0/MoeBlock_0/wi", (4, 8, 32), STACKED),
 ]
+
+
+def shown(error):
+    """The rule that an error shows."""
+    lines = [line[4:] for line in str(error).splitlines() if line.startswith("    ")]
+    scope = {"MatrixDims": MatrixDims, "default_matrix_dims": default_matrix_dims}
+    exec("\n".join(lines), scope)
+    return scope["rule"]
 
 
 @pytest.mark.parametrize(("path", "shape", "dims"), MATRICES)
@@ -168,8 +196,9 @@ def test_default_rule_leaves_the_rest_to_adamw(path, shape):
     assert default_matrix_dims(path, array(*shape)) is None
 
 
-@pytest.mark.parametrize(("path", "shape"), UNCOVERED)
-def test_uncovered_leaf_is_an_error_that_shows_the_line_to_write(path, shape):
+@pytest.mark.parametrize(("path", "shape", "dims"), UNCOVERED)
+def test_uncovered_leaf_is_an_error_that_shows_the_line_to_write(path, shape, dims):
+    """With the axes where names tell them, and else with dots, which are no axes."""
     params = tree(**{path: array(*shape)})
     with pytest.raises(ValueError, match=r"no rule covers") as caught:
         default_matrix_dims(path, array(*shape))
@@ -177,13 +206,117 @@ def test_uncovered_leaf_is_an_error_that_shows_the_line_to_write(path, shape):
     assert str(shape) in str(caught.value)
     with pytest.raises(ValueError, match=re.escape(f"no rule covers parameter {path!r} of shape {shape}")) as caught:
         resolve(params)
-    (line,) = re.findall(r"^ +matrix_dims=(lambda path, leaf: .*)$", str(caught.value), re.MULTILINE)
-    rule = eval(line, {"MatrixDims": MatrixDims, "default_matrix_dims": default_matrix_dims})
-    found = chosen(params | {"up": array(3, 4)}, rule)
-    last = len(shape) - 1
-    swapped = path.endswith("weight")
-    assert found[path] == MatrixDims(inputs=last if swapped else last - 1, outputs=last - 1 if swapped else last)
-    assert found["up"] == IN_OUT
+    rule = shown(caught.value)
+    if dims is None:
+        with pytest.raises(TypeError, match="inputs must be an axis"):
+            resolve(params, rule)
+    else:
+        assert chosen(params | {"up": array(3, 4)}, rule) == {path: dims, "up": IN_OUT}
+
+
+def placed(table):
+    """A tree of a table from path to (shape, dims), and the dims in its order."""
+    params = tree(**{path: array(*shape) for path, (shape, _) in table.items()})
+    return params, {path: table[path][1] for path in resolve(params, lambda path, leaf: None)}
+
+
+# What neighbours and biases show to be no layout of Flax: an error, and the rule that it shows is right.
+HEADS_FIRST = MatrixDims(inputs=1, outputs=(0, 2))
+MISREAD = {
+    "heads first, by the output": {
+        "attn/query/kernel": ((4, 32, 8), HEADS_FIRST),
+        "attn/key/kernel": ((2, 32, 8), HEADS_FIRST),
+        "attn/out/kernel": ((4, 8, 32), FROM_HEADS),
+    },
+    "heads first, by the bias": {"query/kernel": ((4, 32, 8), HEADS_FIRST), "query/bias": ((4, 8), None)},
+    "heads first in short": {f"attn/w{x}": ((4, 32, 8), HEADS_FIRST) for x in "qkv"}
+    | {"attn/wo": ((4, 8, 32), FROM_HEADS)},
+    "bare matrices by head": {
+        **{f"blocks/0/attn/W_{x}": ((4, 32, 8), HEADS_FIRST) for x in "QKV"},
+        **{f"blocks/0/attn/b_{x}": ((4, 8), None) for x in "QKV"},
+        "blocks/0/attn/W_O": ((4, 8, 32), FROM_HEADS),
+        "blocks/0/attn/b_O": ((32,), None),
+    },
+    "heads first in a stack": {
+        **{f"blocks/attn/{x}/kernel": ((3, 4, 32, 8), MatrixDims(inputs=2, outputs=(1, 3))) for x in "qkv"},
+        "blocks/attn/o/kernel": ((3, 4, 8, 32), MatrixDims(inputs=(1, 2), outputs=3)),
+        "blocks/ln/scale": ((3, 32), None),
+    },
+    "an output of another layout": {
+        "attn/query/kernel": ((32, 4, 8), TO_HEADS),
+        "attn/query/bias": ((4, 8), None),
+        "attn/out/kernel": ((32, 4, 8), MatrixDims(inputs=(1, 2), outputs=0)),
+        "attn/out/bias": ((32,), None),
+    },
+    "a latent": {
+        "attn/wq_b/kernel": ((12, 4, 8), TO_HEADS),
+        "attn/out/kernel": ((4, 8, 32), FROM_HEADS),
+    },
+    "kernels as (out, in)": {
+        "mlp/c_fc/kernel": ((32, 8), OUT_IN),
+        "mlp/c_fc/bias": ((32,), None),
+        "mlp/c_proj/kernel": ((8, 32), OUT_IN),
+        "mlp/c_proj/bias": ((8,), None),
+    },
+    "weights as (in, out)": {"up/weight": ((8, 32), IN_OUT), "up/bias": ((32,), None)},
+    "layers on axis 1": {
+        "decoder/layers/mlp/wi_0/kernel": ((8, 3, 16), MatrixDims(inputs=0, outputs=2)),
+        "decoder/layers/mlp/wi_1/kernel": ((8, 3, 16), MatrixDims(inputs=0, outputs=2)),
+        "decoder/layers/mlp/wo/kernel": ((16, 3, 8), MatrixDims(inputs=0, outputs=2)),
+        "decoder/layers/self_attention/query/kernel": ((8, 3, 2, 5), MatrixDims(inputs=0, outputs=(2, 3))),
+        "decoder/layers/self_attention/key/kernel": ((8, 3, 1, 5), MatrixDims(inputs=0, outputs=(2, 3))),
+        "decoder/layers/self_attention/out/kernel": ((2, 3, 5, 8), MatrixDims(inputs=(0, 2), outputs=3)),
+        "decoder/layers/norm/scale": ((8, 3), None),
+    },
+    "experts beside layers": {
+        "layers/MoeBlock_0/gate/kernel": ((8, 3, 4), None),
+        "layers/MoeBlock_0/wi_0": ((4, 3, 8, 16), STACKED_TWICE := MatrixDims(inputs=2, outputs=3)),
+        "layers/MoeBlock_0/wo": ((4, 3, 16, 8), STACKED_TWICE),
+    },
+    "experts behind their inputs": {
+        "moe/wi": ((8, 4, 16), MatrixDims(inputs=0, outputs=2)),
+        "moe/wo": ((16, 4, 8), MatrixDims(inputs=0, outputs=2)),
+    },
+    "a convolution in torch's layout": {
+        "conv1/weight": ((16, 8, 3, 3), MatrixDims(inputs=(1, 2, 3), outputs=0)),
+        "conv1/bias": ((16,), None),
+    },
+}
+
+
+@pytest.mark.parametrize("name", MISREAD)
+def test_other_layouts_are_errors_that_show_the_right_rule(name):
+    params, want = placed(MISREAD[name])
+    with pytest.raises(ValueError, match="no rule covers") as caught:
+        resolve(params)
+    assert chosen(params, shown(caught.value)) == want
+
+
+def test_one_error_names_all_that_is_uncovered_and_layers_once():
+    layer = {"attn/query/kernel": array(4, 32, 8), "attn/out/kernel": array(4, 8, 32), "conv/kernel": array(3, 8, 8)}
+    params = tree(**{f"h/{i}/{path}": leaf for i in range(12) for path, leaf in layer.items()}, cube=array(2, 3, 4))
+    with pytest.raises(ValueError, match="no rule covers") as caught:
+        resolve(params)
+    assert re.findall(r"^no rule covers (.* of shape \([\d, ]+\))", str(caught.value), re.MULTILINE) == [
+        "parameter 'cube' of shape (2, 3, 4)",
+        "12 parameters 'h/{0..11}/attn/query/kernel' of shape (4, 32, 8)",
+        "12 parameters 'h/{0..11}/conv/kernel' of shape (3, 8, 8)",
+    ]
+    found = chosen({"h": params["h"]}, shown(caught.value))
+    assert found["h/11/attn/query/kernel"] == HEADS_FIRST
+    assert found["h/7/conv/kernel"] == MatrixDims(inputs=(0, 1), outputs=2)
+
+
+def test_cross_attention_and_heads_of_two_sizes_are_no_contradiction():
+    """Keys from an encoder of another width; values, and so the output, with another head size; another width out."""
+    for query, key, out in [((32, 4, 8), (48, 4, 8), (4, 8, 32)), ((32, 4, 8),) * 2 + ((4, 6, 32),)]:
+        params = tree(**{"attn/query/kernel": array(*query), "attn/key/kernel": array(*key)})
+        params["attn"]["out"] = {"kernel": array(*out)}
+        assert chosen(params) == {
+            "attn/key/kernel": TO_HEADS,
+            "attn/out/kernel": FROM_HEADS,
+            "attn/query/kernel": TO_HEADS,
+        }
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
@@ -601,17 +734,17 @@ def test_rule_for_experts():
 
 
 def test_rule_for_lora_pairs():
-    """Both factors are matrices by default; this gives them to AdamW, or a stack of them to the matrix optimizer."""
+    """Both factors are AdamW's by default; this gives them, and a stack of them, to the matrix optimizer."""
     params = {"up": {"kernel": array(8, 32), "lora_a": array(8, 2), "lora_b": array(2, 32)}}
-    assert chosen(params) == {"up/kernel": IN_OUT, "up/lora_a": IN_OUT, "up/lora_b": IN_OUT}
-    by_adamw = chosen(params, lambda path, leaf: None if "lora" in path else default_matrix_dims(path, leaf))
-    assert by_adamw == {"up/kernel": IN_OUT, "up/lora_a": None, "up/lora_b": None}
-    adapters = {
-        "up": {"lora_a": array(5, 8, 2), "lora_b": array(5, 2, 32)}
-    }  # (adapter, in, rank), (adapter, rank, out)
+    assert chosen(params) == {"up/kernel": IN_OUT, "up/lora_a": None, "up/lora_b": None}
+    assert {choice.reason for choice in resolve(params).values() if choice.dims is None} == {"LoRA"}
+    params["more"] = {"lora_a": array(5, 8, 2), "lora_b": array(5, 2, 32)}  # (adapter, in, rank), (adapter, rank, out)
     last_two = MatrixDims(inputs=-2, outputs=-1)
-    stacked = chosen(adapters, lambda path, leaf: last_two if "lora" in path else default_matrix_dims(path, leaf))
-    assert stacked == {"up/lora_a": last_two, "up/lora_b": last_two}
+    found = chosen(params, lambda path, leaf: last_two if "lora" in path else default_matrix_dims(path, leaf))
+    assert found == {
+        **{f"{name}/lora_{x}": last_two for name in ("more", "up") for x in "ab"},
+        "up/kernel": IN_OUT,
+    }
 
 
 # Reasons.
