@@ -221,24 +221,36 @@ def container(path: str) -> str:
     return "/".join(parts[: module_depth(parts) - 1])
 
 
-def own_bias(path: str, leaf: Leaf) -> tuple[int, ...] | None:
-    """The shape of the bias that goes with a weight, if it has one and the tree is known."""
+def own_bias(path: str, near: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The shape of the bias that goes with a weight, if it is among those `near`."""
     above, _, last = path.rpartition("/")
     names = ("bias", "b") if last.lower() in _WEIGHTS else (re.sub("^[wW]", "b", last), f"{last}_bias")
     names = (*names, re.sub("weight|kernel", "bias", last))
     paths = [f"{above}/{name}" if above else name for name in names if name != last]
-    return next((leaf.near[path] for path in paths if path in leaf.near), None)
+    return next((near[path] for path in paths if path in near), None)
 
 
 def fits_bias(path: str, leaf: Leaf, dims: MatrixDims) -> bool:
-    """Whether a parameter's bias has the sizes that it would have if these were the parameter's axes."""
-    bias = own_bias(path, leaf)
+    """Whether a parameter's bias has the sizes that it would have if these were the parameter's axes.
+
+    A square matrix, of which its own bias says nothing, goes as those of the same name beside it.
+    """
+    _, outputs, inputs = split_axes(leaf.ndim, dims)
+    square = [leaf.shape[axis] for axis in outputs] == [leaf.shape[axis] for axis in inputs]
+    last = path.split("/")[-1]
+    others = {other: shape for other, shape in leaf.near.items() if square and other.split("/")[-1] == last}
+    shapes = {other: shape for other, shape in others.items() if len(shape) == leaf.ndim} | {path: leaf.shape}
+    return all(_goes_with(own_bias(other, leaf.near), shape, dims) for other, shape in shapes.items())
+
+
+def _goes_with(bias: tuple[int, ...] | None, shape: tuple[int, ...], dims: MatrixDims) -> bool:
+    """Whether a bias, if there is one, has the sizes of the layers and outputs."""
     if bias is None:
         return True
-    batch, outputs, _ = split_axes(leaf.ndim, dims)
-    layers, rows = (tuple(leaf.shape[axis] for axis in axes) for axes in (batch, outputs))
-    wanted = (*layers, *rows), (*layers, math.prod(rows))
+    batch, outputs, _ = split_axes(len(shape), dims)
+    layers, rows = (tuple(shape[axis] for axis in axes) for axes in (batch, outputs))
     order = tuple if batch == tuple(range(len(batch))) else sorted
+    wanted = (*layers, *rows), (*layers, math.prod(rows))
     return any(order(n for n in bias if n > 1) == order(n for n in sizes if n > 1) for sizes in wanted)
 
 

@@ -17,6 +17,7 @@ from normpre_optax.parameters.leaves import (
 )
 
 OUTPUTS = {"out", "output", "o", "o_proj", "out_proj", "output_proj", "proj", "c_proj", "to_out", "wo", "w_o"}
+OUTPUTS |= {"attn_vec_einsum"}
 _ATTENTION = {"attn", "attention", "mha", "mhsa", "msa", "mqa", "gqa", "multihead", "sa"}
 _ATTENTION |= {"selfattn", "crossattn", "selfattention", "crossattention"}
 _MLP = {"mlp", "ffn", "ff", "feedforward", "feed"}

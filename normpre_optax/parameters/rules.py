@@ -197,8 +197,8 @@ def _by_shape(path: str, leaf: Leaf) -> tuple[MatrixDims | None, str]:
     if dims is None:
         raise uncovered(path, leaf)
     if not why and not fits_bias(path, leaf, dims):
-        bias = f"its bias has shape {own_bias(path, leaf)}"
-        why = f"it looks stacked, but not in front ({bias})" if layers else f"{bias}, which {layout} does not go with"
+        bias = f"its bias has shape {own_bias(path, leaf.near)}"
+        why = f"it looks stacked, but not in front ({bias})" if layers else f"biases speak against {layout} ({bias})"
     if why:
         raise uncovered(path, leaf, why)
     return dims, layout + stacked

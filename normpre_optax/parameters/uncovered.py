@@ -94,7 +94,7 @@ def _readings(path: str, leaf: Leaf) -> list[MatrixDims]:
     parts, axes = path.split("/"), tuple(range(leaf.ndim))
     layers = axes[: leaf.layers or 0]
     if is_convolution([*parts, leaf.holder]):
-        unclear = stack_depth(parts) is not None and len(own_bias(path, leaf) or ()) != len(layers) + 1
+        unclear = stack_depth(parts) is not None and len(own_bias(path, leaf.near) or ()) != len(layers) + 1
         return [] if unclear else _convolution(path, leaf, axes[len(layers) :])
     projection = (in_attention(parts, leaf) or is_query(parts, leaf)) and not is_weight(parts)
     least = max(len(layers), in_stacked_experts([*parts, leaf.holder]) or bool(leaf.doubt))
