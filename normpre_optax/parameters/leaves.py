@@ -236,11 +236,12 @@ def fits_bias(path: str, leaf: Leaf, dims: MatrixDims) -> bool:
     A square matrix, of which its own bias says nothing, goes as those of the same name beside it.
     """
     _, outputs, inputs = split_axes(leaf.ndim, dims)
-    square = [leaf.shape[axis] for axis in outputs] == [leaf.shape[axis] for axis in inputs]
-    last = path.split("/")[-1]
-    others = {other: shape for other, shape in leaf.near.items() if square and other.split("/")[-1] == last}
-    shapes = {other: shape for other, shape in others.items() if len(shape) == leaf.ndim} | {path: leaf.shape}
-    return all(_goes_with(own_bias(other, leaf.near), shape, dims) for other, shape in shapes.items())
+    examples = {leaf.shape: path}
+    if [leaf.shape[axis] for axis in outputs] == [leaf.shape[axis] for axis in inputs]:
+        last = path.rpartition("/")[2]
+        beside = {shape: other for other, shape in leaf.near.items() if other.endswith(f"/{last}")}
+        examples = {shape: other for shape, other in beside.items() if len(shape) == leaf.ndim} | examples
+    return all(_goes_with(own_bias(other, leaf.near), shape, dims) for shape, other in examples.items())
 
 
 def _goes_with(bias: tuple[int, ...] | None, shape: tuple[int, ...], dims: MatrixDims) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from normpre_optax.parameters.attention import possible
 from normpre_optax.parameters.dims import MatrixDims, split_axes
-from normpre_optax.parameters.leaves import Leaf, fits_bias, is_vector, own_bias, stack_depth, words
+from normpre_optax.parameters.leaves import Leaf, container, fits_bias, is_vector, own_bias, stack_depth, words
 from normpre_optax.parameters.repeats import pattern, repeated
 from normpre_optax.parameters.roles import in_attention, in_stacked_experts, is_convolution, is_query, is_weight
 
@@ -126,8 +126,12 @@ def _convolution(path: str, leaf: Leaf, rest: tuple[int, ...]) -> list[MatrixDim
 
 def _alike(path: str, leaf: Leaf, batch: tuple[int, ...]) -> bool:
     """Whether the matrices beside a parameter, of as many axes, have the same sizes along axes that would be batch."""
-    others = [shape for other, shape in leaf.near.items() if len(shape) == leaf.ndim and not is_vector(other, leaf)]
-    return all(shape[axis] == leaf.shape[axis] for shape in others for axis in batch)
+    return all(
+        shape[axis] == leaf.shape[axis]
+        for other, shape in leaf.near.items()
+        if len(shape) == leaf.ndim and container(other) == container(path) and not is_vector(other, leaf)
+        for axis in batch
+    )
 
 
 def _batch(leaf: Leaf, dims: MatrixDims) -> tuple[int, ...]:

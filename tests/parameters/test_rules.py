@@ -307,6 +307,13 @@ def test_one_error_names_all_that_is_uncovered_and_layers_once():
     assert found["h/7/conv/kernel"] == MatrixDims(inputs=(0, 1), outputs=2)
 
 
+def test_what_stands_elsewhere_in_the_tree_suggests_nothing():
+    params = tree(**{"blocks/mlp/up/kernel": array(8, 3, 16), "blocks/mlp/down/kernel": array(16, 3, 8)})
+    params |= tree(**{"norm/scale": array(8, 3), "w": array(2, 3, 4)})
+    with pytest.raises(ValueError, match=r"path == 'w':\n +return MatrixDims\(inputs=\.\.\., outputs=\.\.\.\)"):
+        resolve(params)
+
+
 def test_cross_attention_and_heads_of_two_sizes_are_no_contradiction():
     """Keys from an encoder of another width; values, and so the output, with another head size; another width out."""
     for query, key, out in [((32, 4, 8), (48, 4, 8), (4, 8, 32)), ((32, 4, 8),) * 2 + ((4, 6, 32),)]:
