@@ -101,7 +101,7 @@ def open_run(folder: Path, tokens: Path | None = None) -> OpenRun:
         trainer = Trainer(replace(config, mesh=""), dataset)
     except RunError as error:
         raise RunError(f"--run {folder}: {error}") from error
-    checkpoints = Checkpoints(folder / "checkpoints", config.keep_checkpoints)
+    checkpoints = Checkpoints(folder / "checkpoints")
     if not checkpoints.steps():
         raise RunError(f"--run {folder}: it has no checkpoints")
     return OpenRun(folder, record, config, trainer, checkpoints, make_next_update(trainer))

@@ -6,7 +6,16 @@ the run's configuration, and of the step. A checkpoint appears on disk whole or 
 folder into place. It is written in the background while training goes on.
 """
 
+import atexit
+import functools
+import gc
+import itertools
 import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +26,20 @@ import orbax.checkpoint as ocp
 from .config import RunError
 
 
-class Checkpoints:
-    """The checkpoints of one run, the last ``keep`` of them."""
+class Damaged(RunError):
+    """A checkpoint cannot be read, or is no longer there."""
 
-    def __init__(self, folder: Path, keep: int):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save as a warning or an info line
+
+class Checkpoints:
+    """The checkpoints of one run, the last ``keep`` of them; None: they are read only, while the run may go on."""
+
+    def __init__(self, folder: Path, keep: int | None = None):
+        quiet()
         self.folder = folder
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        reads = keep is None
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, read_only=reads, lightweight_initialize=reads, cleanup_tmp_directories=not reads
+        )
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def latest_step(self) -> int | None:
@@ -34,23 +50,39 @@ class Checkpoints:
         """Steps of all checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
 
+    def reload(self) -> None:
+        """See what another has written, deleted or set aside."""
+        self._manager.reload()
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a checkpoint, so that nothing takes it for one; returns where it is."""
+        places = (self.folder / f"{step}.damaged{number or ''}" for number in itertools.count())
+        place = next(place for place in places if not place.exists())
+        (self.folder / str(step)).rename(place)
+        return place
+
     def save(self, step: int, state: Any, data_state: dict[str, Any]) -> None:
         """Begin to write ``state`` after ``step`` updates together with the data iterator's state.
 
         ``state`` may be given up (donated) once this returns.
+
+        Raises:
+            OSError: where it, or the one before, cannot be written.
         """
         if jax.default_backend() == "cpu":
             # Orbax copies device memory before it returns, but on CPU it would read these buffers themselves.
             state = jax.tree.map(jnp.copy, state)
         facts = {"data": data_state, "leaves": leaves_of(state)}
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts))
-        self._manager.save(step, args=items, force=True)
+        with writing(self.folder):
+            self._manager.save(step, args=items, force=True)
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """The state and the data position stored at ``step``; ``like`` gives structure, shapes, dtypes and devices.
 
         Raises:
-            RunError: where the checkpoint is damaged or belongs to another model or optimizer.
+            Damaged: where it cannot be read.
+            RunError: where it belongs to another model or optimizer.
         """
         folder = self.folder / str(step)
         try:
@@ -61,9 +93,7 @@ class Checkpoints:
                 items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
                 return self._manager.restore(step, args=items)["state"], facts["data"]
         except Exception as error:  # Orbax, Tensorstore and JSON each have their own
-            more = len(self.steps()) > 1
-            way_out = "delete it to go back to an earlier one" if more else "there is no other, the run must begin anew"
-            raise RunError(f"cannot restore {folder}, it is damaged ({first_line(error)}): {way_out}") from error
+            raise Damaged(f"{folder} is damaged ({first_line(error)})") from error
         name = next(k for k in [*stored, *expected] if stored.get(k) != expected.get(k))
         raise RunError(
             f"cannot restore {folder}, it is of another model or optimizer: {name} is {stored.get(name, 'absent')} "
@@ -71,9 +101,13 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Wait until everything is written."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Wait until everything is written.
+
+        Raises:
+            OSError: where it cannot be.
+        """
+        with writing(self.folder):
+            self._manager.close()
 
 
 def leaves_of(state: Any) -> dict[str, str]:
@@ -85,7 +119,34 @@ def leaves_of(state: Any) -> dict[str, str]:
     }
 
 
+@functools.cache
+def quiet() -> None:
+    """Keep off the terminal what Orbax says beside what it raises, and what Tensorstore says of reads given up."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        coroutine = getattr(unraisable.object, "cr_code", None)
+        if str(unraisable.exc_value) != "Event loop is closed" and "orbax" not in getattr(coroutine, "co_filename", ""):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """While inside, whatever Orbax and Tensorstore raise is an OSError that says what the system refused."""
+    try:
+        yield
+    except Exception as error:  # each has its own
+        atexit.register(gc.collect)  # writes given up, which complain where they outlive the interpreter
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None) or first_line(error)
+        raise OSError(f"cannot write {folder} ({reason})") from error
+
+
 def first_line(error: Exception) -> str:
     """What an error says, in one short line."""
-    lines = str(error).strip().splitlines()
+    lines = str(error).partition(" See full TensorStore details")[0].strip().splitlines()
     return f"{lines[0] if lines else type(error).__name__:.160}"

@@ -112,6 +112,8 @@ def leaving_at_once() -> Iterator[None]:
         if isinstance(error, jax.errors.JaxRuntimeError):
             way_out = "if another process is gone, the same commands with --resume go on from the last checkpoint"
             print(f"error: {str(error).splitlines()[0]:.160}: {way_out}", file=sys.stderr)
+        elif isinstance(error, OSError):  # a full disk
+            print(f"error: {error}: the same commands with --resume go on from the last checkpoint", file=sys.stderr)
         else:
             traceback.print_exc()
         sys.stdout.flush()

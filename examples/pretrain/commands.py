@@ -4,6 +4,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -14,7 +15,7 @@ from flax import nnx
 from rich.console import Console
 
 from . import data
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, Damaged
 from .config import Config, RunError, flag, from_dict
 from .generate import generate as continuation
 from .models import hugging_face
@@ -123,21 +124,37 @@ def load(folder: Path, step: int | None = None, tokens: Path | None = None, aver
         RunError: where there is no such run or checkpoint, or its token files are gone or are not those it knew.
     """
     _, config, dataset = read_run(folder, tokens)
-    checkpoints = Checkpoints(folder / "checkpoints", config.keep_checkpoints)
-    found = step if step is not None else checkpoints.latest_step()
-    if found is None or found not in checkpoints.steps():
-        there = ", ".join(map(str, checkpoints.steps())) or "none"
-        raise RunError(f"no checkpoint{'' if found is None else f' of step {found}'} in {folder}: there are {there}")
-    last = [kept for kept in checkpoints.steps() if kept <= found][-average:]
-    if len(last) < average:
-        raise RunError(f"--average {average}: {folder} has kept {len(last)} checkpoints up to step {found}")
     graphdef, params = initialise(config, dataset)
     state = jax.eval_shape(lambda p: TrainState(p, make_optimizer(config, schedule(config)).init(p)), params)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement()), state)
-    models = [checkpoints.restore(kept, like)[0].params for kept in last]
-    checkpoints.close()
+    while True:
+        with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+            last = chosen(folder, checkpoints.steps(), step, average)
+            try:
+                models = [checkpoints.restore(kept, like)[0].params for kept in last]
+                break
+            except Damaged as error:
+                there = Checkpoints(folder / "checkpoints").steps()  # a run that goes on deletes its old ones
+                if last == chosen(folder, there, step, average):
+                    others = ", ".join(str(kept) for kept in there if kept not in last) or "none"
+                    raise RunError(f"{error}: --step names another, there are {others}") from error
     params = models[0] if average == 1 else jax.tree.map(lambda *x: sum(x) / average, *models)
-    return Trained(config, dataset, graphdef, params, found)
+    return Trained(config, dataset, graphdef, params, last[-1])
+
+
+def chosen(folder: Path, there: Sequence[int], step: int | None, average: int) -> list[int]:
+    """The last ``average`` of the checkpoints that are ``there`` up to ``step``, or to the newest.
+
+    Raises:
+        RunError: where there is no such checkpoint, or there are not as many.
+    """
+    if not there or step not in (None, *there):
+        listed = ", ".join(map(str, there)) or "none"
+        raise RunError(f"no checkpoint{'' if step is None else f' of step {step}'} in {folder}: there are {listed}")
+    last = [kept for kept in there if step is None or kept <= step][-average:]
+    if len(last) < average:
+        raise RunError(f"--average {average}: {folder} has kept {len(last)} checkpoints up to step {last[-1]}")
+    return last
 
 
 def placement() -> jax.sharding.Sharding:

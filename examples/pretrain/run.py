@@ -5,7 +5,7 @@ import functools
 import json
 import shutil
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import IO, Any
 
 import jax
@@ -16,7 +16,7 @@ from rich.console import Console
 from examples.analysis.plot_loss import plot_loss
 
 from . import cluster, data, logs
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, Damaged
 from .config import Config, Diverged, RunError, differences, to_dict
 from .evaluate import Score
 from .generate import generate
@@ -86,25 +86,63 @@ def train_in_folder(
     begin = functools.partial(introduce, config, stored, dataset, trainer, console)
     cluster.first_of_all(begin if cluster.first() else functools.partial(shared, config))
     checkpoints = Checkpoints(config.run_folder / "checkpoints", config.keep_checkpoints)
-    cluster.together(lambda: trainer.resume(checkpoints))
+    resume(trainer, checkpoints, console)
     if stored:
         console.print(f"Going on after step {trainer.start:,}" if trainer.start else "No checkpoint: from the start")
     log = cluster.first_of_all(lambda: open_log(config, trainer.start))
     try:
-        with on_signals(trainer.stop), cluster.leaving_at_once():
+        with closing(log), closing(checkpoints), on_signals(trainer.stop), cluster.leaving_at_once():
             score = trainer.run(log, checkpoints, console)
+        params = trainer.layout.local(trainer.state.params)
+        if cluster.first():
+            store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
+            finish(config, dataset, trainer.graphdef, params, console)
     except Diverged as error:
         if cluster.first():
             store_result(config, {"diverged": str(error)})
         raise
-    finally:
-        log.close()
-        checkpoints.close()
-    params = trainer.layout.local(trainer.state.params)
-    if cluster.first():
-        store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
-        finish(config, dataset, trainer.graphdef, params, console)
+    except OSError as error:
+        if not cluster.alone():
+            raise  # the others would wait: this process ends in ``cluster.joined``
+        raise RunError(f"{error}; {way_on(config, checkpoints)}") from error
     return score
+
+
+def resume(trainer: Trainer, checkpoints: Checkpoints, console: Console) -> None:
+    """Go to the newest checkpoint that every process can read, where there is one, and set those behind it aside.
+
+    Raises:
+        RunError: where there are checkpoints, but none can be read, or they are not this run's.
+    """
+    damaged: dict[int, str] = {}
+
+    def attempt(step: int) -> str:
+        try:
+            trainer.resume(checkpoints, step)
+        except Damaged as error:
+            return str(error)
+        return ""
+
+    for step in reversed(checkpoints.steps()):
+        said = next(filter(None, cluster.told(cluster.together(functools.partial(attempt, step)))), "")
+        if not said:
+            break
+        damaged[step] = said
+    else:
+        if damaged:
+            raise RunError(f"{next(iter(damaged.values()))}, and there is no whole one: --overwrite begins anew")
+    for step, said in damaged.items():
+        place = cluster.from_the_first(lambda step=step: str(checkpoints.set_aside(step)))
+        console.print(f"{said}: set aside as {place}")
+    checkpoints.reload()
+
+
+def way_on(config: Config, checkpoints: Checkpoints) -> str:
+    """What is safe where the run's folder cannot be written, and how to go on."""
+    checkpoints.reload()
+    saved, free = checkpoints.steps(), shutil.disk_usage(config.run_folder).free / 1e6
+    there = f"after step {saved[-1]:,}, which is saved" if saved else "from the start, as nothing is saved yet"
+    return f"{free:,.1f} MB are free in {config.run_folder}: the same command with --resume goes on {there}"
 
 
 def open_log(config: Config, start: int) -> logs.Log:

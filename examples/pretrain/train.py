@@ -132,13 +132,15 @@ class Trainer:
         self.start = 0
         self.stopping: int | None = None
 
-    def resume(self, checkpoints: Checkpoints) -> None:
-        """Go to the newest checkpoint, where there is one."""
-        latest = checkpoints.latest_step()
-        if latest is not None:
-            self.state, data_state = checkpoints.restore(latest, self.state)
-            self.batches.set_state(data_state)
-            self.start = latest
+    def resume(self, checkpoints: Checkpoints, step: int) -> None:
+        """Go to the checkpoint of ``step``.
+
+        Raises:
+            RunError: as ``Checkpoints.restore``.
+        """
+        self.state, data_state = checkpoints.restore(step, self.state)
+        self.batches.set_state(data_state)
+        self.start = step
 
     def stop(self, number: int) -> None:
         """Ask the loop to save and leave after the step it is in, because of the signal ``number``.

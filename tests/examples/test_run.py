@@ -2,6 +2,8 @@
 """The command from beginning to end, stopped, continued, refused."""
 
 import dataclasses
+import errno
+import gc
 import json
 import os
 import shutil
@@ -15,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from examples.pretrain import commands, configs, main, processes, train
+from examples.pretrain import checkpoint, commands, configs, main, processes, train
 from examples.pretrain import run as run_module
 from examples.pretrain.logs import read_lines
 from examples.pretrain.prepare import python_source
@@ -184,6 +186,15 @@ def refused(arguments: list[str], capsys) -> str:
     return said.err
 
 
+def refused_midway(arguments: list[str], capfd) -> str:
+    """The same after the first step; nobody has more to say of it later."""
+    assert main.main(arguments) == 1
+    gc.collect()
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
 def test_a_run_in_the_way_is_not_touched(copy, capsys):
     run, arguments = copy
     assert "--resume goes on with it" in refused(arguments, capsys)
@@ -213,14 +224,74 @@ def test_another_runs_checkpoint_is_refused(copy, data_config, capsys):
     assert "missing or damaged" in refused([*arguments, "--resume"], capsys)
 
 
-@pytest.mark.parametrize("part", ["facts", "state"])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Tensorstore's reads, given up midway
-def test_a_damaged_checkpoint_is_refused(copy, capsys, part):
-    run, arguments = copy
-    for path in (run / "checkpoints" / "12" / part).rglob("*"):
+def damage(checkpoint: Path) -> None:
+    """Cut all files of a checkpoint's part in half."""
+    for path in checkpoint.rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert "it is damaged" in refused([*arguments, "--resume"], capsys)
+
+
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(copy, finished, capfd):
+    run, arguments = copy
+    damage(run / "checkpoints" / "12" / "facts")
+    assert "12 is damaged" in (said := refused(["evaluate", str(run)], capfd))
+    assert "--step names another, there are 8" in said
+    (run / "checkpoints" / "12.damaged").mkdir()
+    assert main.main([*arguments, "--resume"]) == 0
+    said = capfd.readouterr()
+    assert "12.damaged1\nGoing on after step 8" in said.out
+    assert said.err == ""
+    assert files(run / "checkpoints") == ["12", "12.damaged", "12.damaged1", "8"]
+    assert losses(run) == losses(finished[0])
+
+
+def test_where_all_checkpoints_are_damaged_nothing_is_moved(copy, capfd):
+    run, arguments = copy
+    (run / "checkpoints" / "8" / "state" / "manifest.ocdbt").unlink()  # Tensorstore's reads are given up midway
+    damage(run / "checkpoints" / "12" / "state")
+    said = refused([*arguments, "--resume"], capfd)
+    assert "there is no whole one: --overwrite begins anew" in said
+    assert files(run / "checkpoints") == ["12", "8"]
+
+
+def test_the_newest_checkpoint_is_sought_again_where_a_run_goes_on(copy, capsys, monkeypatch):
+    run, _ = copy
+    whole = checkpoint.Checkpoints.restore
+
+    def pruned(self, step, like):
+        (run / "checkpoints" / "12").rename(run / "checkpoints" / "16")
+        monkeypatch.setattr(checkpoint.Checkpoints, "restore", whole)
+        return whole(self, step, like)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "restore", pruned)
+    assert main.main(["evaluate", str(run)]) == 0
+    assert "step 16: loss" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs limits of the system")
+@pytest.mark.parametrize(("part", "where"), [("checkpoint", "from the start"), ("log", "after step 4, which is saved")])
+def test_a_full_disk_is_one_line(finished, tmp_path, monkeypatch, capfd, part, where):
+    import resource
+
+    def write(log, records):
+        if records[-1]["step"] > 6:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def save(checkpoints, *state):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+        whole(checkpoints, *state)
+
+    monkeypatch.chdir(tmp_path)
+    limits, whole = resource.getrlimit(resource.RLIMIT_FSIZE), checkpoint.Checkpoints.save
+    monkeypatch.setattr(
+        *((checkpoint.Checkpoints, "save", save) if part == "checkpoint" else (train.Log, "write", write))
+    )
+    try:
+        said = refused_midway(finished[1], capfd)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {"checkpoint": "cannot write", "log": "No space left on device"}[part] in said
+    assert f"MB are free in runs/tiny-normpre_g: the same command with --resume goes on {where}" in said
 
 
 def test_a_loss_that_is_no_number_ends_the_run(finished, tmp_path, monkeypatch, capsys):
