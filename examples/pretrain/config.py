@@ -160,6 +160,9 @@ class Config:
     """Go on from the run's last checkpoint, exactly; repeat the other flags as they were."""
     overwrite: bool = False
     """Delete a run of the same name first."""
+    init_from: Path | None = None
+    """Folder of another run, runs/<name>, whose newest weights this one begins with; optimizer, schedule and data begin
+    anew."""
     seed: int = 0
     """Seed of initialisation, data order and sampling."""
 
@@ -193,7 +196,7 @@ class Config:
     """Width of the model that rates and --model.hidden-std were tuned on: hidden matrices begin smaller by the square
     root of the ratio, and their rates are those that the spectral condition gives (normpre_optax.rates_by_width)."""
     warmup_steps: int = 80
-    """Steps of linear warm-up; a cosine to 10 % of the peak follows."""
+    """Steps of linear warm-up; a cosine to 10 % of the peak follows. As many as --steps or more: a tenth of those."""
     weight_decay: float = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
     decay_gains: bool = False
@@ -351,8 +354,6 @@ def check(config: Config) -> None:
             raise RunError(f"{flag(key)} must lie in 0..1, 1 excluded, got {flat[key]}")
     if config.seed >= 2**31:
         raise RunError(f"--seed must be below 2^31, got {config.seed}")
-    if config.warmup_steps >= config.steps:
-        raise RunError(f"--warmup-steps {config.warmup_steps} must be smaller than --steps {config.steps}")
     if config.micro_batch and config.batch_size % config.micro_batch:
         raise RunError(f"--micro-batch {config.micro_batch} must divide --batch-size {config.batch_size}")
     check_model(config.model)

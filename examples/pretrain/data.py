@@ -9,6 +9,7 @@ the loss leaves such targets out, the model reads ``max(token, 0)``.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from .prepare.token_files import SPLITS, sha256
 from .prepare.tokenizer import byte_lengths, load_tokenizer
 
 PADDING = -1
+PART, LOOKED_AT = 2**20, 64  # of a file whose tokens are looked at: a fraction of a second, whatever its size
 KNOWN_CORPORA = ("python-source", "openwebtext", "c4", "pile")
 
 
@@ -81,10 +83,10 @@ def random_corpus(vocabulary: int, tokens: int) -> Dataset:
 
 
 def load(folder: Path) -> Dataset:
-    """Map the token files of ``folder``, checking their sizes.
+    """Map the token files of ``folder``, checking their sizes and ids.
 
     Raises:
-        RunError: where a file is missing, cut short, or belongs to another tokenizer.
+        RunError: where a file is missing, cut short, not what its manifest says, or belongs to another tokenizer.
     """
     if not (folder / "manifest.json").exists():
         raise RunError(f"there are no token files in {folder}: it has no manifest.json")
@@ -111,7 +113,20 @@ def load(folder: Path) -> Dataset:
             )
     if not same_tokenizer or largest >= rows:
         raise RunError(f"{folder}/tokenizer.json is not the token files' tokenizer: delete {folder} to make it anew")
+    for split, ids in tokens.items():
+        if (found := largest_id(ids)) > largest:
+            raise RunError(
+                f"{folder}/{split}.bin has the token {found}, its manifest says that none is beyond {largest}: it is "
+                f"damaged, delete {folder} to make it anew"
+            )
     return dataset
+
+
+def largest_id(tokens: np.ndarray) -> int:
+    """The largest token of a file; of one longer than ``LOOKED_AT`` parts, of so many, evenly spread."""
+    count = min(math.ceil(len(tokens) / PART), LOOKED_AT)
+    starts = np.linspace(0, max(len(tokens) - PART, 0), count).astype(int)
+    return max((int(tokens[start : start + PART].max()) for start in starts), default=0)
 
 
 def bytes_per_token(dataset: Dataset) -> np.ndarray:

@@ -17,12 +17,13 @@ from examples.analysis.plot_loss import plot_loss
 
 from . import cluster, data, logs
 from .checkpoint import Checkpoints, Damaged
+from .commands import Trained, load
 from .config import Config, Diverged, RunError, differences, to_dict
 from .evaluate import Score
 from .generate import generate
 from .optimizers import parameter_table
 from .processes import LOCK, lock, on_signals
-from .train import Trainer, compute_dtype
+from .train import Trainer, compute_dtype, warmup_steps
 
 
 def stored(config: Config) -> dict[str, Any] | None:
@@ -50,7 +51,11 @@ def stored(config: Config) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"cannot resume: {file} is missing or damaged; --overwrite begins the run anew") from error
     if changed:
-        raise RunError(f"cannot resume {folder} with other settings: {'; '.join(changed)}")
+        longer = changed[0].startswith("--steps ")
+        way_out = (
+            f" (all learning rates depend on it; --init-from {folder} --name NEW goes on with the weights)" * longer
+        )
+        raise RunError(f"cannot resume {folder} with other settings: {'; '.join(changed)}{way_out}")
     return found
 
 
@@ -67,8 +72,11 @@ def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Sc
             f"now {dataset.folder})"
         )
     # What cannot run is refused before anything is touched.
-    trainer = cluster.together(lambda: Trainer(config, dataset))
+    begun = cluster.together(lambda: beginning(config, dataset))
+    trainer = cluster.together(lambda: Trainer(config, dataset, begun and begun.params))
     cluster.together(lambda: logs.check_trackers(config))
+    if begun:
+        console.print(f"Weights    of {config.init_from} after step {begun.step:,}")
     with cluster.together(lambda: hold(config) if cluster.first() else None) or nullcontext():
         score = train_in_folder(config, stored, dataset, trainer, console)
     console.print(
@@ -77,6 +85,20 @@ def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Sc
         f"Log, plot, sample and checkpoint: {config.run_folder}/"
     )
     return score
+
+
+def beginning(config: Config, dataset: data.Dataset) -> Trained | None:
+    """The model to begin with, where a run of it is named and this one has no checkpoint of its own.
+
+    Raises:
+        RunError: where there is none, or its text had another tokenizer.
+    """
+    own = (config.run_folder / "checkpoints").glob("*") if config.resume else ()
+    if config.init_from is None or any(path.name.isdecimal() for path in own):
+        return None
+    if not cluster.alone():
+        raise RunError("--init-from is for one process: leave --coordinator out, and --resume it with several")
+    return load(config.init_from, tokens=dataset.folder)
 
 
 def train_in_folder(
@@ -210,6 +232,7 @@ def introduce(
     model, texts, tokens = config.model, dataset.manifest, config.steps * config.batch_size * config.model.context
     devices = f"{trainer.layout.devices} x {environment['device']['kind']} ({config.mesh})"
     parts = f", {config.micro_batch} at a time," if config.micro_batch else ""
+    shorter = warmup_steps(config) != config.warmup_steps
     console.print(
         f"Text       {texts['source']}: {texts['train']['documents']:,} documents ({texts['train']['tokens']:,} tokens "
         f"of {dataset.vocabulary:,} kinds) to train on, {texts['validation']['documents']:,} others to validate\n"
@@ -218,6 +241,8 @@ def introduce(
         f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}; {totals}\n"
         f"Run        {config.steps:,} steps of {config.batch_size} x {model.context} tokens{parts} "
         f"({tokens / 1e6:,.2f} M) on {devices if config.mesh else environment['device']['kind']} in {run['dtype']}\n"
+        + f"Warm-up    {warmup_steps(config)} of these steps, not {config.warmup_steps}\n"
+        * shorter
     )
 
 

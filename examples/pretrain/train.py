@@ -15,7 +15,7 @@ from flax import nnx
 from rich.console import Console
 
 from . import data, models
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, leaves_of
 from .cluster import Vote
 from .config import Config, RunError
 from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token_losses
@@ -48,7 +48,7 @@ TrainStep = Callable[[TrainState, np.ndarray], tuple[TrainState, Metrics]]
 
 def schedule(config: Config) -> Callable[[jax.typing.ArrayLike], jax.Array]:
     """Learning rate of update t = 0, 1, ...: linear to the peak at t = warmup, cosine to a tenth of it at the last."""
-    warmup, last = config.warmup_steps, config.steps - 1
+    warmup, last = warmup_steps(config), config.steps - 1
 
     def learning_rate(t: jax.typing.ArrayLike) -> jax.Array:
         rising = (jnp.asarray(t) + 1) / (warmup + 1)
@@ -57,6 +57,11 @@ def schedule(config: Config) -> Callable[[jax.typing.ArrayLike], jax.Array]:
         return config.learning_rate * jnp.minimum(rising, falling)
 
     return learning_rate
+
+
+def warmup_steps(config: Config) -> int:
+    """Steps of warm-up: a tenth of all where those that are asked for would not end before them."""
+    return config.warmup_steps if config.warmup_steps < config.steps else config.steps // 10
 
 
 def compute_dtype(config: Config) -> jnp.dtype:
@@ -106,9 +111,12 @@ def make_train_step(
 
 
 class Trainer:
-    """A run ready to go: model, optimizer, data position, evaluation; ``start`` updates are behind it."""
+    """A run ready to go: model, optimizer, data position, evaluation; ``start`` updates are behind it.
 
-    def __init__(self, config: Config, dataset: data.Dataset):
+    ``weights`` are those to begin with where they are another run's.
+    """
+
+    def __init__(self, config: Config, dataset: data.Dataset, weights: optax.Params | None = None):
         self.config = config
         self.layout = make_layout(config)
         context, size = config.model.context, config.batch_size
@@ -117,6 +125,9 @@ class Trainer:
             dataset, context=context, batch_size=size, seed=config.seed, host=host, hosts=hosts
         )
         self.graphdef, params = initialise(config, dataset)
+        if weights is not None:
+            check_weights(params, weights)
+            params = weights
         params = self.layout.parameters(params)
         self.schedule = schedule(config)
         optimizer = make_optimizer(config, self.schedule)
@@ -228,6 +239,21 @@ class Trainer:
         log.write([{"step": done, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte, **lengths}])
         console.print(f"step {done:>6,}  validation loss {score.loss:.4f}  {score.bits_per_byte:.3f} bits per byte")
         return score
+
+
+def check_weights(own: optax.Params, others: optax.Params) -> None:
+    """Refuse weights of another model.
+
+    Raises:
+        RunError: naming the first parameter that differs.
+    """
+    here, there = leaves_of(own), leaves_of(others)
+    for name in dict.fromkeys([*here, *there]):
+        if here.get(name) != there.get(name):
+            raise RunError(
+                f"--init-from is of another model: {name} is {there.get(name, 'absent')} there, "
+                f"{here.get(name, 'absent')} here"
+            )
 
 
 def micro_batches(config: Config) -> int:

@@ -6,10 +6,11 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from examples.pretrain import config as config_module
-from examples.pretrain import configs, main
+from examples.pretrain import configs, main, train
 from examples.pretrain.config import Config, ModelConfig, RunError, check, differences, from_dict, to_dict
 
 NESTED = ("model", "data", "matrix")
@@ -50,6 +51,13 @@ PAPER = {
     "qwen3_0p6b": (28, 1024, 3072, 16, 3e-4, 1000),
     "qwen3_1p7b": (28, 2048, 6144, 16, 3e-4, 1000),
 }
+
+
+def test_a_few_steps_have_a_shorter_warm_up():
+    for steps, warmup in ((3, 0), (80, 8), (81, 80)):
+        config = configs.parse(["--steps", str(steps), "--warmup-steps", "80"])
+        check(config)
+        assert np.argmax(train.schedule(config)(np.arange(steps))) == warmup
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -97,7 +105,6 @@ def test_the_command_is_the_first_word(capsys):
     ("arguments", "line"),
     [
         (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--steps", "80"], "--warmup-steps"),
         (["--batch-size", "-3"], "--batch-size must be at least 1"),
         (["--learning-rate", "0"], "--learning-rate must be a positive number"),
         (["--learning-rate", "nan"], "--learning-rate must be a positive number"),

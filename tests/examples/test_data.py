@@ -5,6 +5,7 @@ import dataclasses
 import io
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import grain
@@ -164,6 +165,14 @@ def test_a_corpus_is_opened_where_it_was_prepared_or_made(dataset, data_config):
     table = data.bytes_per_token(dataset)
     assert table.dtype == np.float64
     assert table[dataset.validation].sum() == dataset.manifest["validation"]["bytes"]
+
+
+def test_tokens_beyond_those_of_the_manifest_are_refused(dataset, tmp_path):
+    folder = Path(shutil.copytree(dataset.folder, tmp_path / "copy"))
+    np.memmap(folder / "validation.bin", "<u2", "r+")[-1] = 600
+    with pytest.raises(RunError, match=r"validation\.bin has the token 600, .* none is beyond 511: .* make it anew"):
+        data.load(folder)
+    assert data.largest_id(np.broadcast_to(np.uint16(7), 10**12)) == 7  # in no time
 
 
 def test_efficiency_takes_random_tokens_where_a_corpus_is_not_prepared(tmp_path):

@@ -208,6 +208,23 @@ def test_there_must_be_a_run_to_resume(copy, capsys):
     assert "no run in" in refused([*arguments, "--resume", "--name", "misspelled"], capsys)
 
 
+def test_another_runs_weights_are_a_beginning(copy, capsys):
+    run, arguments = copy
+    longer = [*arguments, "--steps", "15", "--optimizer", "adamw", "--sample-tokens", "0"]
+    assert f"--init-from {Path('runs') / run.name} --name NEW goes on" in refused(
+        [*arguments, "--steps", "15", "--resume"], capsys
+    )
+    other = [*longer, "--model.mlp-width", "48", "--init-from", str(run)]
+    assert "--init-from is of another model: blocks/0/mlp" in refused(other, capsys)
+    assert main.main([*longer, "--init-from", str(run)]) == 0
+    assert f"{run} after step 12" in capsys.readouterr().out
+    begun = losses(run.parent / "tiny-adamw")
+    assert begun[0]["validation_loss"] == losses(run)[-1]["validation_loss"]
+    assert begun[-1]["step"] == 15
+    shutil.rmtree(run)
+    assert main.main([*longer, "--init-from", str(run), "--resume"]) == 0
+
+
 def test_another_runs_checkpoint_is_refused(copy, data_config, capsys):
     run, arguments = copy
     other = refused([*arguments, "--resume", "--model.width", "32", "--learning-rate", "0.5"], capsys)
