@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from examples.pretrain import data
 from examples.pretrain.config import RunError
 from examples.pretrain.prepare import command, sources, token_files
+from examples.pretrain.prepare import tokenizer as tokenizer_module
 from examples.pretrain.prepare.tokenizer import byte_lengths, end_of_text, find_tokenizer, train_tokenizer
 from examples.pretrain.processes import Stopped
 
@@ -191,7 +192,7 @@ def test_plain_text_with_a_tokenizer_of_its_own(tmp_path, out):
 def test_one_long_text_is_cut_at_the_ends_of_lines(tmp_path, out):
     path = tmp_path / "long.txt"
     path.write_text("\n".join(TEXTS))
-    with pytest.raises(RunError, match="no documents for validation"):
+    with pytest.raises(RunError, match=r"no documents for validation: .* --cut 5000"):
         run("text", path, "--output", out)
     assert not list(tmp_path.glob(".out*"))
     run("text", path, "--cut", 500, "--validation-percent", 20, "--output", out)
@@ -218,7 +219,30 @@ def test_python_source_is_what_training_makes_on_first_use(corpus, data_config, 
 def test_halves_of_surrogate_pairs_do_not_stop_a_corpus(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a \\ud83d b"}\n{"text": null}\n\n')
-    assert list(sources.read_field(path, "text")) == ["a ? b", ""]
+    assert list(sources.read_field(path, "text", sources.LeftOut())) == ["a ? b", ""]
+
+
+def test_what_is_left_out_is_reported(tmp_path, out, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = save_lines(Path("a.jsonl"), TEXTS[:100])
+    path.write_text(path.read_text() + '{"text": null}\n{"tex\n[1]\n{"text": null}\n')
+    save_lines(Path("b.jsonl"), TEXTS[100:110])
+    run("jsonl", path, "--validation-files", "b.jsonl", "--vocabulary", 300, "--skip-bad", "--output", out)
+    said = capsys.readouterr().out
+    assert "a.jsonl: 2 null in the field 'text', left out, the first in line 101\n" in said
+    assert "a.jsonl: 1 not JSON, skipped, the first in line 102\n" in said
+    assert "a.jsonl: 1 without text in the field 'text', skipped, the first in line 103\n" in said
+    assert decoded(data.load(out), "train") == TEXTS[:100]
+    assert decoded(data.load(out), "validation") == TEXTS[100:110]
+    Path("texts").mkdir()
+    Path("texts/bad.txt").write_bytes(b"caf\xe9\n")
+    Path("texts/good.txt").write_text("good\n")
+    Path("other.txt").write_text("other\n")
+    options = ("text", "texts", "--validation-files", "other.txt", "--vocabulary", 300, "--overwrite", "--output", out)
+    for choice, train in (("skip", ["good\n"]), ("replace", ["caf\ufffd\n", "good\n"])):
+        run(*options, "--not-utf8", choice)
+        assert f"{Path('texts/bad.txt')}: is not UTF-8" in capsys.readouterr().out
+        assert decoded(data.load(out), "train") == train
 
 
 # Stopping and going on
@@ -380,8 +404,8 @@ def test_a_finished_folder_is_kept_unless_told_otherwise(tmp_path, out, byte_lev
     [
         (["text", "nowhere"], "nowhere does not exist"),
         (["text"], "no files to read"),
-        (["text", "latin.txt"], r"cannot read latin\.txt as UTF-8 text"),
-        (["jsonl", "latin.txt"], "line 1, is not JSON"),
+        (["text", "latin.txt"], r"cannot read latin\.txt as UTF-8 text.*--not-utf8 skip"),
+        (["jsonl", "latin.txt"], "line 1, is not JSON .* --skip-bad leaves"),
         (["jsonl", "a.jsonl", "--field", "body"], r"no text in the field 'body' \(there are: url, text\)"),
         (["jsonl", "list.jsonl"], r"no text in the field 'text' \(there are: list\)"),
         (["jsonl", "cut.jsonl.gz"], r"cannot read cut\.jsonl\.gz"),
@@ -419,10 +443,22 @@ def test_an_unreachable_hub_is_said_in_one_line(monkeypatch, out, byte_level):
         raise ConnectionError("Couldn't reach it\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    message = r"cannot stream allenai/c4 from the Hugging Face hub \(Couldn't reach it\): .* --files takes local copies"
-    with pytest.raises(RunError, match=message) as error:
+    message = r"cannot stream allenai/c4 from the Hugging Face hub, which cannot be reached: .* \(Couldn't reach it\): "
+    with pytest.raises(RunError, match=message + ".* --files takes local copies") as error:
         run("c4", "--tokenizer", byte_level, "--output", out)
     assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_without_a_network_is_no_wrong_name(monkeypatch):
+    def unreachable(name):
+        try:
+            raise ConnectionError("no route")
+        except ConnectionError as error:
+            raise RuntimeError("gpt2 is not a local folder") from error
+
+    monkeypatch.setattr(tokenizer_module, "Tokenizer", type("T", (), {"from_pretrained": staticmethod(unreachable)}))
+    with pytest.raises(RunError, match=r"cannot reach the Hugging Face hub for the tokenizer gpt2 .* the path of"):
+        find_tokenizer("gpt2")
 
 
 def test_a_hub_lost_midway_is_said_in_one_line(tmp_path, monkeypatch):

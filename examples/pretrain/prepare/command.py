@@ -31,8 +31,10 @@ from .sources import (
     TABLE_SUFFIXES,
     TEXT_SUFFIXES,
     HubTexts,
+    LeftOut,
     LocalTexts,
     Stream,
+    Texts,
     find_files,
     one_line,
     read_field,
@@ -76,6 +78,11 @@ class Corpus:
     def inputs(self) -> list[Any]:
         """What tells the same options on other local files apart."""
         return []
+
+    @cached_property
+    def left_out(self) -> LeftOut:
+        """What its local files have that is no document."""
+        return LeftOut(bad=getattr(self, "skip_bad", False))
 
 
 @dataclass(frozen=True)
@@ -135,15 +142,23 @@ class Text(Trained):
 
     paths: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Files, and folders to search for .txt, .md, .rst and .tex files."""
+    validation_files: tuple[Path, ...] = ()
+    """Files and folders to validate on; none: hold out documents of the others."""
+    not_utf8: Literal["refuse", "skip", "replace"] = "refuse"
+    """What becomes of a file that is not UTF-8; replace: of what in it is not."""
     cut: int | None = None
     """Cut files, at the ends of lines, into documents of about so many characters; None: a file is a document."""
 
     def streams(self) -> list[Stream]:
         """The files."""
-        files = find_files(self.paths, TEXT_SUFFIXES)
+        others = self._texts(self.validation_files) if self.validation_files else None
+        return split(self._texts(self.paths), others, self.validation_percent)
+
+    def _texts(self, paths: Sequence[Path]) -> LocalTexts:
+        files = find_files(paths, TEXT_SUFFIXES)
         total = None if self.cut else len(files)
-        texts = LocalTexts(lambda: (text for path in files for text in read_plain(path, self.cut)), total)
-        return [Stream(texts, self.validation_percent / 100)]
+        rest = self.cut, self.not_utf8, self.left_out
+        return LocalTexts(lambda: (text for path in files for text in read_plain(path, *rest)), total)
 
     def about(self) -> dict[str, str]:
         """What the manifest says of the corpus."""
@@ -151,7 +166,7 @@ class Text(Trained):
 
     def inputs(self) -> list[Any]:
         """The files and their sizes."""
-        return sizes(find_files(self.paths, TEXT_SUFFIXES))
+        return sizes(find_files((*self.paths, *self.validation_files), TEXT_SUFFIXES))
 
 
 @dataclass(frozen=True)
@@ -162,10 +177,15 @@ class Jsonl(Trained):
     """Files, and folders to search for them."""
     field: str = "text"
     """The field that holds the text."""
+    validation_files: tuple[Path, ...] = ()
+    """Files and folders to validate on; none: hold out documents of the others."""
+    skip_bad: bool = False
+    """Skip lines that are not JSON or have no such field, and report the first."""
 
     def streams(self) -> list[Stream]:
         """The records of the files."""
-        return [Stream(records(self.paths, self.field), self.validation_percent / 100)]
+        others = records(self.validation_files, self.field, self.left_out) if self.validation_files else None
+        return split(records(self.paths, self.field, self.left_out), others, self.validation_percent)
 
     def about(self) -> dict[str, str]:
         """What the manifest says of the corpus."""
@@ -173,7 +193,7 @@ class Jsonl(Trained):
 
     def inputs(self) -> list[Any]:
         """The files and their sizes."""
-        return sizes(find_files(self.paths, JSON_SUFFIXES + TABLE_SUFFIXES))
+        return sizes(find_files((*self.paths, *self.validation_files), JSON_SUFFIXES + TABLE_SUFFIXES))
 
 
 @dataclass(frozen=True)
@@ -196,18 +216,18 @@ class HubCorpus(Corpus):
     """Local copies to read instead: .jsonl, .json.gz, .jsonl.zst, .parquet, .arrow, or folders of them."""
     validation_files: tuple[Path, ...] = ()
     """Local copies of the validation split; none: hold out documents of --files."""
+    skip_bad: bool = False
+    """Skip lines of local copies that are not JSON or have no such field, and report the first."""
 
     def streams(self) -> list[Stream]:
         """Training documents, then validation documents where they come from elsewhere."""
         if self.files:
-            texts = records(self.files, self.field)
-            others = records(self.validation_files, self.field) if self.validation_files else None
+            texts = records(self.files, self.field, self.left_out)
+            others = records(self.validation_files, self.field, self.left_out) if self.validation_files else None
         else:
             texts = self._hub("train")
             others = self._hub(self.validation_split) if self.validation_split else None
-        if others is None:
-            return [Stream(texts, self.validation_percent / 100)]
-        return [Stream(texts, 0.0), Stream(others, 1.0)]
+        return split(texts, others, self.validation_percent)
 
     def about(self) -> dict[str, str]:
         """What the manifest says of the corpus."""
@@ -334,6 +354,8 @@ def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> P
         writer.finish(folder, corpus.about())
     finally:
         writer.close()
+    for line in corpus.left_out.lines():
+        console.print(line)
     counts = writer.counts
     console.print(
         f"{folder}: {counts['train']['documents']:,} documents ({counts['train']['tokens']:,} tokens of "
@@ -375,10 +397,15 @@ def clear(folder: Path, partial: Path, overwrite: bool) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def records(paths: Sequence[Path], name: str) -> LocalTexts:
+def split(texts: Texts, others: Texts | None, percent: float) -> list[Stream]:
+    """Documents to train on and ``others`` to validate on; where there are none, a share of the first."""
+    return [Stream(texts, percent / 100)] if others is None else [Stream(texts, 0.0), Stream(others, 1.0)]
+
+
+def records(paths: Sequence[Path], name: str, left_out: LeftOut) -> LocalTexts:
     """The texts of files of records."""
     files = find_files(paths, JSON_SUFFIXES + TABLE_SUFFIXES)
-    return LocalTexts(lambda: (text for path in files for text in read_field(path, name)))
+    return LocalTexts(lambda: (text for path in files for text in read_field(path, name, left_out)))
 
 
 def sizes(files: Sequence[Path]) -> list[Any]:

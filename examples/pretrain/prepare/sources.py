@@ -130,10 +130,33 @@ class HubTexts:
         self._rows.load_state_dict(state)
 
     def _unreachable(self, error: Exception) -> RunError:
+        offline = ", which cannot be reached: is there a network?" * without_network(error)
         return RunError(
-            f"cannot stream {self._name} from the Hugging Face hub ({one_line(error)}): the same command goes on where "
-            "it stopped, and --files takes local copies (.jsonl, .json.gz, .parquet, .arrow)"
+            f"cannot stream {self._name} from the Hugging Face hub{offline} ({one_line(error)}): the same command goes "
+            "on where it stopped, and --files takes local copies (.jsonl, .json.gz, .parquet, .arrow)"
         )
+
+
+NO_NETWORK = frozenset(
+    {
+        "ConnectError",
+        "ConnectionError",
+        "TimeoutException",
+        "Timeout",
+        "LocalEntryNotFoundError",
+        "OfflineModeIsEnabled",
+    }
+)
+"""What the hub's client and those below it raise where they cannot reach it."""
+
+
+def without_network(error: BaseException | None) -> bool:
+    """Whether an error, or one that it comes from, says that the hub cannot be reached, not that it lacks a name."""
+    while error is not None:
+        if NO_NETWORK.intersection(kind.__name__ for kind in type(error).__mro__):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def quiet_hub() -> None:
@@ -184,47 +207,105 @@ def is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def read_plain(path: Path, cut: int | None) -> Iterator[str]:
+class LeftOut:
+    """What is left out of local files; with ``bad`` also what cannot be read. A file that is read again counts anew."""
+
+    def __init__(self, *, bad: bool = False):
+        self.bad = bad
+        self._found: dict[Path, dict[str, tuple[int, int]]] = {}
+
+    def begin(self, path: Path) -> None:
+        """A file is read from its beginning."""
+        self._found[path] = {}
+
+    def add(self, path: Path, what: str, number: int = 0) -> None:
+        """Something in line ``number`` of it."""
+        count, first = self._found[path].get(what, (0, number))
+        self._found[path][what] = count + 1, first
+
+    def lines(self) -> Iterator[str]:
+        """What there is to say, file by file."""
+        for path, found in self._found.items():
+            for what, (count, first) in found.items():
+                yield f"{path}: {count:,} {what}, the first in line {first:,}" if first else f"{path}: {what}"
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether a file can be read so."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return all(True for _ in file)
+    except UnicodeDecodeError:
+        return False
+
+
+def read_plain(path: Path, cut: int | None, not_utf8: str, left_out: LeftOut) -> Iterator[str]:
     """A text file as one document, or cut at the ends of lines into documents of about ``cut`` characters.
 
     Raises:
-        RunError: where it cannot be read as UTF-8.
+        RunError: where it cannot be read as UTF-8, and ``not_utf8`` says neither "skip" nor "replace".
     """
+    left_out.begin(path)
     try:
-        with path.open(encoding="utf-8") as file:
+        if not_utf8 != "refuse" and not is_utf8(path):
+            left_out.add(
+                path, {"skip": "is not UTF-8, skipped", "replace": "is not UTF-8, U+FFFD in its place"}[not_utf8]
+            )
+            if not_utf8 == "skip":
+                return
+        with path.open(encoding="utf-8", errors="replace" if not_utf8 == "replace" else "strict") as file:
             if cut is None:
                 yield file.read()
                 return
             while piece := "".join(file.readlines(cut)):
                 yield piece
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"cannot read {path} as UTF-8 text ({one_line(error)})") from error
+    except UnicodeDecodeError as error:
+        way_out = "--not-utf8 skip leaves such files out, --not-utf8 replace what cannot be read in them"
+        raise RunError(f"cannot read {path} as UTF-8 text ({one_line(error)}): {way_out}") from error
+    except OSError as error:
+        raise RunError(f"cannot read {path} ({one_line(error)})") from error
 
 
-def read_field(path: Path, field: str) -> Iterator[str]:
+def read_field(path: Path, field: str, left_out: LeftOut) -> Iterator[str]:
     """The texts of a file of records: lines of JSON (plain, .gz or .zst), Parquet or Arrow.
 
     Raises:
         RunError: where it cannot be read, or has no such field.
     """
-    read = {".parquet": parquet_rows, ".arrow": arrow_rows}.get(path.suffix, json_rows)
+    left_out.begin(path)
+    tables = {".parquet": parquet_rows, ".arrow": arrow_rows}
+    rows = enumerate(tables[path.suffix](path), 1) if path.suffix in tables else json_rows(path, left_out)
     try:
-        for row in read(path):
-            yield text_of(row, field, str(path))
+        for number, row in rows:
+            try:
+                text = text_of(row, field, str(path))
+            except RunError:
+                if not left_out.bad:
+                    raise
+                left_out.add(path, f"without text in the field {field!r}, skipped", number)
+                continue
+            if row[field] is None:
+                left_out.add(path, f"null in the field {field!r}, left out", number)
+            yield text
     except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's errors are among them
         raise RunError(f"cannot read {path} ({one_line(error)})") from error
 
 
-def json_rows(path: Path) -> Iterator[Any]:
-    """One JSON value a line."""
+def json_rows(path: Path, left_out: LeftOut) -> Iterator[tuple[int, Any]]:
+    """One JSON value a line, and the line's number."""
     with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
             try:
-                yield json.loads(line)
+                row = json.loads(line)
             except ValueError as error:
-                raise RunError(f"{path}, line {number}, is not JSON ({one_line(error)})") from error
+                if not left_out.bad:
+                    way_out = "--skip-bad leaves such lines out"
+                    raise RunError(f"{path}, line {number}, is not JSON ({one_line(error)}): {way_out}") from error
+                left_out.add(path, "not JSON, skipped", number)
+                continue
+            yield number, row
 
 
 def open_bytes(path: Path) -> io.BufferedIOBase:

@@ -107,7 +107,10 @@ class Writer:
         for split in SPLITS:
             if not self.counts[split]["documents"]:
                 self.discard()
-                raise RunError(f"no documents for {split}: there is too little text, or too small a share held out")
+                raise RunError(
+                    f"no documents for {split}: there is too little text, or too small a share held out "
+                    "(--validation-percent); of text, --cut 5000 makes several documents of each file"
+                )
         self._close_files()
         manifest = self._manifest(about)
         (self.partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")

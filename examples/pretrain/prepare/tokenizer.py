@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ..config import RunError
-from .sources import one_line, quiet_hub
+from .sources import one_line, quiet_hub, without_network
 
 END_OF_TEXT = "<|endoftext|>"
 # What closes a document, in order of preference: GPT-2 and Qwen; T5 and Llama 2; Llama 3; Gemma.
@@ -55,6 +55,11 @@ def find_tokenizer(name: str) -> Tokenizer:
             quiet_hub()
             tokenizer = Tokenizer.from_pretrained(name)
     except Exception as error:  # `tokenizers` raises bare Exception
+        if without_network(error):
+            raise RunError(
+                f"cannot reach the Hugging Face hub for the tokenizer {name} ({one_line(error)}): without a network, "
+                "--tokenizer takes the path of a tokenizer.json"
+            ) from error
         raise RunError(
             f"cannot load the tokenizer {name} ({one_line(error)}): "
             "--tokenizer takes the path of a tokenizer.json or a name on the Hugging Face hub"
