@@ -2,6 +2,7 @@
 """From a direction for matrices to an optimizer for a model: AdamW for the rest, weight decay, learning rate."""
 
 import functools
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Unpack
 
@@ -9,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
+from jax.sharding import AxisType
 
-from normpre_optax.meshes.specs import like_parameters, specs_of
+from normpre_optax.meshes.specs import axes_of, like_parameters, mesh_of, specs_of
 from normpre_optax.norm_control import brake_radially, hold_norm, hyperball, rates, row_gains
 from normpre_optax.options import Number, RestOptions, with_options
+from normpre_optax.parameters.leaves import boxed_specs
 from normpre_optax.parameters.rules import Choices, resolve
 from normpre_optax.transforms.checks import number, same_trees, transformation
 from normpre_optax.transforms.scale import add_cautious_decay
@@ -85,6 +89,8 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     found = resolve(params, options["matrix_dims"])
     if options["shardings"] is not None:
         found = _with(found, "spec", specs_of(params, options["shardings"]))
+    else:
+        found = _as_boxes_say(found, params)
     labels = jax.tree.structure(params).unflatten(["adamw" if c.dims is None else "matrix" for c in found.values()])
     mask = _whole_tree("weight_decay_mask", options["weight_decay_mask"], params, True, bool | np.bool_)
     betas = options["adam_b1"], options["adam_b2"], options["adam_eps"]
@@ -138,6 +144,25 @@ def _refuse_foreign(state, init: Callable, params) -> None:
                 f"{belongs}. What makes a state must be as init had it: the parameters, orientation, rank, warm_start, "
                 "norm_control, and whether learning rates and decays are schedules. Or begin anew with init(params)."
             )
+
+
+def _as_boxes_say(found: Choices, params) -> Choices:
+    """Choices with where parameters lie on Auto axes, which JAX does not tell; a warning where boxes do not either."""
+    mesh = mesh_of(params)
+    if mesh is None or AxisType.Explicit in mesh.axis_types:
+        return found
+    known = lambda spec: spec is not None and {a for entry in spec for a in axes_of(entry)} <= set(mesh.shape)  # noqa: E731
+    specs = [spec if known(spec) else None for spec in boxed_specs(params)]
+    untold = any(spec is None and one.dims is not None for spec, one in zip(specs, found.values(), strict=True))
+    arrays = [x for x in jax.tree.leaves(params) if not isinstance(x, Tracer)]
+    if untold and not all(x.sharding.is_fully_replicated for x in arrays):
+        warnings.warn(
+            "parameters lie spread over Auto axes of a mesh, of which JAX says nothing inside jit: XLA will gather "
+            "matrices for every product. Give the optimizer shardings=jax.tree.map(lambda x: x.sharding, params), or "
+            "the mesh Explicit axes, the default of jax.make_mesh",
+            stacklevel=4,
+        )
+    return _with(found, "spec", specs)
 
 
 def _with(found: Choices, field: str, values: Sequence) -> Choices:

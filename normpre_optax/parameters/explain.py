@@ -84,7 +84,8 @@ def _on_mesh(params: Any, leaves: dict[str, Leaf], rows: list[_Row], mesh: Any, 
     lines = in_words(sizes, stacks)
     if stacks and shardings is None and AxisType.Explicit not in mesh.axis_types:
         lines.append(
-            "  if they are told where the parameters lie, which Auto axes do not say: give them shardings= too"
+            "  if they are told where the parameters lie, which JAX does not say on Auto axes: give them\n"
+            "  shardings=jax.tree.map(lambda x: x.sharding, params); untold, XLA gathers matrices for every product"
         )
     return lines
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import tree_util
+from jax.sharding import PartitionSpec
 
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 
@@ -153,6 +154,24 @@ def _axis_names(box: Any, ndim: int) -> tuple[Any, ...] | None:
     if names is None:
         names = tuple(axis.name for axis in getattr(box, "axes", ()) if hasattr(axis, "name"))
     return names if isinstance(names, tuple) and len(names) == ndim > 0 else None
+
+
+def boxed_specs(params: Any) -> list[PartitionSpec | None]:
+    """Where the boxes of Flax say that parameters lie, in the order of the leaves; None for what has no such box.
+
+    Linen's `with_partitioning` names axes, of a mesh or for rules of the user's; NNX keeps the sharding.
+
+    Example:
+        >>> from flax.linen import Partitioned
+        >>> boxed_specs({"kernel": Partitioned(np.ones((4, 8)), names=("fsdp", None)), "bias": np.ones(8)})
+        [None, PartitionSpec('fsdp', None)]
+    """
+    found = []
+    for _, _, box, _ in named_leaves(params):
+        said = getattr(box, "names", None) or getattr(box, "out_sharding", None)
+        said = getattr(said, "spec", said)
+        found.append(PartitionSpec(*said) if isinstance(said, tuple | PartitionSpec) else None)
+    return found
 
 
 def _shape_dtype(path: str, leaf: Any) -> tuple[tuple[int, ...], Any]:

@@ -3,12 +3,14 @@
 
 import functools
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.linen import Partitioned
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import normpre_optax as npo
@@ -165,6 +167,23 @@ def test_every_optimizer(name):
 )
 def test_auto_axes(name, told):
     check(name, "2x4", AxisType.Auto, told)
+
+
+@pytest.mark.parametrize("names", [("fsdp", None), ("embed", "mlp"), None])
+def test_on_auto_axes_boxes_tell_where_parameters_lie_or_a_warning_asks(names):
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    kernel = jax.device_put(numbers(0)["rows"]["up"]["kernel"], NamedSharding(mesh, PartitionSpec("fsdp")))
+    params = {"up": {"kernel": kernel if names is None else Partitioned(kernel, names=names)}}
+    tx, told = npo.normpre_g(0.01), names == ("fsdp", None)
+    with warnings.catch_warnings(record=True) as said:
+        state = tx.init(params)
+    assert (
+        [str(one.message).partition(" of a mesh")[0] for one in said] == []
+        if told
+        else ["parameters lie spread over Auto axes"]
+    )
+    lowered = jax.jit(tx.update).lower(params, state, params)
+    assert ("all_to_all" in lowered.as_text()) == told
 
 
 def test_an_explicit_mesh_of_one_device():
