@@ -118,13 +118,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m examples.analysis.plot_loss", description="Draw loss curves.")
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--output", type=Path, default=Path("losses.png"), help="image to write (default: losses.png)")
+    parser.add_argument("--output", type=Path, help="image to write (default: losses.png beside the first run)")
     chosen = parser.parse_args(arguments)
+    output = chosen.output or chosen.runs[0].resolve().parent / "losses.png"
     try:
-        plot_loss(chosen.runs, chosen.output)
+        plot_loss(chosen.runs, output)
     except FileNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    print(output)
     return 0
 
 

@@ -16,13 +16,14 @@ from rich.console import Console
 
 from . import data
 from .checkpoint import Checkpoints, Damaged
-from .config import Config, RunError, flag, from_dict
+from .config import MOST_SAMPLED, Config, RunError, flag, from_dict
 from .generate import generate as continuation
 from .models import hugging_face
 from .optimizers import make_optimizer
 from .train import TrainState, evaluation, initialise, schedule, vocabulary_of
 
 Run = Annotated[Path, tyro.conf.Positional]
+EXPORTED = ("model.safetensors", "config.json", "tokenizer.json")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Export:
     """Folder of the run: runs/<name>."""
     output: Path
     """Folder to write."""
+    overwrite: bool = False
+    """Replace a model that is there."""
     tokens: Path | None = None
     """Folder of the token files, where they are no longer where they were."""
     step: int | None = None
@@ -186,6 +189,8 @@ def evaluate(arguments: Sequence[str]) -> None:
 def generate(arguments: Sequence[str]) -> None:
     """``python -m examples.pretrain generate runs/name --prompt "def "``."""
     options = tyro.cli(Generate, args=list(arguments), prog="python -m examples.pretrain generate")
+    if options.sample_tokens > MOST_SAMPLED:
+        raise RunError(f"--sample-tokens must be at most {MOST_SAMPLED}, got {options.sample_tokens}")
     if options.sample_tokens < 1 or options.samples < 1 or not 0 <= options.temperature < float("inf"):
         raise RunError("--sample-tokens and --samples must be at least 1, --temperature a finite number, 0 or more")
     if not 0 <= options.seed < 2**31:
@@ -208,8 +213,11 @@ def generate(arguments: Sequence[str]) -> None:
 def export(arguments: Sequence[str]) -> None:
     """``python -m examples.pretrain export runs/name --output folder``."""
     options = tyro.cli(Export, args=list(arguments), prog="python -m examples.pretrain export")
+    there = [name for name in EXPORTED if (options.output / name).exists()]
+    if there and not options.overwrite:
+        raise RunError(f"{options.output} has a {there[0]}: --overwrite replaces it, --output names another folder")
     trained = load(options.run, options.step, options.tokens)
     vocabulary = vocabulary_of(trained.config, trained.dataset)
     hugging_face.save_hf(options.output, trained.config.model, vocabulary, jax.device_get(trained.params))
     trained.dataset.tokenizer.save(str(options.output / "tokenizer.json"))
-    print(f"step {trained.step:,} of {options.run}: {options.output}/model.safetensors, config.json, tokenizer.json")
+    print(f"step {trained.step:,} of {options.run}: {options.output}/{', '.join(EXPORTED)}")

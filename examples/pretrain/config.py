@@ -352,6 +352,8 @@ def check(config: Config) -> None:
     for key in ("matrix.momentum", "adam_b1", "adam_b2"):
         if not 0 <= flat[key] < 1:
             raise RunError(f"{flag(key)} must lie in 0..1, 1 excluded, got {flat[key]}")
+    if config.sample_tokens > MOST_SAMPLED:
+        raise RunError(f"--sample-tokens must be at most {MOST_SAMPLED}, got {config.sample_tokens}")
     if config.seed >= 2**31:
         raise RunError(f"--seed must be below 2^31, got {config.seed}")
     if config.micro_batch and config.batch_size % config.micro_batch:
@@ -374,6 +376,7 @@ def check(config: Config) -> None:
         raise RunError("--resume and --overwrite exclude each other: keep the run, or begin it anew")
 
 
+MOST_SAMPLED = 65_536
 MAY_BE_ZERO = frozenset(
     {"seed", "process", "warmup_steps", "sample_tokens", "matrix.oversample", "matrix.power_iterations"}
 )

@@ -89,6 +89,20 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
     return optax.with_extra_args_support(optax.chain(clip(config.clip, config.clip_norm), optimizer))
 
 
+RENAMED = {"muon_convention": "convention", "bfloat16": "compute_dtype", "layers": "matrix_dims"}
+
+
+def has_setting(optimizer: str, name: str) -> bool:
+    """Whether a field of ``MatrixConfig`` says anything to an optimizer."""
+    ways = {
+        "source": optimizer in FROM_X,
+        "tangent_on": optimizer == "normpre_g",
+        "muon_ratio": optimizer in OWN_RATE,
+        "int8_momentum": optimizer not in NO_TRACE,
+    }
+    return ways.get(name, RENAMED.get(name, name) in inspect.signature(OPTIMIZERS[optimizer]).parameters)
+
+
 KELLER = ("muon", "keller")
 # What ``rates_by_width`` has to know of an optimizer's steps.
 UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {

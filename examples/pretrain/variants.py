@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers as one names them where several are compared: ``muon``, ``normpre_l:matrix.rank=8``."""
 
+import dataclasses
+import io
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from typing import NamedTuple
 
 from . import configs
-from .config import RunError, check, flag
-from .optimizers import OPTIMIZERS
+from .config import MatrixConfig, RunError, check, flag
+from .optimizers import OPTIMIZERS, has_setting
 
 # What else a comparison may give to one optimizer alone: decay, rates of AdamW and by width, how long weights begin.
 OWN = ("weight_decay", "adam_learning_rate", "base_width", "model.hidden_std")
+MATRIX = tuple(field.name for field in dataclasses.fields(MatrixConfig))
 
 
 class Variant(NamedTuple):
@@ -37,7 +41,10 @@ def read_variants(text: str, config_flags: Sequence[str]) -> list[Variant]:
     variants = [_read(part, config_flags) for part in filter(None, map(str.strip, text.split(",")))]
     if not variants:
         raise RunError("--optimizers must name at least one")
-    return list(dict.fromkeys(variants))
+    for variant in variants:
+        if variants.count(variant) > 1:
+            raise RunError(f"--optimizers: {variant} is there twice")
+    return variants
 
 
 def _read(text: str, config_flags: Sequence[str]) -> Variant:
@@ -45,8 +52,20 @@ def _read(text: str, config_flags: Sequence[str]) -> Variant:
     if optimizer not in OPTIMIZERS:
         raise RunError(f"--optimizers must be of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     for setting in settings:
-        if not setting.startswith(("matrix.", *OWN)) or setting.endswith("="):
+        name = setting.partition("=")[0].replace("-", "_")
+        if (not name.startswith("matrix.") and name not in OWN) or setting.endswith("="):
             raise RunError(f"--optimizers: settings of one are written {optimizer}:matrix.rank=8, got {text!r}")
+        own = name.removeprefix("matrix.")
+        if name not in OWN and own not in MATRIX:
+            raise RunError(f"--optimizers: there is no setting {name}; matrix. has {', '.join(MATRIX)}")
+        if name not in OWN and not has_setting(optimizer, own):
+            raise RunError(f"--optimizers: {optimizer} has no {name}, got {text!r}")
     variant = Variant(optimizer, tuple(settings))
-    check(configs.parse([*config_flags, *variant.flags]))
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said), redirect_stdout(said):
+            config = configs.parse([*config_flags, *variant.flags])
+    except SystemExit as error:  # the parser's own box, about a command line that nobody wrote
+        raise RunError(f"--optimizers: {text!r} has a value that its setting does not take") from error
+    check(config)
     return variant

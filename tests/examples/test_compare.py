@@ -137,7 +137,13 @@ def test_every_optimizer_has_a_name_and_a_colour_of_its_own():
         (["--optimizers", "muon:8"], "settings of one are written muon:matrix.rank=8, got 'muon:8'"),
         (["--optimizers", "muon:steps=8"], "settings of one are written muon:matrix.rank=8"),
         (["--optimizers", "muon:matrix.rank="], "settings of one are written muon:matrix.rank=8"),
-        (["--optimizers", "muon:matrix.rank=0"], "--matrix.rank must be at least 1"),
+        (["--optimizers", "dion:matrix.rank=0"], "--matrix.rank must be at least 1"),
+        (["--optimizers", "muon:matrix.rank=8"], "muon has no matrix.rank, got 'muon:matrix.rank=8'"),
+        (["--optimizers", "adamw:matrix.muon_ratio=8"], "adamw has no matrix.muon_ratio"),
+        (["--optimizers", "muon:matrix.rang=8"], "there is no setting matrix.rang; matrix. has momentum, nesterov"),
+        (["--optimizers", "muon:weight_decays=8"], "settings of one are written muon:matrix.rank=8"),
+        (["--optimizers", "muon:matrix.ns_steps=many"], "has a value that its setting does not take"),
+        (["--optimizers", "muon,adamw,muon"], "--optimizers: muon is there twice"),
         (["--learning-rates", "1e-3;2e-3"], "--learning-rates: numbers separated by commas"),
         (["--learning-rates", "-1"], "--learning-rates must be positive"),
         (["--learning-rates", "lion:1"], "'lion' is none of the optimizers adamw, muon"),
@@ -165,7 +171,7 @@ def test_every_optimizer_can_be_compared(tmp_path):
 
 
 def test_an_optimizer_with_settings_of_its_own():
-    plain, own = read_variants("normpre_l, normpre_l:matrix.rank=8:matrix.warm_start,normpre_l", [])
+    plain, own = read_variants("normpre_l, normpre_l:matrix.rank=8:matrix.warm_start", [])
     assert plain == Variant("normpre_l")
     assert str(own) == "normpre_l:matrix.rank=8:matrix.warm_start"
     config = configs.parse(own.flags)

@@ -116,6 +116,7 @@ def test_the_command_is_the_first_word(capsys):
         (["--temperature", "nan"], "--temperature must be a finite number, 0 or more"),
         (["--model.heads", "3"], "--model.heads 3 must divide --model.width 128 into even parts"),
         (["--model.layers", "0"], "--model.layers must be at least 1"),
+        (["--sample-tokens", "1000000000"], "--sample-tokens must be at most 65536"),
         (["--seed", "-1"], "--seed must be 0 or more"),
         (["--data.vocabulary", "100"], "--data.vocabulary must lie in 257"),
         (["--data.validation-percent", "51"], "--data.validation-percent must lie in 1..50"),

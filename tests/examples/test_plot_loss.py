@@ -36,7 +36,8 @@ def test_curves_hold_the_log(runs):
 
 def test_one_picture_of_several_runs(runs, tmp_path, capsys):
     output = tmp_path / "losses.png"
-    assert plot_loss.main([*map(str, runs), "--output", str(output)]) == 0
+    assert plot_loss.main([*map(str, runs)]) == 0
+    assert capsys.readouterr().out == f"{output}\n"
     pixels = matplotlib.image.imread(output)
     assert pixels.shape[:2] == (960, 1500)
     for colour in plot_loss.COLOURS[:2]:

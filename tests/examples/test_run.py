@@ -433,6 +433,11 @@ def test_a_model_is_scored_continued_and_exported(copy, capsys):
     assert main.main(["export", str(run), "--output", "exported"]) == 0
     assert files(Path("exported")) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert json.loads(Path("exported/config.json").read_text())["vocab_size"] == 512
+    assert len({path.stat().st_mode for path in Path("exported").iterdir()}) == 1
+    assert "exported has a model.safetensors: --overwrite" in refused(
+        ["export", str(run), "--output", "exported"], capsys
+    )
+    assert main.main(["export", str(run), "--output", "exported", "--overwrite"]) == 0
 
 
 def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, capsys):
@@ -442,6 +447,7 @@ def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, capsys):
     assert "there are 8, 12" in refused(["generate", str(run), "--step", "5"], capsys)
     assert "--samples must be at least 1" in refused(["generate", str(run), "--samples", "0"], capsys)
     assert "there are no token files in" in refused(["evaluate", str(run), "--tokens", str(tmp_path / "no")], capsys)
+    assert "--sample-tokens must be at most" in refused(["generate", str(run), "--sample-tokens", "99999999"], capsys)
     assert "--validation-tokens must be" in refused(["evaluate", str(run), "--validation-tokens", "0"], capsys)
     assert "has kept 1 checkpoints up to step 8" in refused(
         ["evaluate", str(run), "--step", "8", "--average", "2"], capsys

@@ -11,6 +11,7 @@ stored. Rotary halves, the order of a fused query-key-value matrix and the weigh
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,7 @@ def save_hf(folder: Path, config: ModelConfig, vocabulary: int, params: Params) 
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # else its owner alone may read it
 
 
 def hf_config(config: ModelConfig, vocabulary: int) -> dict[str, Any]:
