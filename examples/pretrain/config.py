@@ -135,8 +135,9 @@ class MatrixConfig:
     muon_ratio: float = 1.0
     """Learning rate for matrices over --learning-rate, which stays that of AdamW's part (muon, rmnp, muon_plus,
     normuon, moga, dion; updates of the others have the size of AdamW's)."""
-    int8_momentum: bool = False
-    """Keep the momentum of matrices in eight bits (all but adamw, swan and dion)."""
+    momentum_in: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What momentum is kept in: bfloat16 that of AdamW's part too (all but adamw), int8 that of matrices (all but
+    adamw, swan and dion)."""
     bfloat16: bool = False
     """bfloat16 products with float32 sums in the spectral stage, or bfloat16 rows where there is none (all but
     adamw)."""

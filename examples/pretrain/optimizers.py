@@ -70,6 +70,7 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         "seed": config.seed,
         "convention": matrix.muon_convention,
         "compute_dtype": jnp.bfloat16 if matrix.bfloat16 else None,
+        "mu_dtype": jnp.bfloat16 if matrix.momentum_in == "bfloat16" else None,
         "matrix_dims": matrix_dims(matrix.layers),
         "rate_multipliers": rate_multipliers(config),
     }
@@ -84,12 +85,17 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         optimizer = factory(lambda t: ratio * learning_rate(t), **settings)
     except (ValueError, TypeError) as error:
         raise RunError(f"{config.optimizer} refuses its --matrix settings: {error}") from error
-    if matrix.int8_momentum and config.optimizer not in NO_TRACE:
+    if matrix.momentum_in == "int8" and config.optimizer not in NO_TRACE:
         optimizer = quantize_momentum(optimizer)
     return optax.with_extra_args_support(optax.chain(clip(config.clip, config.clip_norm), optimizer))
 
 
-RENAMED = {"muon_convention": "convention", "bfloat16": "compute_dtype", "layers": "matrix_dims"}
+RENAMED = {
+    "muon_convention": "convention",
+    "bfloat16": "compute_dtype",
+    "layers": "matrix_dims",
+    "momentum_in": "mu_dtype",
+}
 
 
 def has_setting(optimizer: str, name: str) -> bool:
@@ -98,7 +104,6 @@ def has_setting(optimizer: str, name: str) -> bool:
         "source": optimizer in FROM_X,
         "tangent_on": optimizer == "normpre_g",
         "muon_ratio": optimizer in OWN_RATE,
-        "int8_momentum": optimizer not in NO_TRACE,
     }
     return ways.get(name, RENAMED.get(name, name) in inspect.signature(OPTIMIZERS[optimizer]).parameters)
 
