@@ -372,7 +372,7 @@ def pick(group: type[Group], options: Mapping[str, Any]) -> Group:
     return group(**{name: value for name, value in options.items() if name in group.__annotations__})
 
 
-def static_args(factory: Callable) -> frozenset[str]:
+def static_args(factory: Callable[..., Any]) -> frozenset[str]:
     """The arguments of a factory that ``optax.inject_hyperparams`` must not trace: all that are no numbers.
 
     Args:

@@ -59,7 +59,7 @@ def monitor(
     orientation: str = "rows",
     tangent: str = "relaxed",
     tangent_radius: float = 1.0,
-    matrix_dims=None,
+    matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """``tx`` with a record of chosen diagnostics in its state, made on steps 0, ``every``, 2 ``every``, ...
 

@@ -37,7 +37,7 @@ METHODS = ("sketch", "products", "exact")
 
 def precondition_globally(
     ns_steps: int | None = 5,
-    ns_coefficients: str | Sequence = "muon",
+    ns_coefficients: str | Sequence[Any] = "muon",
     compute_dtype: jax.typing.DTypeLike | None = None,
 ) -> Rescalable:
     """Bring every singular value near one: ``T = msign(Psi)`` by Newton-Schulz iterations.

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def scale_by_shape(factor: Callable[[int, int], float]) -> OrientedTransformatio
     return OrientedTransformation(lambda params: optax.EmptyState(), update)
 
 
-def add_cautious_decay(weight_decay: optax.ScalarOrSchedule, mask=None) -> optax.GradientTransformation:
+def add_cautious_decay(weight_decay: optax.ScalarOrSchedule, mask: Any = None) -> optax.GradientTransformation:
     """``optax.add_decayed_weights`` for those entries only that the update itself would bring nearer to zero.
 
     ``u + wd w`` where ``u w >= 0``, and u elsewhere: what the loss wants larger is left to it.

@@ -38,7 +38,7 @@ from normpre_optax.transforms.oriented import (
 )
 
 
-def as_matrices(dims, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def as_matrices(dims: Any, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Let ``inner`` see every parameter as a stack of matrices ``(batch, out, in)``.
 
     ``inner`` must treat every matrix by itself: it is run on one matrix ``(out, in)`` at a time, or on stacks of many,
