@@ -201,9 +201,15 @@ FAULTS = {
     ),
     "pieces_put_together_wrong": Fault(
         "meshes/exchange.py",
-        "cut.transpose(2, 0, 3, 1, 4).reshape(count, *shape)",
-        "cut.transpose(2, 1, 3, 0, 4).reshape(count, *shape)",
+        "from_lines(lines, rows, columns).transpose(2, 0, 3, 1, 4)",
+        "from_lines(lines, rows, columns).transpose(2, 1, 3, 0, 4)",
         "tests/meshes",
+    ),
+    "problems_of_another_device": Fault(
+        "meshes/small.py",
+        "jax.lax.axis_index(team) * share + jnp.arange(share)",
+        "jnp.arange(share)",
+        "tests/meshes/test_small.py",
     ),
     "draws_of_another_device": Fault(
         "meshes/exchange.py",
