@@ -63,7 +63,8 @@ def orthogonalize(**options: Unpack[NewtonSchulzOptions]) -> optax.GradientTrans
          [0. 1.]]
     """
     stage = precondition_globally(options["ns_steps"], options["ns_coefficients"], options["compute_dtype"])
-    return divided(stage) if options["divide"] else stage
+    rounded = options["compute_dtype"] is None and options["ns_steps"] is not None
+    return divided(stage, rounded=rounded) if options["divide"] else stage
 
 
 class AroundOptions(OrthogonalOptions, total=False):

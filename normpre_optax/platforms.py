@@ -4,7 +4,7 @@
 ``by_platform`` is the one place through which anything of the library asks where it runs:
 
 - ``transforms.batches``: matrices in turn (CPU), a few parameters at a time (TPU), stacks (GPU);
-- ``meshes.exchange``: a device's matrices in turn (CPU), or as one stack;
+- ``meshes.exchange``: a device's matrices in turn (CPU), or as one stack; what travels is rounded (TPU);
 - ``transforms.wrappers``: rows or columns by a branch, over parts (GPU), or both and a choice (TPU);
 - ``transforms.precondition``: the sketch reads Psi in bfloat16 (GPU);
 - ``linalg.rows``: doubtful rows measured again (CPU);

@@ -27,11 +27,13 @@ from normpre_optax.meshes.plan import (
     stack_of,
 )
 from normpre_optax.platforms import by_platform
-from normpre_optax.transforms.checks import transformation
+from normpre_optax.transforms.checks import flag, transformation
 from normpre_optax.transforms.oriented import UPRIGHT, OrientedTransformation, Rescalable, oriented
 
 
-def divided(inner: optax.GradientTransformation, work: Work | None = None) -> OrientedTransformation:
+def divided(
+    inner: optax.GradientTransformation, work: Work | None = None, rounded: bool = False
+) -> OrientedTransformation:
     """On a mesh, let every device treat its own matrices with ``inner``; anywhere else, ``inner`` itself.
 
     ``inner`` must treat every matrix by itself, without the weights and without state for each matrix. It works inside
@@ -41,6 +43,8 @@ def divided(inner: optax.GradientTransformation, work: Work | None = None) -> Or
         inner: a transformation on matrices in the last two axes.
         work: cost of a matrix of so many rows and columns, for the balance; None counts the products of five steps of
             Newton-Schulz.
+        rounded: on a TPU, what travels is rounded to bfloat16, to which its products round their operands: half the
+            bytes, and one rounding more in the result.
 
     Returns:
         A transformation with the state of ``inner``.
@@ -57,13 +61,14 @@ def divided(inner: optax.GradientTransformation, work: Work | None = None) -> Or
     transformation("inner", inner)
     if work is not None and not callable(work):
         raise TypeError(f"work must be a function (rows, columns) -> cost, or None; got {work!r}")
+    flag("rounded", rounded)
     weigh = work or newton_schulz_work
     if isinstance(inner, Rescalable):
-        return Rescalable(lambda rms: _divided(inner.at_rms(rms), weigh))
-    return _divided(oriented(inner), weigh)
+        return Rescalable(lambda rms: _divided(inner.at_rms(rms), weigh, rounded))
+    return _divided(oriented(inner), weigh, rounded)
 
 
-def _divided(inner: OrientedTransformation, weigh: Work) -> OrientedTransformation:
+def _divided(inner: OrientedTransformation, weigh: Work, rounded: bool) -> OrientedTransformation:
     def update(updates, state, params=None, *, matrix_layout=UPRIGHT, **extra_args):
         mesh, specs = matrix_layout.mesh, list(matrix_layout.specs)
         if mesh is None or any(jnp.ndim(x) > 0 for x in jax.tree.leaves(state)):
@@ -77,38 +82,52 @@ def _divided(inner: OrientedTransformation, weigh: Work) -> OrientedTransformati
             one = lambda x, i: treated([x], [i])[0][0]  # noqa: E731
             return by_platform(stack, ids, cpu=lambda x, i: jax.lax.map(lambda pair: one(*pair), (x, i)), default=one)
 
-        return _exchange(treat, updates, extra_args["matrix_ids"], mesh, specs, weigh), treated([], [])[1]
+        new = _exchange(treat, updates, extra_args["matrix_ids"], mesh, specs, weigh, rounded)
+        return new, treated([], [])[1]
 
     return OrientedTransformation(inner.init, update)
 
 
-def _exchange(treat: Callable, arrays: list[jax.Array], ids: list[jax.Array], mesh: AbstractMesh, specs, work: Work):
+def _exchange(treat: Callable, arrays, ids: list[jax.Array], mesh: AbstractMesh, specs, work: Work, rounded: bool):
     """``treat`` every matrix on the device that owns it; the results lie as ``arrays`` do."""
     sizes = dict(mesh.shape)
     stacks = [stack_of(x.shape, x.dtype, spec) for x, spec in zip(arrays, specs, strict=True)]
     plan = make_plan(sizes, stacks, work)
+    staying = sum(team.stays for team in plan.teams)
+    travelling = plan.teams[staying:]
 
-    def on_device(mine: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
+    def on_device(half: bool, mine: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
         at = {a: jax.lax.axis_index(a) for a in sizes}
         device = flat_index(at, sizes, tuple(sizes))
-        own_ids = ids[jnp.asarray(plan.slots)[device]]
-        arrived = [_to_owners(team, mine, at, sizes) for team in plan.teams]
-        branches = [functools.partial(_treat_all, treat, kind, plan.teams) for kind in plan.kinds]
-        treated = jax.lax.switch(jnp.asarray(plan.kind)[device], branches, arrived, own_ids)
+        own_ids, start = ids[jnp.asarray(plan.slots)[device]], 0
         new: list[Any] = [None] * len(mine)
-        for team, buffer in zip(plan.teams, treated, strict=True):
-            for i, x in _to_holders(team, buffer, mine, sizes).items():
-                new[i] = x
+        for team in plan.teams[:staying]:
+            for i in dict.fromkeys(i for i, _ in team.owned[0]):
+                end = start + len(mine[i])
+                new[i], start = treat(mine[i], own_ids[start:end]), end
+        if travelling:
+            sent = [x.astype(jnp.bfloat16) if half and x.dtype == jnp.float32 else x for x in mine]
+            arrived = [_to_owners(team, sent, at, sizes) for team in travelling]
+            branches = [functools.partial(_treat_all, treat, kind[staying:], travelling) for kind in plan.kinds]
+            treated = jax.lax.switch(jnp.asarray(plan.kind)[device], branches, arrived, own_ids[start:])
+            for team, buffer in zip(travelling, treated, strict=True):
+                for i, x in _to_holders(team, buffer, sent, sizes).items():
+                    new[i] = x.astype(team.dtype)
         return new
 
-    mapped = jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(specs, PartitionSpec()),
-        out_specs=specs,
-        check_vma=False,  # what is gathered along copies is the same on all of them
-    )
-    return mapped(arrays, jnp.concatenate(ids))
+    def mapped(half: bool) -> Callable:
+        return jax.shard_map(
+            functools.partial(on_device, half),
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec()),
+            out_specs=specs,
+            check_vma=False,  # what is gathered along copies is the same on all of them
+        )
+
+    given = arrays, jnp.concatenate(ids)
+    if not rounded:
+        return mapped(False)(*given)
+    return by_platform(*given, cpu=mapped(False), tpu=mapped(True), default=mapped(False))
 
 
 def _to_owners(team: Team, mine: list[jax.Array], at: dict[str, Any], sizes: dict[str, int]) -> jax.Array:
@@ -118,7 +137,7 @@ def _to_owners(team: Team, mine: list[jax.Array], at: dict[str, Any], sizes: dic
     def sent(own: list[tuple[int, int]]) -> jax.Array:
         parts = [lines[i][j] for i, j in own]
         missing = team.length - sum(map(len, parts))
-        return jnp.concatenate([*parts, jnp.zeros((missing, LANES), team.dtype)])
+        return jnp.concatenate([*parts, jnp.zeros((missing, LANES), mine[team.stacks[0]].dtype)])
 
     pieces = math.prod(team.grid)
     outgoing = jnp.stack([sent(own) for own in team.owned]).reshape(-1, pieces, team.length, LANES)
@@ -144,7 +163,7 @@ def _treat_all(treat: Callable, kind, teams: list[Team], arrived: list[jax.Array
             end = start + count * lines_of(rows, columns)
             lines = pieces[:, start:end].reshape(*team.grid, count, -1, LANES)
             whole = from_lines(lines, rows, columns).transpose(2, 0, 3, 1, 4).reshape(count, *shape)
-            new = treat(whole, ids[slot : slot + count])
+            new = treat(whole.astype(team.dtype), ids[slot : slot + count]).astype(pieces.dtype)
             cut = new.reshape(count, team.grid[0], rows, team.grid[1], columns).transpose(1, 3, 0, 2, 4)
             done.append(to_lines(cut).reshape(math.prod(team.grid), -1, LANES))
             start, slot = end, slot + count

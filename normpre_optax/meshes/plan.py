@@ -60,12 +60,17 @@ class Team(NamedTuple):
     owned: list[list[tuple[int, int]]]
     length: int
 
+    @property
+    def stays(self) -> bool:
+        """Whether every device has its matrices whole, and nobody else treats them."""
+        return not self.copies and math.prod(self.grid) == 1
+
 
 class Plan(NamedTuple):
     """Who treats which matrices.
 
     Attributes:
-        teams: see ``Team``.
+        teams: see ``Team``; those that stay come first.
         loads: work of every device, in the shape of the mesh.
         kinds: what a device may have to do: for each team, the shapes of its matrices in order.
         kind: for every device, flat, which of them it is.
@@ -146,7 +151,7 @@ def _teams(
         piece = {i: lines_of(stacks[i].rows // grid[0], stacks[i].columns // grid[1]) for i in found}
         length = max(sum(piece[i] for i, _ in own) for own in owned)
         teams.append(Team(found, stacks[found[0]].dtype, copies, rows + columns, grid, owned, length))
-    return teams
+    return sorted(teams, key=lambda team: not team.stays)
 
 
 def _kinds(sizes: dict[str, int], stacks: Sequence[Stack], teams: list[Team]):

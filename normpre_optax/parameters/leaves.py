@@ -163,8 +163,9 @@ def boxed_specs(params: Any) -> list[PartitionSpec | None]:
 
     Example:
         >>> from flax.linen import Partitioned
-        >>> boxed_specs({"kernel": Partitioned(np.ones((4, 8)), names=("fsdp", None)), "bias": np.ones(8)})
-        [None, PartitionSpec('fsdp', None)]
+        >>> found = boxed_specs({"kernel": Partitioned(np.ones((4, 8)), names=("fsdp", None)), "bias": np.ones(8)})
+        >>> found[0], tuple(found[1])
+        (None, ('fsdp', None))
     """
     found = []
     for _, _, box, _ in named_leaves(params):

@@ -112,7 +112,7 @@ def test_explain_refuses_what_is_no_mesh_and_says_what_it_cannot_know():
     with pytest.raises(ValueError, match="say nothing without mesh="):
         npo.explain(params, shardings=PartitionSpec())
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    assert "give them shardings= too" in npo.explain(params, mesh=mesh)
+    assert "shardings=jax.tree.map(lambda x: x.sharding, params)" in npo.explain(params, mesh=mesh)
     assert "no matrices to divide" in npo.explain({"bias": jnp.ones(16)}, mesh=mesh)
     there = jax.device_put(params["up"]["kernel"], NamedSharding(mesh, PartitionSpec("fsdp")))
     with pytest.raises(ValueError, match="'up/kernel' lies on another mesh"):
