@@ -94,6 +94,46 @@ def test_bytes_beyond_the_fast_network():
         assert (cost.bytes, cost.far) == (64, far)
 
 
+CHAIN = """HloModule chain
+%begin (p.1: bf16[4]) -> bf16[16] {
+  %p.1 = bf16[4]{0} parameter(0)
+  %g.1 = bf16[16]{0} all-gather(%p.1), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}, chain_id="0"
+  ROOT %c.1 = bf16[16]{0} custom-call(%g.1), custom_call_target="AsyncCollectiveStart"
+}
+%end (p.2: bf16[4]) -> bf16[16] {
+  %p.2 = bf16[4]{0} parameter(0)
+  %g.2 = bf16[16]{0} all-gather(%p.2), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}, chain_id="0"
+  ROOT %c.2 = bf16[16]{0} custom-call(%g.2), custom_call_target="AsyncCollectiveDone"
+}
+ENTRY %main (p: bf16[4]) -> bf16[16] {
+  %p = bf16[4]{0} parameter(0)
+  %a = bf16[16]{0} fusion(%p), kind=kCustom, calls=%begin
+  ROOT %b = bf16[16]{0} fusion(%p), kind=kCustom, calls=%end
+}
+"""
+STARTED = """HloModule started
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %s = f32[4]{0} all-reduce-start(%p), channel_id=1, replica_groups={{0,1}}, to_apply=%add
+  BETWEEN
+  ROOT %d = f32[4]{0} all-reduce-done(%s)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "moved", "overlapped"),
+    [
+        (CHAIN, 32, 32),  # one collective, which two fusions show
+        (STARTED.replace("BETWEEN", "%m = f32[4]{0} multiply(%p, %p)"), 16, 16),
+        (STARTED.replace("BETWEEN", "%m = f32[4]{0} bitcast(%p)"), 16, 0),
+    ],
+)
+def test_what_moves_while_the_device_computes(text, moved, overlapped):
+    cost = hlo.cost(text)
+    assert (cost.bytes, cost.overlapped) == (moved, overlapped)
+
+
 OPTIMIZERS = {
     "normpre_g": npo.normpre_g,
     "normpre_l": functools.partial(npo.normpre_l, rank=2, oversample=2, warm_start=True),
