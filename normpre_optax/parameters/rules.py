@@ -95,7 +95,7 @@ def default_matrix_dims(path: str, leaf: Any) -> MatrixDims | None:
     1. Biases, scales and norms, embeddings, positional tables, output heads, routers, LoRA pairs, a state space's
        rates (`A_log`) and depthwise convolutions go to AdamW, however many axes they have.
     2. Axes named by a box of Linen (`nn.with_partitioning`) or Haliax tell layers, experts and heads, wherever they
-       stand.
+       stand; inputs and outputs are exchanged where only that goes with the bias.
     3. Layer axes in front are recognised by the biases and norms around a parameter (under `resolve`), else by a path
        with a plural such as `layers` or `blocks` that no index follows. What is left with one axis is a vector.
     4. Two axes are (in, out); (out, in) if the last name is `weight`, as in Equinox and PyTorch. Three axes are read
@@ -160,7 +160,7 @@ def _by_axis_names(path: str, leaf: Leaf) -> tuple[MatrixDims | None, str] | Non
         return None, f"stacked vector, {reason}"
     parts = path.split("/")
     if len(rest) == 2:
-        return _two(parts, rest), reason
+        return _as_its_bias(path, leaf, _two(parts, rest)), reason
     dims = attention.usual(path, leaf, rest)
     if len(heads) == len(rest) - 1:
         (width,) = (axis for axis in rest if axis not in heads)
@@ -168,7 +168,13 @@ def _by_axis_names(path: str, leaf: Leaf) -> tuple[MatrixDims | None, str] | Non
         dims = MatrixDims(heads, width) if inward else MatrixDims(width, heads)
     if dims is None:
         raise uncovered(path, leaf, f"its axes are named {_names(leaf)}")
-    return dims, reason
+    return _as_its_bias(path, leaf, dims), reason
+
+
+def _as_its_bias(path: str, leaf: Leaf, dims: MatrixDims) -> MatrixDims:
+    """These axes, or turned where only that goes with the bias: Levanter's GPT-2 keeps `weight` as (in, out)."""
+    turned = MatrixDims(inputs=dims.outputs, outputs=dims.inputs)
+    return turned if not fits_bias(path, leaf, dims) and fits_bias(path, leaf, turned) else dims
 
 
 def _names(leaf: Leaf) -> str:

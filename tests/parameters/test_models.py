@@ -269,11 +269,12 @@ def levanter(table):
 
 
 def levanter_linear(inputs, outputs, bias=False):
-    """Stacked, outputs in front of inputs, as Haliax's `Linear`."""
-    last = 1 + len(outputs)
-    sides = tuple(range(last, last + len(inputs))), tuple(range(1, last))
+    """Stacked; outputs in front of inputs, or behind them in GPT-2, whose layers have biases."""
+    front, back = (inputs, outputs) if bias else (outputs, inputs)
+    axes = {"layers": 2, **front, **back}
+    sides = (tuple(list(axes).index(name) for name in side) for side in (inputs, outputs))
     dims = MatrixDims(*(side if side[1:] else side[0] for side in sides))
-    table = {"weight": ({"layers": 2, **outputs, **inputs}, dims)}
+    table = {"weight": (axes, dims)}
     return table | ({"bias": ({"layers": 2, **outputs}, None)} if bias else {})
 
 
