@@ -9,10 +9,6 @@ import sys
 import types
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
 import normpre_optax as npo
@@ -28,6 +24,7 @@ NOT_RUN = {
     "design.md": "an excerpt of algorithm.py, which it shows",
     "diagnostics.md": "tests/test_diagnostics.py runs it",
     "family.md": "tests/test_family.py runs it",
+    "frameworks.md": "tests/test_frameworks.py runs it",
     "scaling.md": "wants eight devices; tests/meshes/test_run.py has its cases",
 }
 WITH_CODE = [page for page in PAGES if page.name not in NOT_RUN and BLOCK.search(page.read_text())]
@@ -200,54 +197,3 @@ def test_reports_get_a_heading():
     titled = load("pages").titled
     assert titled("results/small_eigh", "`command`\n") == "# small eigh\n\n`command`\n"
     assert titled("results/nano/README", "# Comparison\n") == "# Comparison\n"
-
-
-# Learning rates of docs/moving.md and of the README.
-
-SHAPES = {"square": (24, 24), "tall": (48, 24), "wide": (24, 48)}  # (out, in)
-
-
-def first_updates(tx, scale=1.0):
-    """The first update of kernels (in, out) under random gradients."""
-    keys = dict(zip(SHAPES, jax.random.split(jax.random.key(0), len(SHAPES)), strict=True))
-    grads = {name: {"kernel": scale * jax.random.normal(keys[name], SHAPES[name][::-1])} for name in SHAPES}
-    params = jax.tree.map(lambda x: jnp.full_like(x, 0.02), grads)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-    return {name: updates[name]["kernel"] for name in SHAPES}
-
-
-def sizes(tx):
-    """Root mean squares of the first updates."""
-    return {name: float(jnp.sqrt(jnp.mean(x**2))) for name, x in first_updates(tx).items()}
-
-
-@pytest.mark.slow
-def test_learning_rates_of_other_muons_become_ours():
-    # The exact msign: five steps of Newton-Schulz leave singular values between 0.7 and 1.2.
-    exact = {"weight_decay": 0.0, "ns_steps": None}
-    keller, moonlight = (sizes(npo.muon(1.0, convention=c, **exact)) for c in ("keller", "moonlight"))
-    ours = sizes(npo.normpre_g(1.0, **exact))
-    for name, (_, columns) in SHAPES.items():
-        np.testing.assert_allclose(keller[name], columns**-0.5, rtol=1e-5)
-        np.testing.assert_allclose(5 * columns**-0.5 * ours[name], keller[name], rtol=1e-5)
-        np.testing.assert_allclose(ours[name], moonlight[name], rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("consistent_rms", "convention"), [(None, "keller"), (0.2, "moonlight")])
-def test_optaxs_muon_has_the_size_of_ours(consistent_rms, convention):
-    theirs = sizes(optax.contrib.muon(0.01, consistent_rms=consistent_rms))
-    ours = sizes(npo.muon(0.01, convention=convention, weight_decay=0.0))
-    # Both run five steps of Newton-Schulz in float32, in another order of products.
-    np.testing.assert_allclose([*theirs.values()], [*ours.values()], rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_weight_decay_moves_with_the_learning_rate():
-    # Zero gradients leave the decay alone: lr wd must stay what it was.
-    rate = 5 * 0.02 / 24**0.5
-    before = first_updates(npo.muon(0.02, convention="keller", weight_decay=0.1), scale=0.0)
-    after = first_updates(npo.normpre_g(rate, weight_decay=0.1 * 0.02 / rate), scale=0.0)
-    for name in SHAPES:
-        np.testing.assert_allclose(before[name], -0.02 * 0.1 * 0.02, rtol=1e-6)
-        np.testing.assert_allclose(after[name], before[name], rtol=1e-6)

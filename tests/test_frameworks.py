@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of docs/frameworks.md: in the real library where it is installed, else in a stand-in of its signatures."""
+
+import dataclasses
+import importlib.util
+import re
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from tests.parameters import test_models as models
+
+PAGE = (Path(__file__).parents[1] / "docs" / "frameworks.md").read_text()
+
+
+def block(framework):
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$", PAGE.partition(f"## {framework}\n")[2].partition("\n## ")[0], re.S | re.M
+    )
+    return code
+
+
+def test_haiku():
+    exec(block("Haiku"), scope := {})
+    params, state = scope["params"], scope["state"]
+    losses = []
+    for _ in range(20):
+        params, state, loss = scope["step"](params, state)
+        losses.append(loss)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_maxtext():
+    """The rule is the one of docs/parameters.md, on LLaMA 3 with layers scanned along axis 1."""
+    exec(block("MaxText"), scope := models.rules())
+    config = types.SimpleNamespace(muon_beta=0.95, adam_b1=0.9, adam_b2=0.95, adam_eps=1e-8, adam_weight_decay=0.1)
+    tx = scope["normpre_muon"](config, optax.constant_schedule(1e-2))
+    params = models.tree(models.maxtext_llama3(scan=True))
+    updates = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params)[0], params)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """What Levanter's has of that name."""
+
+    learning_rate: float = 6e-4
+    weight_decay: float = 0.1
+
+    @staticmethod
+    def register_subclass(name):
+        return lambda cls: cls
+
+    def lr_scheduler(self, num_train_steps, override_lr=None):
+        return optax.cosine_decay_schedule(override_lr or self.learning_rate, num_train_steps)
+
+    def build_weight_decay_mask(self):
+        return lambda params: jax.tree.map(lambda leaf: True, params)
+
+
+@pytest.mark.parametrize("table", [models.levanter_gpt2, models.levanter_llama3])
+def test_levanter(table, monkeypatch):
+    if not importlib.util.find_spec("levanter"):
+        stand_in(monkeypatch, "levanter.optim", OptimizerConfig=OptimizerConfig)
+    exec(block("Levanter"), scope := {"__name__": __name__})
+    tx = scope["NormPreMuonConfig"](learning_rate=0.02, adam_learning_rate=0.005).build(100)
+    params = models.tree(table())
+    updates, state = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert set(state.hyperparams) == {"learning_rate", "adam_learning_rate"}
+
+
+class PeftTrainer:
+    """What tunix's begins with."""
+
+    def __init__(self, model, optimizer, training_config):
+        self.model, self.config = model, training_config
+        self.optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+
+def test_tunix(monkeypatch):
+    if not importlib.util.find_spec("tunix"):
+        config = dataclasses.make_dataclass("TrainingConfig", ["eval_every_n_steps", "max_steps"])
+        stand_in(monkeypatch, "tunix.sft.peft_trainer", PeftTrainer=PeftTrainer, TrainingConfig=config)
+    exec(block("tunix"), scope := {})
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    trainer = scope["trainer_of"](model, steps=10)
+    before = model.kernel[...]
+    for _ in range(2):  # the first step of the warm-up has a rate of zero
+        trainer.optimizer.update(model, nnx.state(model, nnx.Param))
+    assert abs(before - model.kernel[...]).max() > 0
+    assert trainer.optimizer.opt_state.hyperparams["learning_rate"][...] > 0  # where tunix looks for it
+
+
+def stand_in(monkeypatch, name, **content):
+    """A module of this name, and those above it."""
+    module = types.ModuleType(name)
+    vars(module).update(content)
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(parts[end - 1]))
+    monkeypatch.setitem(sys.modules, name, module)
