@@ -24,6 +24,7 @@ from normpre_optax.parameters.dims import (
     split_axes,
     to_matrices,
 )
+from normpre_optax.parameters.leaves import is_box
 from normpre_optax.parameters.rules import Choice, resolve
 from normpre_optax.transforms.blocks import blocks_of
 from normpre_optax.transforms.checks import choice, number, same_trees, transformation
@@ -143,7 +144,7 @@ def hold_norm(
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
-        return _on_matrices(hold, matrix_dims, params, updates, params, state.norm), state
+        return _on_matrices(hold, matrix_dims, params, updates, params, _like(params, state.norm)), state
 
     return at_least_float32(optax.GradientTransformationExtraArgs(init, update))
 
@@ -210,7 +211,7 @@ def hyperball(
             back = jnp.where((held > 0) & (after > 0), held / jnp.where(after > 0, after, 1), 1)
             return (back - 1) * w - back * size * u
 
-        trees = updates, params, state.norm, rates(params, matrix_dims)
+        trees = updates, params, _like(params, state.norm), rates(params, matrix_dims)
         new = _on_matrices(step, matrix_dims, params, *trees, rest=lambda u: -rate * u)
         return new, HyperballState(optax.safe_increment(state.count), state.norm)
 
@@ -264,7 +265,7 @@ def row_gains(
     of_directions, of_gains = map(optax.with_extra_args_support, (directions, gains))
 
     def init(params):
-        length = _of_matrices(lambda w, dims: _length(w, dims, "rows"), matrix_dims, params)
+        length = _like(params, _of_matrices(lambda w, dims: _length(w, dims, "rows"), matrix_dims, params))
         return RowGainsState(of_directions.init(params), of_gains.init(length), length)
 
     def update(updates, state, params=None, **extra_args):
@@ -383,9 +384,25 @@ def rates(params, matrix_dims):
 
 def _of_matrices(f: Callable, matrix_dims, params):
     """``f`` of every matrix and its axes, in a tree with ``optax.MaskedNode`` for what is none."""
-    leaves, treedef = jax.tree.flatten(params)
-    axes = _axes(params, matrix_dims)
-    return treedef.unflatten([optax.MaskedNode() if d is None else f(w, d) for w, d in zip(leaves, axes, strict=True)])
+    leaves, axes = jax.tree.leaves(params), _axes(params, matrix_dims)
+    return _opened(params).unflatten(
+        [optax.MaskedNode() if d is None else f(w, d) for w, d in zip(leaves, axes, strict=True)]
+    )
+
+
+def _opened(params):
+    """The tree without its boxes: axes named for a parameter, and shardings made of them, do not fit its lengths."""
+
+    def content(node):
+        first, *others = jax.tree.leaves(node) or [optax.MaskedNode()]
+        return [first, *others] if others else first
+
+    return jax.tree.structure(jax.tree.map(lambda x: content(x) if is_box(x) else x, params, is_leaf=is_box))
+
+
+def _like(params, lengths):
+    """What ``_of_matrices`` made, in the parameters' boxes."""
+    return jax.tree.structure(params).unflatten(_opened(params).flatten_up_to(lengths))
 
 
 def _on_matrices(f: Callable, matrix_dims, params, updates, *trees, rest: Callable = lambda u: u):

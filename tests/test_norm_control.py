@@ -3,6 +3,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -364,3 +365,16 @@ def test_multipliers_of_zero_freeze_gains_too():
     tx = npo.muon(0.1, norm_control="row_gains", rate_multipliers={"kernel": 0.0}, weight_decay=0.0)
     updates = cases.first_update(tx, {"kernel": jnp.ones((3, 3))}, params)
     np.testing.assert_allclose(updates["kernel"], 0, atol=1e-7)
+
+
+@pytest.mark.parametrize("control", ["hold", "hyperball"])
+def test_lengths_stand_in_no_box(control):
+    """A box names the axes of its parameter, and programs make shardings of them; a length has none of those axes."""
+    box = nn.Partitioned(jnp.eye(4, 8), names=("embed", "mlp"))
+    params, tx = {"up": {"kernel": box}}, npo.muon(1e-3, norm_control=control)
+    state = jax.eval_shape(tx.init, params)
+    updates, after = jax.eval_shape(tx.update, params, state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    boxes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    assert {x.value.shape for x in boxes if isinstance(x, nn.Partitioned) and jax.tree.leaves(x)} == {(4, 8)}
