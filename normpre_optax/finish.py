@@ -130,6 +130,12 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     return at_least_float32(optax.partition(parts, lambda _: labels))
 
 
+_AGAIN = (
+    "What makes a state must be as init had it: the optimizer, the parameters, orientation, rank, warm_start, "
+    "norm_control, and whether learning rates and decays are schedules. Or begin anew with init(params)."
+)
+
+
 def _refuse_foreign(state, init: Callable, params) -> None:
     """Say where a state is not what ``init`` makes."""
     given, wanted = (
@@ -141,8 +147,7 @@ def _refuse_foreign(state, init: Callable, params) -> None:
             is_there, belongs = (f"of shape {x[name]}" if name in x else "absent" for x in (given, wanted))
             raise ValueError(
                 f"this state is not of this optimizer with these parameters: state{name} is {is_there}, and should be "
-                f"{belongs}. What makes a state must be as init had it: the parameters, orientation, rank, warm_start, "
-                "norm_control, and whether learning rates and decays are schedules. Or begin anew with init(params)."
+                f"{belongs}. {_AGAIN}"
             )
 
 
@@ -192,7 +197,12 @@ _RULES = {
 def _update_with(direction: Callable, learning_rate, options, updates, state, params, extra_args: dict):
     tx = _optimizer(direction, learning_rate, options, params)
     _refuse_foreign(state, tx.init, params)
-    return tx.update(updates, state, params, **extra_args)
+    try:
+        return tx.update(updates, state, params, **extra_args)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        if jax.tree.structure(state) != jax.tree.structure(jax.eval_shape(tx.init, params)):
+            raise ValueError(f"this state is of another optimizer. {_AGAIN}") from error
+        raise
 
 
 def _compiled(direction: Callable, learning_rate, options: RestOptions) -> Callable:

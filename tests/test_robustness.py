@@ -232,3 +232,9 @@ def test_a_state_of_other_options_is_refused_even_where_it_would_run(factory, be
     given, tx = (factory(**{"learning_rate": 0.1} | options) for options in (before, after))
     with pytest.raises(ValueError, match="not of this optimizer with these parameters: state"):
         jax.eval_shape(tx.update, params, given.init(params), params)
+
+
+def test_a_state_of_another_optimizer_is_refused_where_its_arrays_are_alike():
+    params = {"dense": jnp.ones((16, 20))}
+    with pytest.raises(ValueError, match="state is of another optimizer"):
+        jax.eval_shape(npo.muoneq(0.1).update, params, npo.muon(0.1).init(params), params)

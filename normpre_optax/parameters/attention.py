@@ -33,6 +33,9 @@ def usual(path: str, leaf: Leaf, rest: tuple[int, ...]) -> MatrixDims | None:
 def doubt(path: str, leaf: Leaf, rest: tuple[int, ...]) -> str:
     """Why the query's and the output's shapes contradict the usual layout, or ""."""
     query, out = _pair(path, leaf, rest) if usual(path, leaf, rest) else ([], [])
+    fitting = _beside_a_matrix(path, leaf, query)
+    if not out and fitting and _TO_HEADS not in fitting:
+        return f"as (d, heads, size) a query would have {query[0]} inputs, which the output beside it contradicts"
     if not query or not out or query[0] == out[2] or query[1:] == out[:2]:
         return ""
     if possible(path, leaf, rest) == [usual(path, leaf, rest)]:
@@ -49,12 +52,25 @@ def possible(path: str, leaf: Leaf, rest: tuple[int, ...]) -> list[MatrixDims]:
     if query and out and (output or is_query(parts, leaf)):
         pairs = [(a, b) for a in _LAYOUTS for b in _LAYOUTS if _sizes(query, a)[:2] == _sizes(out, b)[:2]]
         told = {pair[output] for pair in pairs if pair[0] == _TO_HEADS or pair[1] == _FROM_HEADS}
+    elif not out and _beside_a_matrix(path, leaf, query):
+        told = _beside_a_matrix(path, leaf, query)
     elif out:  # a projection of another kind, such as from a latent: it has the output's heads, or its width, too
         own = [leaf.shape[axis] for axis in rest]
         told = {a for a in _LAYOUTS if _sizes(own, a)[1] == out[0]}
         told = {a for a in told if _sizes(own, a)[0] == out[2]} or told
     found = [_as_dims(layout, rest, output) for layout in _LAYOUTS if layout in told]
     return [dims for dims in found if fits_bias(path, leaf, dims)]
+
+
+def _beside_a_matrix(path: str, leaf: Leaf, query: list[int]) -> set[_Layout]:
+    """The layouts of a query that an output of two axes beside it allows, (heads x size, d) or turned; none if none."""
+    for other, shape in leaf.near.items() if query else ():
+        parts = other.split("/")
+        named = parts[module_depth(parts) - 1].lower() in OUTPUTS and container(other) == container(path)
+        if named and len(shape) == leaf.ndim - 1:
+            sizes = {layout: _sizes(query, layout) for layout in _LAYOUTS[:2]}
+            return {a for a, (d, heads, size) in sizes.items() if sorted((d, heads * size)) == sorted(shape[-2:])}
+    return set()
 
 
 def _as_dims(layout: _Layout, rest: tuple[int, ...], output: bool) -> MatrixDims:

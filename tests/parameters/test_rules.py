@@ -231,6 +231,8 @@ MISREAD = {
     "heads first, by the bias": {"query/kernel": ((4, 32, 8), HEADS_FIRST), "query/bias": ((4, 8), None)},
     "heads first in short": {f"attn/w{x}": ((4, 32, 8), HEADS_FIRST) for x in "qkv"}
     | {"attn/wo": ((4, 8, 32), FROM_HEADS)},
+    "heads first, by an output of two axes": {f"attn/w{x}": ((4, 32, 8), HEADS_FIRST) for x in "qk"}
+    | {"attn/wo": ((32, 32), IN_OUT)},
     "bare matrices by head": {
         **{f"blocks/0/attn/W_{x}": ((4, 32, 8), HEADS_FIRST) for x in "QKV"},
         **{f"blocks/0/attn/b_{x}": ((4, 8), None) for x in "QKV"},
