@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from .config import RunError
@@ -72,7 +73,7 @@ class Checkpoints:
         if jax.default_backend() == "cpu":
             # Orbax copies device memory before it returns, but on CPU it would read these buffers themselves.
             state = jax.tree.map(jnp.copy, state)
-        facts = {"data": data_state, "leaves": leaves_of(state)}
+        facts = {"data": data_state, "leaves": leaves_of(state), "sums": sums_of(state)}
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts))
         with writing(self.folder):
             self._manager.save(step, args=items, force=True)
@@ -91,7 +92,12 @@ class Checkpoints:
             if stored == expected:
                 abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)  # keeps the sharding
                 items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-                return self._manager.restore(step, args=items)["state"], facts["data"]
+                state = self._manager.restore(step, args=items)["state"]
+                written = facts.get("sums")  # Checkpoints of before 0.2.0 have none.
+                changed = [path for path, total in sums_of(state).items() if written and written[path] != total]
+                if not changed:
+                    return state, facts["data"]
+                raise ValueError(f"{changed[0]} is not what was written")
         except Exception as error:  # Orbax, Tensorstore and JSON each have their own
             raise Damaged(f"{folder} is damaged ({first_line(error)})") from error
         name = next(k for k in [*stored, *expected] if stored.get(k) != expected.get(k))
@@ -117,6 +123,25 @@ def leaves_of(state: Any) -> dict[str, str]:
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
         for path, leaf in leaves
     }
+
+
+def sums_of(state: Any) -> dict[str, int]:
+    """Path -> sum of the bits of every array, modulo 2^32: the same however it lies on devices."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): sum_of_bits(leaf) for path, leaf in leaves}
+
+
+def sum_of_bits(x: jax.Array) -> int:
+    """The entries of an array, taken for unsigned integers, summed modulo 2^32."""
+    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    if x.is_fully_addressable:
+        return int(np.sum(np.asarray(x).reshape(-1).view(unsigned), dtype=np.uint32))
+    return int(_sum_of_bits(x, unsigned))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sum_of_bits(x: jax.Array, unsigned: jnp.dtype) -> jax.Array:
+    return jnp.sum(jax.lax.bitcast_convert_type(x, unsigned), dtype=jnp.uint32)
 
 
 @functools.cache

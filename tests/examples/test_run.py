@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -260,6 +261,23 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(copy, finished, ca
     assert said.err == ""
     assert files(run / "checkpoints") == ["12", "12.damaged", "12.damaged1", "8"]
     assert losses(run) == losses(finished[0])
+
+
+def test_a_checkpoint_that_can_be_read_and_is_not_what_was_written_is_damaged(copy, capfd):
+    run, _ = copy
+    largest = max((run / "checkpoints" / "12" / "state").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 8] = bytes(8)
+    largest.write_bytes(content)
+    assert "is not what was written" in refused(["evaluate", str(run)], capfd)
+
+
+def test_the_bits_of_an_array_have_one_sum_however_it_lies():
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
+        x = jnp.asarray(np.random.default_rng(0).standard_normal((33, 7)) * 50).astype(dtype)
+        unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        assert checkpoint.sum_of_bits(x) == int(checkpoint._sum_of_bits(x, unsigned))
 
 
 def test_where_all_checkpoints_are_damaged_nothing_is_moved(copy, capfd):
