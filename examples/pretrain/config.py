@@ -190,7 +190,8 @@ class Config:
     micro_batch: int | None = None
     """Sequences per forward and backward pass; their gradients are added up before the update. None: all at once."""
     learning_rate: float = 4e-3
-    """Peak learning rate (updates of hidden matrices are matched to AdamW's size)."""
+    """Peak learning rate. Updates of hidden matrices have about AdamW's size; under --matrix.norm-control hyperball the
+    rate is the size of a step relative to the weights, 1e-2 to 2e-2."""
     adam_learning_rate: float | None = None
     """Peak learning rate of what is no hidden matrix, by AdamW under all optimizers; None: --learning-rate."""
     base_width: int | None = None

@@ -18,7 +18,7 @@ from examples.analysis.plot_loss import plot_loss
 from . import cluster, data, logs
 from .checkpoint import Checkpoints, Damaged
 from .commands import Trained, load
-from .config import Config, Diverged, RunError, differences, to_dict
+from .config import Config, Diverged, MatrixConfig, RunError, differences, to_dict
 from .evaluate import Score
 from .generate import generate
 from .optimizers import parameter_table
@@ -233,12 +233,16 @@ def introduce(
     devices = f"{trainer.layout.devices} x {environment['device']['kind']} ({config.mesh})"
     parts = f", {config.micro_batch} at a time," if config.micro_batch else ""
     shorter = warmup_steps(config) != config.warmup_steps
+    usual = MatrixConfig()
+    chosen = {name: value for name, value in vars(config.matrix).items() if value != getattr(usual, name)}
+    chosen |= {"AdamW's rate": f"{config.adam_learning_rate:g}"} if config.adam_learning_rate else {}
+    settings = "".join(f", {name.replace('_', ' ')} {value}" for name, value in chosen.items())
     console.print(
         f"Text       {texts['source']}: {texts['train']['documents']:,} documents ({texts['train']['tokens']:,} tokens "
         f"of {dataset.vocabulary:,} kinds) to train on, {texts['validation']['documents']:,} others to validate\n"
         f"Model      {model.family}, {model.layers} layers, width {model.width}, context {model.context}: "
         f"{count:,} parameters\n"
-        f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}; {totals}\n"
+        f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}{settings}; {totals}\n"
         f"Run        {config.steps:,} steps of {config.batch_size} x {model.context} tokens{parts} "
         f"({tokens / 1e6:,.2f} M) on {devices if config.mesh else environment['device']['kind']} in {run['dtype']}\n"
         + f"Warm-up    {warmup_steps(config)} of these steps, not {config.warmup_steps}\n"
