@@ -5,6 +5,7 @@
 
 - ``transforms.batches``: matrices in turn (CPU), a few parameters at a time (TPU), stacks (GPU);
 - ``meshes.exchange``: a device's matrices in turn (CPU), or as one stack; what travels is rounded (TPU);
+- ``meshes.run``: what all devices have whole is shared out, or treated by each (TPU);
 - ``transforms.wrappers``: rows or columns by a branch, over parts (GPU), or both and a choice (TPU);
 - ``transforms.precondition``: the sketch reads Psi in bfloat16 (GPU);
 - ``linalg.rows``: doubtful rows measured again (CPU);

@@ -29,7 +29,7 @@ TABLE = {
     "meshes/small.py": ({"jax"}, {"meshes.specs"}),
     "meshes/run.py": (
         {"jax"},
-        {"meshes.specs", "parameters.dims", "transforms.batches", "transforms.oriented"},
+        {"meshes.specs", "parameters.dims", "platforms", "transforms.batches", "transforms.oriented"},
     ),
     "transforms/": (
         THIRD_PARTY,

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from normpre_optax.meshes.specs import axes_of, check_spec, leading, matrix_spec, spec_of
 from normpre_optax.parameters.dims import MatrixDims, batch_sizes, matrix_shape, split_axes
+from normpre_optax.platforms import by_platform
 from normpre_optax.transforms import batches
 from normpre_optax.transforms.batches import Parameter, Stage, is_per_parameter, on_stacks
 from normpre_optax.transforms.oriented import MatrixLayout
@@ -56,18 +57,16 @@ def run_on_mesh(
     for i, parameter in enumerate(parameters):
         groups.setdefault((parameter.kind(), place(i)), []).append(i)
     work = functools.partial(_on_stacks, stage, lie, list(groups.values()))
-    if lie is not None and _is_each_alone(lie, dict(mesh.shape)):
-        work = functools.partial(batches.run, stage)
+    named = {a for spec in lie or () for entry in spec for a in axes_of(entry)}
+    if lie is not None and math.prod(mesh.shape[a] for a in named) == 1:  # Everyone has everything.
+        alone, shared_out = functools.partial(batches.run, stage), work
+        # A TPU takes longer to pack what others are to treat than to treat it.
+        work = functools.partial(by_platform, cpu=shared_out, tpu=alone, default=shared_out)
+        work = alone if named or mesh.size == 1 else work
     if AxisType.Explicit not in mesh.axis_types:
         return work(parameters, shared)
     out = (lie, *jax.tree.map(spec_of, ([p.state for p in parameters], shared)))
     return _in_auto_axes(work, mesh, out)(parameters, shared)
-
-
-def _is_each_alone(specs: list[PartitionSpec], sizes: dict[str, int]) -> bool:
-    """Whether every device has everything and there is nobody to share the work with: on one, or on copies of one."""
-    named = {a for spec in specs for entry in spec for a in axes_of(entry)}
-    return math.prod(sizes[a] for a in named or sizes) == 1
 
 
 def _on_stacks(

@@ -93,3 +93,16 @@ def test_on_a_tpu_what_travels_is_rounded_where_products_are(compute_dtype, roun
     error = float(jnp.linalg.norm(tpu - plain) / jnp.linalg.norm(plain))
     # Once each way, by at most 2^-9 of an entry; five steps for a flat spectrum hardly enlarge it.
     assert 0 < error < 2**-7 if rounds else error == 0
+
+
+@pytest.mark.parametrize(("kind", "gathers"), [("gpu", True), ("tpu", False)])
+def test_what_all_devices_have_is_shared_out_but_on_a_tpu(kind, gathers):
+    mesh = jax.make_mesh((8,), ("data",))
+    params = {f"up_{i}": gaussian((16, 24)) for i in range(4)}
+    there = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    tx = npo.as_matrices(npo.MatrixDims(0, 1), npo.orthogonalize())
+    update = jax.jit(on(kind, tx.update))
+    assert ("all_gather" in update.lower(there, tx.init(there)).as_text()) == gathers
+    found, expected = update(there, tx.init(there))[0], tx.update(params, tx.init(params))[0]
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, atol=1e-5)
