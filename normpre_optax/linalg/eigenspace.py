@@ -118,7 +118,8 @@ def leading_modes_sketches(
         compute_dtype: see ``leading_modes_sketch``.
         short_is_sharded: for matrices on a mesh: whether the rows are spread over devices and the columns are not.
             Bases between power steps are then made orthonormal on the long side, which every device holds whole.
-        solve: what to call instead of ``together``.
+        solve: what to call instead of ``together`` for the last problems; the factorisations before are then made one
+            by one, as their results would have to travel, too.
 
     Returns:
         ``Modes`` of each.
@@ -133,7 +134,8 @@ def leading_modes_sketches(
         [25.0, 1.0]
     """
     in_small = jax.named_scope("small")(solve or together)
-    q, seen, grams = _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded, in_small)
+    factor = in_small if solve is None else _one_by_one
+    q, seen, grams = _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded, factor)
     pairs = in_small(lambda pair: _rayleigh_ritz(*pair), grams)
     return [
         Modes(values[..., :k], exact_product(z[..., :k, :], a), exact_product(z[..., :k, :], b))
@@ -192,7 +194,8 @@ def clip_sketches(
         [1. 1. 1.] [[32.]]
     """
     in_small = jax.named_scope("small")(solve or together)
-    q, seen, grams = _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded, in_small)
+    factor = in_small if solve is None else _one_by_one
+    q, seen, grams = _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded, factor)
     problems = [(*pair, level) for pair, level in zip(grams, levels, strict=True)]
     found = in_small(lambda problem: _clipped(*problem), problems)
     return [
@@ -211,7 +214,7 @@ def _clipped(gram: jax.Array, interaction: jax.Array, level: jax.Array) -> tuple
     return exact_product(change, inverse), inverse, removed
 
 
-def _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded, solve):
+def _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded, factor):
     """Nearly orthonormal bases Q in rows, ``B = Q Psi``, and both Gram matrices."""
     on_long_side = short_is_sharded or [False] * len(psis)
 
@@ -220,7 +223,7 @@ def _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_
 
     def basis(ys: list[jax.Array], chosen: Sequence[bool]) -> list[jax.Array]:
         grams = [exact_product(y, y.mT) if here else None for y, here in zip(ys, chosen, strict=True)]
-        inverses = solve(lambda g: inverse_cholesky(g, spare=True), grams)
+        inverses = factor(lambda g: inverse_cholesky(g, spare=True), grams)
         return [y if i is None else exact_product(i, y) for y, i in zip(ys, inverses, strict=True)]
 
     def shorter(factors: Sequence[jax.Array]) -> list[jax.Array]:
@@ -249,6 +252,10 @@ def _orthonormal(gram: jax.Array, interaction: jax.Array) -> tuple[jax.Array, ja
     """What makes a basis of that Gram matrix orthonormal, and the interaction in the new one."""
     inverse = inverse_cholesky(gram)
     return inverse, exact_product(exact_product(inverse, interaction), inverse.mT)
+
+
+def _one_by_one(f: Callable, problems: Sequence[Any]) -> list[Any]:
+    return [None if problem is None else jax.named_scope("small")(f)(problem) for problem in problems]
 
 
 def together(f: Callable, problems: Sequence[Any]) -> list[Any]:
