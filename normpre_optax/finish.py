@@ -136,11 +136,11 @@ _AGAIN = (
 )
 
 
-def _refuse_foreign(state, init: Callable, params) -> None:
-    """Say where a state is not what ``init`` makes."""
+def _refuse_foreign(state, own) -> None:
+    """Say where a state is not what ``init`` makes, ``own``."""
     given, wanted = (
         {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (state, jax.eval_shape(init, params))
+        for tree in (state, own)
     )
     for name in given | wanted:
         if given.get(name) != wanted.get(name):
@@ -159,7 +159,7 @@ def _as_boxes_say(found: Choices, params) -> Choices:
     known = lambda spec: spec is not None and {a for entry in spec for a in axes_of(entry)} <= set(mesh.shape)  # noqa: E731
     specs = [spec if known(spec) else None for spec in boxed_specs(params)]
     untold = any(spec is None and one.dims is not None for spec, one in zip(specs, found.values(), strict=True))
-    arrays = [x for x in jax.tree.leaves(params) if not isinstance(x, Tracer)]
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
     if untold and not all(x.sharding.is_fully_replicated for x in arrays):
         warnings.warn(
             "parameters lie spread over Auto axes of a mesh, of which JAX says nothing inside jit: XLA will gather "
@@ -196,11 +196,12 @@ _RULES = {
 
 def _update_with(direction: Callable, learning_rate, options, updates, state, params, extra_args: dict):
     tx = _optimizer(direction, learning_rate, options, params)
-    _refuse_foreign(state, tx.init, params)
+    own = jax.eval_shape(tx.init, params)
+    _refuse_foreign(state, own)
     try:
         return tx.update(updates, state, params, **extra_args)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        if jax.tree.structure(state) != jax.tree.structure(jax.eval_shape(tx.init, params)):
+        if jax.tree.structure(state) != jax.tree.structure(own):
             raise ValueError(f"this state is of another optimizer. {_AGAIN}") from error
         raise
 

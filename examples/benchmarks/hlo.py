@@ -399,7 +399,7 @@ def collective(instruction: Instruction) -> str | None:
 
 def continued(instruction: Instruction, computation: Computation) -> bool:
     """Whether it stands for a collective that another fusion has begun: a TPU's repeat it until it is done."""
-    return _in_chain(instruction) and not any(_target(i) == "AsyncCollectiveStart" for i in computation.values())
+    return _in_chain(instruction) and not any(call_target(i) == "AsyncCollectiveStart" for i in computation.values())
 
 
 def overlaps(instruction: Instruction, computation: Computation) -> bool:
@@ -419,7 +419,8 @@ def _in_chain(instruction: Instruction) -> bool:
     return collective(instruction) is not None and "chain_id=" in instruction.rest
 
 
-def _target(instruction: Instruction) -> str | None:
+def call_target(instruction: Instruction) -> str | None:
+    """What a custom call calls."""
     return attribute(instruction, r'custom_call_target="([^"]*)"')
 
 

@@ -69,7 +69,7 @@ class Tpu(Memory):
 
     def price(self, program: hlo.Program, i: hlo.Instruction, computation: hlo.Computation) -> Price:
         """Cycles as the compiler estimates them; it prices products as if their operands were on the chip."""
-        target = hlo.attribute(i, r'custom_call_target="([^"]*)"')
+        target = hlo.call_target(i)
         if target in FREE_CALLS:
             return Price()
         moved = traffic.moved(program, i, computation)
@@ -124,7 +124,7 @@ class Gpu(Memory):
 
     def price(self, program: hlo.Program, i: hlo.Instruction, computation: hlo.Computation) -> Price:
         """Bytes or operations of a kernel, whichever take longer, and its launch."""
-        target = hlo.attribute(i, r'custom_call_target="([^"]*)"')
+        target = hlo.call_target(i)
         if target in FREE_CALLS:
             return Price()
         moved = traffic.moved(program, i, computation)

@@ -14,10 +14,10 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from .config import RunError
+
+T = TypeVar("T")
 
 
 class Damaged(RunError):
@@ -94,7 +96,8 @@ class Checkpoints:
                 items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
                 state = self._manager.restore(step, args=items)["state"]
                 written = facts.get("sums")  # Checkpoints of before 0.2.0 have none.
-                changed = [path for path, total in sums_of(state).items() if written and written[path] != total]
+                found = sums_of(state) if written else {}
+                changed = [path for path, total in found.items() if written[path] != total]
                 if not changed:
                     return state, facts["data"]
                 raise ValueError(f"{changed[0]} is not what was written")
@@ -118,23 +121,23 @@ class Checkpoints:
 
 def leaves_of(state: Any) -> dict[str, str]:
     """Path -> dtype and shape of every array."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in leaves
-    }
+    return _by_path(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", state)
 
 
 def sums_of(state: Any) -> dict[str, int]:
     """Path -> sum of the bits of every array, modulo 2^32: the same however it lies on devices."""
+    return _by_path(sum_of_bits, state)
+
+
+def _by_path(f: Callable[[Any], T], state: Any) -> dict[str, T]:
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): sum_of_bits(leaf) for path, leaf in leaves}
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): f(leaf) for path, leaf in leaves}
 
 
 def sum_of_bits(x: jax.Array) -> int:
     """The entries of an array, taken for unsigned integers, summed modulo 2^32."""
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    if x.is_fully_addressable:
+    if x.is_fully_addressable and jax.default_backend() == "cpu":  # Elsewhere this would copy it to the host.
         return int(np.sum(np.asarray(x).reshape(-1).view(unsigned), dtype=np.uint32))
     return int(_sum_of_bits(x, unsigned))
 

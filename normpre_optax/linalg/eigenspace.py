@@ -133,10 +133,9 @@ def leading_modes_sketches(
         >>> print([modes.values.round(2).item() for modes in found])
         [25.0, 1.0]
     """
-    in_small = jax.named_scope("small")(solve or together)
-    factor = in_small if solve is None else _one_by_one
+    factor, last = _solvers(solve)
     q, seen, grams = _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded, factor)
-    pairs = in_small(lambda pair: _rayleigh_ritz(*pair), grams)
+    pairs = last(lambda pair: _rayleigh_ritz(*pair), grams)
     return [
         Modes(values[..., :k], exact_product(z[..., :k, :], a), exact_product(z[..., :k, :], b))
         for (values, z), a, b, k in zip(pairs, q, seen, ranks, strict=True)
@@ -193,11 +192,10 @@ def clip_sketches(
         >>> print(jnp.diag(psi + clip.vectors.T @ clip.coordinates).round(2), clip.removed.round(2))
         [1. 1. 1.] [[32.]]
     """
-    in_small = jax.named_scope("small")(solve or together)
-    factor = in_small if solve is None else _one_by_one
+    factor, last = _solvers(solve)
     q, seen, grams = _subspaces(psis, omegas, squares, power_iterations, compute_dtype, short_is_sharded, factor)
     problems = [(*pair, level) for pair, level in zip(grams, levels, strict=True)]
-    found = in_small(lambda problem: _clipped(*problem), problems)
+    found = last(lambda problem: _clipped(*problem), problems)
     return [
         Clip(exact_product(change, a), exact_product(inverse, b), removed)
         for (change, inverse, removed), a, b in zip(found, q, seen, strict=True)
@@ -254,8 +252,14 @@ def _orthonormal(gram: jax.Array, interaction: jax.Array) -> tuple[jax.Array, ja
     return inverse, exact_product(exact_product(inverse, interaction), inverse.mT)
 
 
+def _solvers(solve: Callable | None) -> tuple[Callable, Callable]:
+    """How the factorisations between the products are made, and how the last problems are solved."""
+    factor, last = (together, together) if solve is None else (_one_by_one, solve)
+    return jax.named_scope("small")(factor), jax.named_scope("small")(last)
+
+
 def _one_by_one(f: Callable, problems: Sequence[Any]) -> list[Any]:
-    return [None if problem is None else jax.named_scope("small")(f)(problem) for problem in problems]
+    return [None if problem is None else f(problem) for problem in problems]
 
 
 def together(f: Callable, problems: Sequence[Any]) -> list[Any]:

@@ -7,6 +7,8 @@ Names do not tell. The query and the output beside each other do, which have one
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.leaves import Leaf, container, fits_bias, module_depth
 from normpre_optax.parameters.roles import OUTPUTS, is_output, is_query, is_weight
@@ -48,12 +50,13 @@ def possible(path: str, leaf: Leaf, rest: tuple[int, ...]) -> list[MatrixDims]:
     parts = path.split("/")
     output = is_output(parts, leaf)
     query, out = _pair(path, leaf, rest)
+    fitting = set() if out else _beside_a_matrix(path, leaf, query)
     told: set[_Layout] = set(_LAYOUTS)
     if query and out and (output or is_query(parts, leaf)):
         pairs = [(a, b) for a in _LAYOUTS for b in _LAYOUTS if _sizes(query, a)[:2] == _sizes(out, b)[:2]]
         told = {pair[output] for pair in pairs if pair[0] == _TO_HEADS or pair[1] == _FROM_HEADS}
-    elif not out and _beside_a_matrix(path, leaf, query):
-        told = _beside_a_matrix(path, leaf, query)
+    elif fitting:
+        told = fitting
     elif out:  # a projection of another kind, such as from a latent: it has the output's heads, or its width, too
         own = [leaf.shape[axis] for axis in rest]
         told = {a for a in _LAYOUTS if _sizes(own, a)[1] == out[0]}
@@ -64,13 +67,11 @@ def possible(path: str, leaf: Leaf, rest: tuple[int, ...]) -> list[MatrixDims]:
 
 def _beside_a_matrix(path: str, leaf: Leaf, query: list[int]) -> set[_Layout]:
     """The layouts of a query that an output of two axes beside it allows, (heads x size, d) or turned; none if none."""
-    for other, shape in leaf.near.items() if query else ():
-        parts = other.split("/")
-        named = parts[module_depth(parts) - 1].lower() in OUTPUTS and container(other) == container(path)
-        if named and len(shape) == leaf.ndim - 1:
-            sizes = {layout: _sizes(query, layout) for layout in _LAYOUTS[:2]}
-            return {a for a, (d, heads, size) in sizes.items() if sorted((d, heads * size)) == sorted(shape[-2:])}
-    return set()
+    matrix = next((shape for _, shape in _beside(path, leaf, OUTPUTS) if len(shape) == leaf.ndim - 1), None)
+    if not query or matrix is None:
+        return set()
+    sizes = {layout: _sizes(query, layout) for layout in _LAYOUTS[:2]}
+    return {a for a, (d, heads, size) in sizes.items() if sorted((d, heads * size)) == sorted(matrix[-2:])}
 
 
 def _as_dims(layout: _Layout, rest: tuple[int, ...], output: bool) -> MatrixDims:
@@ -86,11 +87,15 @@ def _pair(path: str, leaf: Leaf, rest: tuple[int, ...]) -> tuple[list[int], list
     """Sizes of the query and of the output in the parameter's attention, along its axes `rest`; [] where unknown."""
 
     def sizes(names: set[str]) -> list[int]:
-        for other, shape in leaf.near.items():
-            parts = other.split("/")
-            named = parts[module_depth(parts) - 1].lower() in names and container(other) == container(path)
-            if named and len(shape) == leaf.ndim and not is_weight(parts):
-                return [shape[axis] for axis in rest]
-        return []
+        found = (shape for parts, shape in _beside(path, leaf, names) if not is_weight(parts))
+        return next(([shape[axis] for axis in rest] for shape in found if len(shape) == leaf.ndim), [])
 
     return sizes(_QUERY), sizes(OUTPUTS)
+
+
+def _beside(path: str, leaf: Leaf, names: set[str]) -> Iterator[tuple[list[str], tuple[int, ...]]]:
+    """Path and shape of what stands in the parameter's attention under one of these names."""
+    for other, shape in leaf.near.items():
+        parts = other.split("/")
+        if parts[module_depth(parts) - 1].lower() in names and container(other) == container(path):
+            yield parts, shape
