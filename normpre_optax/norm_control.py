@@ -6,6 +6,7 @@ itself; what is no matrix passes through. ``row_gains`` goes further and trains 
 All of them work in the parameters' own layout.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from normpre_optax.meshes.specs import gathered
 from normpre_optax.parameters.dims import (
@@ -140,7 +142,7 @@ def hold_norm(
         return _lengthened(u, w, jnp.where(held > 0, held - before - growth, 0), after)
 
     def init(params):
-        return HeldNormState(_of_matrices(first, matrix_dims, params))
+        return HeldNormState(_seen(_of_matrices(first, matrix_dims, params)))
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
@@ -194,11 +196,11 @@ def hyperball(
     """
     choice("per", per, ("matrix", "rows"))
     if not callable(learning_rate):
-        number("learning_rate", learning_rate)
+        number("learning_rate", learning_rate, least=0)
 
     def init(params):
         norm = _of_matrices(lambda w, dims: _length(w, dims, per), matrix_dims, params)
-        return HyperballState(jnp.zeros((), jnp.int32), norm)
+        return HyperballState(jnp.zeros((), jnp.int32), _seen(norm))
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
@@ -265,7 +267,7 @@ def row_gains(
     of_directions, of_gains = map(optax.with_extra_args_support, (directions, gains))
 
     def init(params):
-        length = _like(params, _of_matrices(lambda w, dims: _length(w, dims, "rows"), matrix_dims, params))
+        length = _like(params, _seen(_of_matrices(lambda w, dims: _length(w, dims, "rows"), matrix_dims, params)))
         return RowGainsState(of_directions.init(params), of_gains.init(length), length)
 
     def update(updates, state, params=None, **extra_args):
@@ -388,6 +390,24 @@ def _of_matrices(f: Callable, matrix_dims, params):
     return _opened(params).unflatten(
         [optax.MaskedNode() if d is None else f(w, d) for w, d in zip(leaves, axes, strict=True)]
     )
+
+
+def _seen(norms):
+    """Lengths that ``init`` found; a warning where there are none. Inside ``jit`` nothing is known of them."""
+    named = jax.tree_util.tree_leaves_with_path(norms)
+    here = [(path, x) for path, x in named if not isinstance(x, Tracer) and x.is_fully_addressable]
+    lengths = jax.device_get([x for _, x in here])
+    none = [path for (path, _), length in zip(here, lengths, strict=True) if not length.all()]
+    if none:
+        first = jax.tree_util.keystr(none[0], simple=True, separator="/")
+        more = f" and {len(none) - 1} more" if none[1:] else ""
+        warnings.warn(
+            f"norm control: parameter {first!r}{more}, or a row of it, begins at zero: there is no length to hold, so "
+            "it grows freely and undecayed. Begin it with a small standard deviation, or leave it to AdamW (None in "
+            "matrix_dims)",
+            stacklevel=2,
+        )
+    return norms
 
 
 def _opened(params):

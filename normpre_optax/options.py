@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, get_args, get_type_hints
 
 import jax
@@ -221,7 +221,7 @@ class RestOptions(LayoutOptions, total=False):
             "does not decay.",
         ),
     ]
-    adam_learning_rate: Annotated[Rate | None, Option(None, "AdamW's, if it is to differ.")]
+    adam_learning_rate: Annotated[Rate | None, Option(None, "AdamW's, if it is to differ.", least=0)]
     adam_b1: Annotated[Number, Option(0.9, "AdamW's first decay rate.", least=0, below=1)]
     adam_b2: Annotated[Number, Option(0.95, "AdamW's second decay rate.", least=0, below=1)]
     adam_eps: Annotated[Number, Option(1e-8, "AdamW's epsilon.", least=0)]
@@ -317,16 +317,14 @@ def with_options(factory: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(factory)
     def complete(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs.keys() - signature.parameters.keys():
-            near = difflib.get_close_matches(name, signature.parameters, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(signature.parameters)}"
-            raise TypeError(f"{factory.__name__}() has no option {name!r}: {hint}")
+            raise TypeError(f"{factory.__name__}() has no option {name!r}: {_hint(name, signature.parameters)}")
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{factory.__name__}(): {error}") from None
         bound.apply_defaults()
         for name, value in bound.arguments.items():
-            _, option = shared.get(name, (None, None))
+            _, option = shared.get(name, (None, _OWN.get(name)))
             limits = {} if option is None else {"least": option.least, "below": option.below}
             of_type(name, value, signature.parameters[name].annotation, **limits)
         return factory(*bound.args, **bound.kwargs)
@@ -334,6 +332,27 @@ def with_options(factory: Callable[P, R]) -> Callable[P, R]:
     complete.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     complete.__doc__ = _documented(factory.__doc__, {p.name: shared[p.name][1].meaning for p in added})
     return complete
+
+
+_OWN = {"learning_rate": Option(None, "number or schedule", least=0)}
+# How optax's and torch's Muon, Keller Jordan's and AdamW call what has another name here.
+_ELSEWHERE = {
+    **dict.fromkeys(("lr", "eta", "step_size"), "learning_rate"),
+    **dict.fromkeys(("beta", "mu"), "momentum"),
+    **dict.fromkeys(("adam_lr", "adamw_lr"), "adam_learning_rate"),
+    **dict.fromkeys(("muon_weight_dimension_numbers", "weight_dimension_numbers"), "matrix_dims"),
+    **dict.fromkeys(("consistent_rms", "adjust_lr_fn"), "convention"),
+    **dict.fromkeys(("b1", "b2", "eps"), "adam_{}"),
+    **{"ns_coeffs": "ns_coefficients", "wd": "weight_decay", "mask": "weight_decay_mask", "dtype": "compute_dtype"},
+}
+
+
+def _hint(name: str, names: Iterable[str]) -> str:
+    """What was meant by an option that is none."""
+    known = tuple(names)
+    near = [_ELSEWHERE.get(name, "").format(name), *difflib.get_close_matches(name, known, n=1)]
+    meant = next((found for found in near if found in known), None)
+    return f"did you mean {meant!r}?" if meant else f"it takes {', '.join(known)}"
 
 
 def _is_option(parts: tuple) -> bool:

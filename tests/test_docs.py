@@ -25,7 +25,6 @@ NOT_RUN = {
     "diagnostics.md": "tests/test_diagnostics.py runs it",
     "family.md": "tests/test_family.py runs it",
     "frameworks.md": "tests/test_frameworks.py runs it",
-    "scaling.md": "wants eight devices; tests/meshes/test_run.py has its cases",
 }
 WITH_CODE = [page for page in PAGES if page.name not in NOT_RUN and BLOCK.search(page.read_text())]
 

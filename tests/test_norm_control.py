@@ -2,6 +2,7 @@
 """Norm control against literal transcriptions of its rules, at its edges, alone in a chain and as an option."""
 
 import functools
+import warnings
 
 import flax.linen as nn
 import jax
@@ -228,6 +229,7 @@ def test_blocks_layers_and_several_axes_are_matrices_of_their_own(per):
     np.testing.assert_array_equal(updates["bias"], numbers(1)["bias"])
 
 
+@pytest.mark.filterwarnings("ignore:norm control.*begins at zero")
 @every_control
 def test_zeros_and_nan(control):
     """Rows of zeros stay finite and learn, but under the rules that would have to know a length."""
@@ -243,6 +245,20 @@ def test_zeros_and_nan(control):
     np.testing.assert_allclose(still["kernel"], 0, atol=1e-7)
     broken, _ = tx.update({"kernel": grads["kernel"].at[0, 0].set(jnp.nan)}, state, params)
     assert np.isnan(broken["kernel"]).any()
+
+
+@pytest.mark.parametrize("control", ["hold", "hold_rows", "hyperball", "row_gains"])
+def test_what_begins_at_zero_is_named_at_init(control):
+    """Nothing holds it; inside jit nothing is known of it."""
+    tx = npo.muon(0.01, norm_control=control)
+    params = {"up": {"kernel": jnp.ones((3, 4))}, "down": {"kernel": jnp.zeros((4, 3))}, "bias": jnp.zeros(3)}
+    with pytest.warns(UserWarning, match="'down/kernel', or a row of it, begins at zero"):
+        tx.init(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(tx.init, params)
+        tx.init({"up": params["up"]})
+        npo.muon(0.01).init(params)
 
 
 def test_alone_in_a_chain_what_is_no_matrix_passes():
@@ -303,6 +319,7 @@ def test_a_new_rate_is_read_from_a_schedule_and_an_array():
         (lambda: npo.brake_radially(inward=-1), "inward"),
         (lambda: npo.hold_norm(per="column"), "per"),
         (lambda: npo.hyperball(0.1, per=1), "per"),
+        (lambda: npo.hyperball(-0.1), "learning_rate"),
         (lambda: npo.muon(1e-3, norm_control="break"), "norm_control"),
         (lambda: npo.muon(1e-3, norm_control=None), "norm_control"),
         (lambda: npo.muon(1e-3, norm_control=optax.scale(2.0)), "norm_control"),

@@ -316,9 +316,10 @@ def _is_stack(part: str) -> bool:
 
 
 def counts_layers(part: str) -> bool:
-    """Whether a part is one of several layers, or experts, that may be alike: "0", "layer_3", "TransformerBlock_0"."""
+    """Whether a part is one of several layers, or experts, that may be alike: "0", "layer_3", "MyNet_0" (Linen's)."""
     found = set(words(part))
-    return part[-1:].isdigit() and (not found or bool(found & (_UNITS | {"expert", "experts"})))
+    named = part[:1].isupper() and bool(re.fullmatch(r".*_\d+", part))
+    return part[-1:].isdigit() and (named or not found or bool(found & (_UNITS | {"expert", "experts"})))
 
 
 def is_index(part: str) -> bool:

@@ -23,7 +23,8 @@ class Row(NamedTuple, Generic[T]):
 def repeated(table: Mapping[str, T]) -> list[Row[T]]:
     """Joins the rows of repeated layers that are alike in every parameter below them.
 
-    Layers are parts of a path that are a number, or end in one and speak of layers, blocks or experts.
+    Layers are parts of a path that are a number, or end in one and speak of layers, blocks or experts or are named as
+    Linen names its modules.
 
     Args:
         table: from path to what is said of the parameter.

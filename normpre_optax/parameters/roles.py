@@ -59,7 +59,8 @@ def adamw_role(parts: list[str], leaf: Leaf) -> str:
         return "norm or scale"
     if parts[-1].lower() in _RATES:
         return "rates of a state space"
-    if any(_LORA.fullmatch(part) for part in parts[-3:]):
+    near_parts = parts[-3:]
+    if any(map(_LORA.fullmatch, [*near_parts, *map("_".join, itertools.pairwise(near_parts))])):
         return "LoRA"
     if any(_POSITIONS & found and not found & _NOT_POSITIONS for found in map(word_set, parts[-2:])):
         return "positional table"

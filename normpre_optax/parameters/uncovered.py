@@ -28,6 +28,7 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     why: str
     arguments: str
+    guessed: bool = False
 
 
 class UncoveredError(ValueError):
@@ -50,7 +51,8 @@ def _message(cases: Sequence[Case]) -> str:
             which, regex = f"{len(paths)} parameters", True
             test = f"re.fullmatch({pattern(name)!r}, path) and leaf.shape == {case.shape}"
         lines.append(f"no rule covers {which} {name!r} of shape {case.shape}{_because(case.why)}")
-        rule += [f"        if {test}:", f"            return MatrixDims({case.arguments})"]
+        unsure = "  # if experts or layers stand in front" * case.guessed
+        rule += [f"        if {test}:", f"            return MatrixDims({case.arguments}){unsure}"]
     dots = ", in place of the dots" * any(case.arguments == DOTS for case in cases)
     return "\n".join(
         [
@@ -83,10 +85,11 @@ def for_all(paths: Iterable[str], decide: Callable[[str], T]) -> dict[str, T]:
 def uncovered(path: str, leaf: Leaf, why: str = "") -> UncoveredError:
     """The error for one parameter, with the reading that is left for it."""
     found = _readings(path, leaf)
+    several = len(found) > 1
     if in_stacked_experts([*path.split("/"), leaf.holder]):  # they mostly stand in front
         found = [dims for dims in found if _batch(leaf, dims) == tuple(range(leaf.ndim - 2))] or found
     arguments = f"inputs={found[0].inputs}, outputs={found[0].outputs}" if len(found) == 1 else DOTS
-    return UncoveredError([Case(path, leaf.shape, why, arguments)])
+    return UncoveredError([Case(path, leaf.shape, why, arguments, several and len(found) == 1)])
 
 
 def _readings(path: str, leaf: Leaf) -> list[MatrixDims]:

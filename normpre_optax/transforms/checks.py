@@ -121,7 +121,7 @@ def number(name: str, value, least: float | None = None, below: float | None = N
 
 
 def _in_range(name: str, value, least: float | None, below: float | None) -> None:
-    if not ((least is None or value >= least) and (below is None or value < below)):
+    if (least is not None and value < least) or not (below is None or value < below):
         span = f"must be at least {least}" if below is None else f"must lie in [{least}, {below})"
         raise ValueError(f"{name} {span}, got {value}")
     if not math.isfinite(value):

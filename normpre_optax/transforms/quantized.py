@@ -45,7 +45,7 @@ def quantize_momentum(
 
     Raises:
         TypeError: if ``tx`` is no optax transformation.
-        ValueError: if ``block_size`` is below 1; at ``init``, if ``tx`` keeps no such momentum.
+        ValueError: if ``block_size`` is below 1; at ``init``, if ``tx`` keeps no such momentum, or keeps it so already.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -70,6 +70,8 @@ def quantize_momentum(
         state = inner.init(params)
         if not any(map(_is_trace, jax.tree.leaves(state, is_leaf=_is_trace))):
             raise ValueError("quantize_momentum: tx keeps no momentum by optax.trace (AdamW, SWAN and Dion do not)")
+        if any(map(_is_quantized, jax.tree.leaves(state, is_leaf=_is_quantized))):
+            raise ValueError("quantize_momentum: tx keeps its momentum in eight bits already; wrap it once")
         return _traces(state, quantized)
 
     def update(updates, state, params=None, **extra_args):

@@ -135,6 +135,8 @@ ADAMW = [
     ("layers/0/block_sparse_moe/gate/weight", (4, 8)),
     ("layers/0/mlp/shared_expert_gate/weight", (1, 8)),
     ("layers/0/up/lora_a", (8, 2)),
+    ("layers/0/up/lora/A", (8, 2)),
+    ("layers/0/up/lora/b/kernel", (2, 32)),
     ("layers/0/up/kernel_lora_b", (2, 32)),
     ("layers/0/q_proj/lora_A/default/weight", (2, 8)),
     ("W_U", (8, 100)),

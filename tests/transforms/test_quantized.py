@@ -129,5 +129,7 @@ def test_what_is_refused(arguments, error, message):
     tx, *size = arguments
     with pytest.raises(ValueError, match="keeps no momentum by"):
         npo.quantize_momentum(npo.dion(0.1)).init({"kernel": jnp.ones((4, 8))})
+    with pytest.raises(ValueError, match="in eight bits already"):
+        npo.quantize_momentum(npo.quantize_momentum(npo.muon(0.1))).init({"kernel": jnp.ones((4, 8))})
     with pytest.raises(error, match=message):
         npo.quantize_momentum(tx, **({"block_size": size[0]} if size else {}))
