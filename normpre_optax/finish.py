@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from normpre_optax.meshes.specs import axes_of, like_parameters, mesh_of, specs_of
-from normpre_optax.norm_control import brake_radially, hold_norm, hyperball, rates, row_gains
+from normpre_optax.norm_control import brake_radially, hold_norm, hyperball, opened, rates, row_gains
 from normpre_optax.options import Number, RestOptions, with_options
 from normpre_optax.parameters.leaves import boxed_specs
 from normpre_optax.parameters.rules import Choices, resolve
@@ -99,7 +99,7 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
     adam_decay = decay if options["adam_weight_decay"] is None else options["adam_weight_decay"]
     decayed = add_cautious_decay if options["cautious"] else optax.add_decayed_weights
 
-    def finished(tx: optax.GradientTransformation, decay, rate) -> optax.GradientTransformation:
+    def finished(tx: optax.GradientTransformation, decay, rate, mask=mask) -> optax.GradientTransformation:
         return optax.chain(tx, decayed(decay, lambda _: mask), optax.scale_by_learning_rate(rate))
 
     adam = optax.scale_by_adam(*betas, mu_dtype=options["mu_dtype"])
@@ -114,7 +114,8 @@ def _optimizer(direction: Callable, learning_rate, options: RestOptions, params)
             matrix = optax.chain(matrix, _at_their_rates(found))
     if control == "row_gains":  # Of lengths and directions only lengths decay.
         directions = optax.chain(matrix, optax.scale_by_learning_rate(learning_rate))
-        step = row_gains(directions, finished(rest, decay, adam_rate), matrix_dims=found)
+        of_gains = opened(params).unflatten(jax.tree.leaves(mask))
+        step = row_gains(directions, finished(rest, decay, adam_rate, of_gains), matrix_dims=found)
     elif control == "hyperball":
         step = optax.chain(matrix, hyperball(learning_rate, matrix_dims=found))
     else:

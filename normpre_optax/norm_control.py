@@ -267,34 +267,35 @@ def row_gains(
     of_directions, of_gains = map(optax.with_extra_args_support, (directions, gains))
 
     def init(params):
-        length = _like(params, _seen(_of_matrices(lambda w, dims: _length(w, dims, "rows"), matrix_dims, params)))
+        length = _seen(_of_matrices(lambda w, dims: _length(w, dims, "rows"), matrix_dims, params))
         return RowGainsState(of_directions.init(params), of_gains.init(length), length)
 
     def update(updates, state, params=None, **extra_args):
-        axes, treedef = _axes(params, matrix_dims), jax.tree.structure(params)
+        axes, boxed, bare = _axes(params, matrix_dims), jax.tree.structure(params), opened(params)
         same_trees(updates, params)
-        flat = treedef.flatten_up_to
+        flat, flat_of_rows = boxed.flatten_up_to, bare.flatten_up_to
         rows = [
             None if dims is None else _polar(grad, w, length, dims)
-            for grad, w, length, dims in zip(flat(updates), flat(params), flat(state.length), axes, strict=True)
+            for grad, w, length, dims in zip(flat(updates), flat(params), flat_of_rows(state.length), axes, strict=True)
         ]
 
-        def tree(name: str, rest: list):
+        def tree(treedef, name: str, rest: list):
             return treedef.unflatten(
                 [x if row is None else getattr(row, name) for row, x in zip(rows, rest, strict=True)]
             )
 
+        vectors, gradients = tree(boxed, "vector", flat(params)), tree(boxed, "gradient", flat(updates))
+        steps, turned = of_directions.update(gradients, state.directions, vectors, **extra_args)
         nothing = [optax.MaskedNode()] * len(rows)
-        steps, turned = of_directions.update(
-            tree("gradient", flat(updates)), state.directions, tree("vector", flat(params)), **extra_args
-        )
-        growth, grown = of_gains.update(tree("radial", nothing), state.gains, tree("gain", nothing), **extra_args)
+        gain, radial = tree(bare, "gain", nothing), tree(bare, "radial", nothing)
+        growth, grown = of_gains.update(radial, state.gains, gain, **extra_args)
+        news = zip(rows, flat(steps), flat_of_rows(growth), flat(params), axes, strict=True)
         new = [
             (step, optax.MaskedNode()) if row is None or dims is None else _moved(row, step, longer, w, dims)
-            for row, step, longer, w, dims in zip(rows, flat(steps), flat(growth), flat(params), axes, strict=True)
+            for row, step, longer, w, dims in news
         ]
         moves, lengths = zip(*new, strict=True) if new else ((), ())
-        return treedef.unflatten(moves), RowGainsState(turned, grown, treedef.unflatten(lengths))
+        return boxed.unflatten(moves), RowGainsState(turned, grown, bare.unflatten(lengths))
 
     return at_least_float32(optax.GradientTransformationExtraArgs(init, update))
 
@@ -387,7 +388,7 @@ def rates(params, matrix_dims):
 def _of_matrices(f: Callable, matrix_dims, params):
     """``f`` of every matrix and its axes, in a tree with ``optax.MaskedNode`` for what is none."""
     leaves, axes = jax.tree.leaves(params), _axes(params, matrix_dims)
-    return _opened(params).unflatten(
+    return opened(params).unflatten(
         [optax.MaskedNode() if d is None else f(w, d) for w, d in zip(leaves, axes, strict=True)]
     )
 
@@ -410,7 +411,7 @@ def _seen(norms):
     return norms
 
 
-def _opened(params):
+def opened(params):
     """The tree without its boxes: axes named for a parameter, and shardings made of them, do not fit its lengths."""
 
     def content(node):
@@ -422,7 +423,7 @@ def _opened(params):
 
 def _like(params, lengths):
     """What ``_of_matrices`` made, in the parameters' boxes."""
-    return jax.tree.structure(params).unflatten(_opened(params).flatten_up_to(lengths))
+    return jax.tree.structure(params).unflatten(opened(params).flatten_up_to(lengths))
 
 
 def _on_matrices(f: Callable, matrix_dims, params, updates, *trees, rest: Callable = lambda u: u):

@@ -384,7 +384,7 @@ def test_multipliers_of_zero_freeze_gains_too():
     np.testing.assert_allclose(updates["kernel"], 0, atol=1e-7)
 
 
-@pytest.mark.parametrize("control", ["hold", "hyperball"])
+@pytest.mark.parametrize("control", ["hold", "hyperball", "row_gains"])
 def test_lengths_stand_in_no_box(control):
     """A box names the axes of its parameter, and programs make shardings of them; a length has none of those axes."""
     box = nn.Partitioned(jnp.eye(4, 8), names=("embed", "mlp"))
