@@ -35,7 +35,7 @@ from normpre_optax.recipes.normuon import normuon, scale_by_normuon
 from normpre_optax.recipes.rmnp import rmnp, scale_by_rmnp
 from normpre_optax.recipes.swan import scale_by_swan, swan
 from normpre_optax.transfer import learning_rate_from_muon, rates_by_width
-from normpre_optax.transforms.low_rank import discount_low_rank, error_feedback, orthogonalize_low_rank
+from normpre_optax.transforms.low_rank import error_feedback, orthogonalize_low_rank
 from normpre_optax.transforms.monitor import monitor, monitored
 from normpre_optax.transforms.normalize import equalize_rows_and_columns, normalize_rows, standardize_rows
 from normpre_optax.transforms.oriented import chain
@@ -70,7 +70,6 @@ __all__ = [
     "diagnostics",
     "dims_from_nnx",
     "dion",
-    "discount_low_rank",
     "divided",
     "equalize_rows_and_columns",
     "error_feedback",

@@ -117,8 +117,8 @@ FAULTS = {
     ),
     "dion_forgets_nothing": Fault(
         "transforms/low_rank.py",
-        "(m - in_context(share) *",
-        "(m - 0 * in_context(share) *",
+        "left = m - in_context(share)",
+        "left = m - 0 * in_context(share)",
         "tests/test_family.py",
     ),
     "record_a_step_late": Fault(

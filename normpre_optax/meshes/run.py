@@ -86,7 +86,7 @@ def _on_stacks(
 
     layout = layout._replace(mesh=here, specs=stacks)
     new, states, shared = on_stacks(stage, parameters, shared, groups, layout, lambda x, k: placed(x, stacks[k]))
-    return [placed(x, spec) for x, spec in zip(new, specs, strict=True)], states, shared
+    return [jax.tree.map(lambda y, s=spec: placed(y, s), x) for x, spec in zip(new, specs, strict=True)], states, shared
 
 
 def _specs(

@@ -8,7 +8,7 @@ import optax
 
 from normpre_optax.finish import hybrid
 from normpre_optax.options import MomentumOptions, Option, RestOptions, pick, with_options
-from normpre_optax.transforms.low_rank import discount_low_rank, error_feedback, orthogonalize_low_rank
+from normpre_optax.transforms.low_rank import error_feedback, orthogonalize_low_rank
 from normpre_optax.transforms.scale import scale_by_shape
 from normpre_optax.transforms.wrappers import as_matrices, at_least_float32
 
@@ -37,14 +37,11 @@ def scale_by_dion(**options: Unpack[DionOptions]) -> optax.GradientTransformatio
         >>> tx = optax.chain(scale_by_dion(rank=2), optax.scale(-0.02))
         >>> state = tx.init({"kernel": jnp.ones((4, 8))})
     """
-    dims, dtype = options["matrix_dims"], options["compute_dtype"]
+    dims, kept = options["matrix_dims"], options["momentum"]
+    low_rank = orthogonalize_low_rank(options["rank"], options["seed"], options["compute_dtype"], share=1 - kept)
     return at_least_float32(
         optax.chain(
-            error_feedback(
-                as_matrices(dims, orthogonalize_low_rank(options["rank"], options["seed"], dtype)),
-                as_matrices(dims, discount_low_rank(1 - options["momentum"], dtype)),
-                options["mu_dtype"],
-            ),
+            error_feedback(as_matrices(dims, low_rank), options["mu_dtype"]),
             as_matrices(dims, scale_by_shape(lambda rows, columns: (rows / columns) ** 0.5)),
         )
     )

@@ -40,7 +40,7 @@ TPU_BYTES = 2**26
 GPU_BYTES = 2**30
 
 Stage = Callable[..., tuple[list[jax.Array], list[Any], list[Any]]]
-"""``(matrices, shared state, how they lie)`` to new update, new states, new shared state."""
+"""``(matrices, shared state, how they lie)`` to new update, new states, new shared state. An update may be a tuple."""
 
 
 class Matrices(NamedTuple):
@@ -102,13 +102,13 @@ class Parameter:
         weight = None if self.weight is None else lay(self.weight)
         return Matrices(lay(self.update), weight, line_up(self.ids), [line_up(x) for x in self.state])
 
-    def from_matrices(
-        self, stack: jax.Array, state: list[jax.Array], transposed: bool
-    ) -> tuple[jax.Array, list[jax.Array]]:
+    def from_matrices(self, stack: Any, state: list[jax.Array], transposed: bool) -> tuple[Any, list[jax.Array]]:
         """A new update, in the parameter's layout, and a new state, by its batch axes."""
         sizes = batch_sizes(self.update.shape, self.dims)
-        update = from_matrices(stack, self.dims, self.update.shape, transposed, self.lead)
-        return update, [unstacked(x, sizes, self.lead) for x in state]
+        own = functools.partial(
+            from_matrices, dims=self.dims, shape=self.update.shape, transposed=transposed, lead=self.lead
+        )
+        return jax.tree.map(own, stack), [unstacked(x, sizes, self.lead) for x in state]
 
 
 def is_per_parameter(node: Any, treedef: Any, sizes: Sequence[tuple[int, ...]]) -> bool:
@@ -235,11 +235,11 @@ def on_stacks(
     states: list[Any] = [None] * len(parameters)
     for k, members in enumerate(groups):
         batch = len(stacks[k].ids) // len(members)
-        whole = place(new[k], k)
+        whole = jax.tree.map(lambda x, k=k: place(x, k), new[k])
         for at, i in enumerate(members):
             part = slice(at * batch, (at + 1) * batch)
-            own = [kept[k][part] for kept in state]
-            updates[i], states[i] = parameters[i].from_matrices(whole[part], own, layout.transposed)
+            update, own = jax.tree.map(lambda x, part=part: x[part], (whole, [kept[k] for kept in state]))
+            updates[i], states[i] = parameters[i].from_matrices(update, own, layout.transposed)
     return updates, states, shared
 
 
@@ -278,6 +278,6 @@ def _each_slice(stage: Callable, matrices: Matrices, shared: list[Any]):
     batch = matrices.update.shape[0]
     if batch == 1:
         new, state, now = one(jax.tree.map(lambda x: x[0], matrices))
-        return new[None], [x[None] for x in state], now
+        return *jax.tree.map(lambda x: x[None], (new, state)), now
     _, (new, state, now) = jax.lax.scan(lambda _, matrix: (None, one(matrix)), None, matrices)
     return new, state, [x[-1] for x in now]

@@ -99,8 +99,11 @@ def _whole(blocks: Any, found: Choices, like: Any) -> Any:
     """What ``cut`` has cut, in one again."""
     leaves, treedef = jax.tree.flatten(like)
     paths = ["/".join(names) for names, *_ in named_leaves(like)]
-    joined = [
-        x if one.dims is None or not _ends(one) else jnp.concatenate(x, block_axis(len(one.shape), one.dims))
-        for x, one in zip(treedef.flatten_up_to(blocks), map(found.__getitem__, paths), strict=True)
-    ]
-    return like_parameters(treedef.unflatten(joined), treedef.unflatten(leaves))
+
+    def join(parts: Any, one: Choice, leaf: jax.Array) -> Any:
+        if one.dims is None or not _ends(one):
+            return parts
+        axis = block_axis(leaf.ndim, one.dims)
+        return jax.tree.map(lambda *pieces: like_parameters(jnp.concatenate(pieces, axis), leaf), *parts)
+
+    return treedef.unflatten(map(join, treedef.flatten_up_to(blocks), map(found.__getitem__, paths), leaves))

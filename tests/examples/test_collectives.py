@@ -138,6 +138,7 @@ OPTIMIZERS = {
     "normpre_g": npo.normpre_g,
     "normpre_l": functools.partial(npo.normpre_l, rank=2, oversample=2, warm_start=True),
     "muon-hyperball": functools.partial(npo.muon, norm_control="hyperball"),
+    "dion": functools.partial(npo.dion, rank=4),
 }
 
 
