@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-line switch, in a bare Flax NNX training loop: ``python -m examples.quickstart``, about twenty seconds."""
+"""The one-line switch, in a bare Flax NNX training loop: ``python -m examples.quickstart``, half a minute."""
 
 import sysconfig
 from pathlib import Path
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from normpre_optax import explain, normpre_g
+from normpre_optax import explain, muon
 
 WIDTH, HEADS, LAYERS, CONTEXT, BATCH, STEPS = 64, 4, 2, 64, 32, 300
 FILES = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -50,7 +50,7 @@ def train_step(model: Model, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax
 
 model, draw = Model(nnx.Rngs(0)), np.random.default_rng(0)
 rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=30, decay_steps=STEPS)
-optimizer = nnx.Optimizer(model, normpre_g(rate), wrt=nnx.Param)  # was: optax.adamw(rate)
+optimizer = nnx.Optimizer(model, muon(rate, norm_control="hyperball"), wrt=nnx.Param)  # was: optax.adamw(rate)
 print(explain(nnx.state(model, nnx.Param)), "\n")
 for step in range(1, STEPS + 1):
     starts = draw.integers(len(TEXT) - CONTEXT - 1, size=(BATCH, 1))

@@ -164,8 +164,9 @@ def _as_boxes_say(found: Choices, params) -> Choices:
     if untold and not all(x.sharding.is_fully_replicated for x in arrays):
         warnings.warn(
             "parameters lie spread over Auto axes of a mesh, of which JAX says nothing inside jit: XLA will gather "
-            "matrices for every product. Give the optimizer shardings=jax.tree.map(lambda x: x.sharding, params), or "
-            "the mesh Explicit axes, the default of jax.make_mesh",
+            "matrices for every product, and may leave updates elsewhere than parameters. Give the optimizer "
+            "shardings=jax.tree.map(lambda x: x.sharding, params), or the mesh Explicit axes, the default of "
+            "jax.make_mesh",
             stacklevel=4,
         )
     return _with(found, "spec", specs)

@@ -403,9 +403,9 @@ def _seen(norms):
         first = jax.tree_util.keystr(none[0], simple=True, separator="/")
         more = f" and {len(none) - 1} more" if none[1:] else ""
         warnings.warn(
-            f"norm control: parameter {first!r}{more}, or a row of it, begins at zero: there is no length to hold, so "
-            "it grows freely and undecayed. Begin it with a small standard deviation, or leave it to AdamW (None in "
-            "matrix_dims)",
+            f"norm control: parameter {first!r}{more}, or some rows of it, begin at zero: there is no length to hold, "
+            "so what is zero grows freely and undecayed. Begin with a small standard deviation, or leave the parameter "
+            "to AdamW (None in matrix_dims)",
             stacklevel=2,
         )
     return norms

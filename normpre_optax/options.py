@@ -343,6 +343,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("muon_weight_dimension_numbers", "weight_dimension_numbers"), "matrix_dims"),
     **dict.fromkeys(("consistent_rms", "adjust_lr_fn"), "convention"),
     **dict.fromkeys(("b1", "b2", "eps"), "adam_{}"),
+    "betas": "adam_b1",
     **{"ns_coeffs": "ns_coefficients", "wd": "weight_decay", "mask": "weight_decay_mask", "dtype": "compute_dtype"},
 }
 
@@ -350,7 +351,7 @@ _ELSEWHERE = {
 def _hint(name: str, names: Iterable[str]) -> str:
     """What was meant by an option that is none."""
     known = tuple(names)
-    near = [_ELSEWHERE.get(name, "").format(name), *difflib.get_close_matches(name, known, n=1)]
+    near = [_ELSEWHERE.get(name, "").format(name), *difflib.get_close_matches(name, known, n=1, cutoff=0.8)]
     meant = next((found for found in near if found in known), None)
     return f"did you mean {meant!r}?" if meant else f"it takes {', '.join(known)}"
 

@@ -18,12 +18,15 @@ from examples.analysis.plot_loss import plot_loss
 from . import cluster, data, logs
 from .checkpoint import Checkpoints, Damaged
 from .commands import Trained, load
-from .config import Config, Diverged, MatrixConfig, RunError, differences, to_dict
+from .config import Config, Diverged, MatrixConfig, RunError, differences, flag, to_dict
 from .evaluate import Score
 from .generate import generate
-from .optimizers import parameter_table
+from .optimizers import has_setting, parameter_table
 from .processes import LOCK, lock, on_signals
-from .train import Trainer, compute_dtype, warmup_steps
+from .train import Trainer, compute_dtype, first_row_length, warmup_steps
+
+# What rows are to be long at least, and as was best, where weights stay as long as they begin (docs/choosing.md).
+SHORT_ROW, BEST_ROW = 0.4, 0.65
 
 
 def stored(config: Config) -> dict[str, Any] | None:
@@ -232,9 +235,7 @@ def introduce(
     model, texts, tokens = config.model, dataset.manifest, config.steps * config.batch_size * config.model.context
     devices = f"{trainer.layout.devices} x {environment['device']['kind']} ({config.mesh})"
     parts = f", {config.micro_batch} at a time," if config.micro_batch else ""
-    shorter = warmup_steps(config) != config.warmup_steps
-    usual = MatrixConfig()
-    chosen = {name: value for name, value in vars(config.matrix).items() if value != getattr(usual, name)}
+    chosen = {name: value for name, value in changed(config).items() if has_setting(config.optimizer, name)}
     chosen |= {"AdamW's rate": f"{config.adam_learning_rate:g}"} if config.adam_learning_rate else {}
     settings = "".join(f", {name.replace('_', ' ')} {value}" for name, value in chosen.items())
     console.print(
@@ -245,9 +246,26 @@ def introduce(
         f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}{settings}; {totals}\n"
         f"Run        {config.steps:,} steps of {config.batch_size} x {model.context} tokens{parts} "
         f"({tokens / 1e6:,.2f} M) on {devices if config.mesh else environment['device']['kind']} in {run['dtype']}\n"
-        + f"Warm-up    {warmup_steps(config)} of these steps, not {config.warmup_steps}\n"
-        * shorter
+        + "".join(f"{note}\n" for note in remarks(config))
     )
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """Settings of the matrix optimizer that are not the usual ones."""
+    usual = MatrixConfig()
+    return {name: value for name, value in vars(config.matrix).items() if value != getattr(usual, name)}
+
+
+def remarks(config: Config) -> list[str]:
+    """What is not as somebody who wrote these flags may think."""
+    warmup, row = warmup_steps(config), first_row_length(config)
+    unused = [name for name in changed(config) if not has_setting(config.optimizer, name)]
+    notes = [f"Warm-up    {warmup} of these steps, not {config.warmup_steps}"] * (warmup != config.warmup_steps)
+    notes += [f"Not used   {flag(f'matrix.{name}')}, which {config.optimizer} does not have" for name in unused]
+    if config.matrix.norm_control in ("hold", "hold_rows", "hyperball") and row < SHORT_ROW:
+        std = config.model.hidden_std * BEST_ROW / row
+        notes.append(f"Rows       begin and stay {row:.2f} long; 0.5 to 0.8 is better: --model.hidden-std {std:.2g}")
+    return notes
 
 
 def finish(

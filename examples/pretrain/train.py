@@ -278,6 +278,11 @@ def vocabulary_of(config: Config, dataset: data.Dataset) -> int:
     return config.model.vocabulary or dataset.vocabulary
 
 
+def first_row_length(config: Config) -> float:
+    """How long the rows of hidden matrices begin that have as many inputs as the model is wide, on average."""
+    return config.model.hidden_std * math.sqrt(config.base_width or config.model.width)
+
+
 def initialise(config: Config, dataset: data.Dataset) -> tuple[nnx.GraphDef, dict]:
     """The model's structure and its parameters, a plain nested dictionary; the same for every optimizer.
 

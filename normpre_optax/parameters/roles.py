@@ -36,7 +36,13 @@ _ROUTERS = {"router", "routers", "routing"}
 _GATES = {"gate", "gating"}
 _EXPERTS = {"expert", "experts", "moe"}
 _DENSE = {"point", "pointwise", "pw", "proj", "projection", "dense", "linear"}
-_LORA = re.compile(r"(?:.*_)?lora_?[abAB]")
+_LORA = re.compile(r"(?:.*_)?lora_?([abAB]|up|down)")
+
+
+def _is_lora(parts: list[str]) -> bool:
+    """Whether it is one of a pair: "lora_a", "lora_up", or "A" somewhere under "lora"."""
+    inside = any("lora" in words(part) for part in parts)
+    return any(_LORA.fullmatch(part) or (inside and part in {*"abAB"}) for part in parts[-3:])
 
 
 def adamw_role(parts: list[str], leaf: Leaf) -> str:
@@ -59,8 +65,7 @@ def adamw_role(parts: list[str], leaf: Leaf) -> str:
         return "norm or scale"
     if parts[-1].lower() in _RATES:
         return "rates of a state space"
-    near_parts = parts[-3:]
-    if any(map(_LORA.fullmatch, [*near_parts, *map("_".join, itertools.pairwise(near_parts))])):
+    if _is_lora(parts):
         return "LoRA"
     if any(_POSITIONS & found and not found & _NOT_POSITIONS for found in map(word_set, parts[-2:])):
         return "positional table"

@@ -12,26 +12,27 @@ import pytest
 from examples import pretrain
 
 QUICKSTART = Path(pretrain.__file__).parents[1] / "quickstart.py"
+RECOMMENDED = 'muon(rate, norm_control="hyperball")'
 
 
 def test_it_is_short_and_the_switch_is_one_line():
     text = QUICKSTART.read_text()
     assert len(text.splitlines()) < 60
-    assert [line for line in text.splitlines() if "normpre_g(" in line] == [
-        "optimizer = nnx.Optimizer(model, normpre_g(rate), wrt=nnx.Param)  # was: optax.adamw(rate)"
+    assert [line for line in text.splitlines() if "muon(" in line] == [
+        f"optimizer = nnx.Optimizer(model, {RECOMMENDED}, wrt=nnx.Param)  # was: optax.adamw(rate)"
     ]
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param("normpre_g(rate)", marks=pytest.mark.slow),
+        pytest.param(RECOMMENDED, marks=pytest.mark.slow),
         pytest.param("optax.adamw(rate)", marks=pytest.mark.thorough),
     ],
 )
 def test_it_learns(tmp_path, optimizer):
     script = tmp_path / "quickstart.py"
-    script.write_text(QUICKSTART.read_text().replace("model, normpre_g(rate)", f"model, {optimizer}"))
+    script.write_text(QUICKSTART.read_text().replace(f"model, {RECOMMENDED}", f"model, {optimizer}"))
     result = subprocess.run(
         [sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": str(QUICKSTART.parents[1])},

@@ -127,6 +127,24 @@ def test_a_stopped_run_goes_on_exactly(finished, tmp_path, monkeypatch, capsys):
     assert len(json.loads((part / "run.json").read_text())["sessions"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--matrix.rank", "8"], ["Not used   --matrix.rank, which muon does not have"]),
+        (["--matrix.ns-steps", "4"], []),
+        (["--steps", "10", "--warmup-steps", "10"], ["Warm-up    1 of these steps, not 10"]),
+        (
+            ["--matrix.norm-control", "hyperball", "--model.width", "64", "--model.hidden-std", "0.02"],
+            ["Rows       begin and stay 0.16 long; 0.5 to 0.8 is better: --model.hidden-std 0.081"],
+        ),
+        (["--matrix.norm-control", "hyperball", "--model.width", "64", "--model.hidden-std", "0.08"], []),
+        (["--model.width", "64", "--model.hidden-std", "0.02"], []),
+    ],
+)
+def test_what_is_not_as_one_may_think_is_remarked(flags, said):
+    assert run_module.remarks(configs.parse(["--optimizer", "muon", *flags])) == said
+
+
 def test_a_finished_run_resumed_is_left_as_it_is(copy, capsys):
     run, arguments = copy
     before = losses(run)

@@ -137,6 +137,8 @@ ADAMW = [
     ("layers/0/up/lora_a", (8, 2)),
     ("layers/0/up/lora/A", (8, 2)),
     ("layers/0/up/lora/b/kernel", (2, 32)),
+    ("lora/layers/0/up/A", (8, 2)),
+    ("layers/0/lora_down/kernel", (8, 2)),
     ("layers/0/up/kernel_lora_b", (2, 32)),
     ("layers/0/q_proj/lora_A/default/weight", (2, 8)),
     ("W_U", (8, 100)),
