@@ -14,6 +14,7 @@ column-oriented one); they depend on shapes and on the compiler's version only.
 import dataclasses
 import functools
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -231,10 +232,10 @@ def main(options: Options) -> None:
     work = [(m, o, n) for n in options.devices for m in options.models for o in options.optimizers]
     rows = [measure(*one, options) for one in track(work, "compiling")]
     command = "python -m examples.benchmarks.collectives"
-    for field in ("target", "models", "devices", "slices", "fsdp", "expert", "axis"):
+    for field in ("target", "models", "devices", "optimizers", "slices", "fsdp", "expert", "axis"):
         given = getattr(options, field)
         if given != getattr(Options, field):
-            command += f" --{field} " + " ".join(map(str, given if isinstance(given, tuple) else (given,)))
+            command += f" --{field} " + shlex.join(map(str, given if isinstance(given, tuple) else (given,)))
     told = {
         options.target: options.target,
         f"{options.slices}_slices": options.slices > 1,
