@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings and fixtures of the whole test suite."""
 
+import gc
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +34,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from normpre_optax import platforms
+
+# Tracing makes objects by the million: looking for cycles among them as often as usual is a tenth of the whole run.
+gc.set_threshold(100_000, 10, 10)
 
 # Examples are few because a new shape compiles, and deterministic so that a red run can be repeated.
 settings.register_profile(

@@ -246,23 +246,25 @@ def on_stacks(
 def _kind_in_turn(stage: Stage, shared: list[Any], group: list[Parameter]):
     """One parameter after the other in a loop, and one matrix after the other within each."""
 
-    def one(parameter: Parameter):
+    def one(parameter: Parameter, shared: list[Any]):
         layout = MatrixLayout(parameter.stored_transposed())
         matrices = parameter.matrices(layout.transposed)
         new, state, now = _each_slice(functools.partial(stage, layout=layout), matrices, shared)
         return parameter.from_matrices(new, state, layout.transposed), now
 
     if len(group) == 1:
-        result, now = one(group[0])
+        result, now = one(group[0], shared)
         return [result], now
+
+    once = jax.jit(one, inline=True)  # traced once, for its shapes and in the loop
 
     def body(i: jax.Array, carry):
         chosen = jax.lax.switch(i, [lambda p=p: p for p in group])
-        result, now = one(chosen)
+        result, now = once(chosen, shared)
         written = jax.tree.map(lambda all_, x: jax.lax.dynamic_update_index_in_dim(all_, x, i, 0), carry[0], result)
         return written, now
 
-    shapes = jax.eval_shape(lambda p: one(p)[0], group[0])
+    shapes, _ = jax.eval_shape(once, group[0], shared)
     empty = jax.tree.map(lambda x: jnp.zeros((len(group), *x.shape), x.dtype), shapes)  # written whole by the loop
     stacked, now = jax.lax.fori_loop(0, len(group), body, (empty, shared))
     return [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(len(group))], now

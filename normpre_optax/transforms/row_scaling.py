@@ -48,7 +48,8 @@ def row_scaling(
             rows, columns = m.shape[-2:][:: -1 if transposed else 1]
             w = None if w is None else lifted(w)
             found = tangent_factors(lifted(m), w, mode, in_context(radius), axis=-2 if transposed else -1)
-            return RowFactors(*(x * length(rows, columns) for x in found))
+            size = length(rows, columns)
+            return RowFactors(*(x * size for x in found))
 
         with jax.named_scope("rows"):
             return jax.tree.map(of_matrix, updates, weights(updates, params))

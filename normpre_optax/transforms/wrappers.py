@@ -244,7 +244,8 @@ def _factors_of_either(inner: RowScaling, updates, params, layout: MatrixLayout,
     def of(turn: bool):
         return lambda updates, params: inner.factors(updates, params, turn)
 
-    rows, columns = of(layout.transposed), of(not layout.transposed)
+    # Inlined: what a jit gives is traced once, for shapes and for its branch.
+    rows, columns = (jax.jit(of(turn), inline=True) for turn in (layout.transposed, not layout.transposed))
 
     def both(*given):
         return rows(*given), columns(*given)

@@ -54,7 +54,7 @@ def stack_by_loops(x, dims):
     return np.stack(matrices)
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(layouts())
 def test_stack_is_the_definition_and_has_an_exact_inverse(layout):
     shape, dims = layout

@@ -13,6 +13,7 @@ import normpre_optax as npo
 from normpre_optax.platforms import on
 from normpre_optax.transforms import batches
 from normpre_optax.transforms.oriented import OrientedTransformation
+from normpre_optax.transforms.row_scaling import row_scaling
 from tests import cases
 
 # One matrix and a stack go through products of other shapes, so sums may be taken in another order: a few units in the
@@ -139,6 +140,18 @@ def test_accelerators_take_no_more_than_a_limit_at_once(monkeypatch, platform, l
 def test_a_pool_holds_matrices_of_all_shapes(platform, expected):
     params = {"a": jnp.ones((6, 9)), "b": jnp.ones((4, 5)), "c": jnp.ones((2, 6, 9)), "d": jnp.ones((6, 9))}
     assert shapes_that_a_stage_sees(platform, params) == expected
+
+
+def test_a_cpu_traces_a_stage_once_for_a_loop_over_matrices():
+    assert shapes_that_a_stage_sees("cpu", {name: jnp.ones((6, 9)) for name in "abc"}) == [[(9, 6)]]
+
+
+def test_factors_of_rows_and_of_columns_are_traced_once_each():
+    seen = []
+    stage = npo.alternate_orientation(row_scaling("none", length=lambda *size: seen.append(size) or 1.0))
+    x = jnp.ones((6, 9))
+    on("cpu", jax.make_jaxpr(lambda x: stage.update(x, stage.init(x))))(x)
+    assert seen == [(6, 9), (9, 6)]
 
 
 def test_matrices_that_lie_the_other_way_are_a_pool_of_their_own():
