@@ -2,6 +2,7 @@
 """Settings and fixtures of the whole test suite."""
 
 import gc
+import itertools
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -52,11 +53,15 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "parity: needs torch, the extra `parity`; CI installs it")
 
 
+_modules = itertools.count(1)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs():
-    """Programs of a module go with it: a run that keeps all takes 6 GB, and every memory mapping that Linux grants."""
+    """Programs go after every fourth module: a run that keeps all takes 6 GB, and every memory mapping of Linux."""
     yield
-    jax.clear_caches()
+    if next(_modules) % 4 == 0:
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
