@@ -2,8 +2,8 @@
 """Settings and fixtures of the whole test suite."""
 
 import gc
-import itertools
 import os
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -53,15 +53,19 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "parity: needs torch, the extra `parity`; CI installs it")
 
 
-_modules = itertools.count(1)
+_forgotten = [time.monotonic()]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs():
-    """Programs go after every fourth module: a run that keeps all takes 6 GB, and every memory mapping of Linux."""
+    """Programs of a module go with it: a run that keeps all takes 6 GB, and every memory mapping that Linux grants.
+
+    Those of short modules go together: forgetting takes up to a second.
+    """
     yield
-    if next(_modules) % 4 == 0:
+    if time.monotonic() - _forgotten[0] > 8:
         jax.clear_caches()
+        _forgotten[0] = time.monotonic()
 
 
 @pytest.fixture(autouse=True)
