@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract that every public optimizer keeps with optax and JAX: one table of optimizers, one table of promises.
 
-Most call `update` outside `jit`, where an optimizer compiles itself and a wrapper around it shares the program; compiled
-and uncompiled updates are held to be equal once for each.
+Most call `update` outside `jit`, where an optimizer compiles itself and a wrapper around it shares the program;
+compiled and uncompiled updates are held to be equal once for each.
 """
 
 import functools
