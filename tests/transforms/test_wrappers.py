@@ -132,17 +132,17 @@ def test_a_row_scaling_alternates_by_its_numbers_as_any_stage_does_by_its_result
     assert isinstance(tx, oriented.RowScaling)
     plain = oriented.OrientedTransformation(tx.init, tx.update)
     m, w = gaussian((3, 5)), gaussian((3, 5), 1)
-    by_numbers, by_results = (npo.alternate_orientation(t, first="columns") for t in (tx, plain))
-    states = by_numbers.init(w), by_results.init(w)
+    ways = [npo.alternate_orientation(t, first="columns") for t in (tx, plain)]
     layout = oriented.MatrixLayout(transposed)
-    updates = [
-        on(platform, cases.quick_jit(functools.partial(t.update, matrix_layout=layout)))
-        for t in (by_numbers, by_results)
-    ]
+
+    @jax.jit
+    def step(m, states, w):
+        return [t.update(m, s, w, matrix_layout=layout) for t, s in zip(ways, states, strict=True)]
+
+    states = [t.init(w) for t in ways]
     for _ in range(2):
-        found = [f(m, state, w) for f, state in zip(updates, states, strict=True)]
-        states = [state for _, state in found]
-        np.testing.assert_allclose(found[0][0], found[1][0], rtol=0, atol=8 * 15 * EPS32)  # rows of length up to 15
+        (by_numbers, by_results), states = zip(*on(platform, step)(m, states, w), strict=True)
+        np.testing.assert_allclose(by_numbers, by_results, rtol=0, atol=8 * 15 * EPS32)  # rows of length up to 15
     assert [int(state.count) for state in states] == [2, 2]
 
 
@@ -163,15 +163,6 @@ def test_the_parts_of_a_stack_change_nothing_but_where_a_gpu_puts_them_together(
     assert ["concatenate" in str(program) for program in (told, untold)] == [True, False]
 
 
-def told():
-    """A stage that writes what its neighbour told it into the update."""
-
-    def update(updates, state, params=None, *, matrix_layout, **extra_args):
-        return jax.tree.map(lambda x: jnp.full_like(x, float(matrix_layout.bounded)), updates), state
-
-    return oriented.OrientedTransformation(lambda params: optax.EmptyState(), update)
-
-
 @pytest.mark.parametrize(
     ("before", "bounded"),
     [
@@ -186,8 +177,16 @@ def told():
     ],
 )
 def test_a_chain_tells_the_next_stage_that_rows_have_a_length(before, bounded):
-    tx, x = oriented.chain(*before, told()), gaussian((3, 5))
-    assert bool(tx.update(x, tx.init(x), x)[0].all()) == bounded
+    seen = []
+
+    def update(updates, state, params=None, *, matrix_layout, **extra_args):
+        seen.append(matrix_layout.bounded)
+        return updates, state
+
+    told = oriented.OrientedTransformation(lambda params: optax.EmptyState(), update)
+    tx, x = oriented.chain(*before, told), gaussian((3, 5))
+    jax.eval_shape(tx.update, x, tx.init(x), x)
+    assert seen == [bounded]
 
 
 def test_alternation_keeps_the_inner_count():
@@ -278,16 +277,17 @@ def test_extra_arguments_may_have_any_name_but_one():
         return updates, state
 
     theirs = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-    stage = oriented.chain(npo.alternate_orientation(npo.normalize_rows()), npo.precondition_globally(), theirs)
+    stage = oriented.chain(npo.alternate_orientation(npo.normalize_rows()), npo.precondition_globally(1), theirs)
     words = {"transposed": 1, "layout": "mine", "parts": 3, "bounded": None}
-    for tx in (npo.as_matrices(DIMS, stage), npo.normpre(0.01, stage, matrix_dims=DIMS)):
-        expected, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    params, dims = ({name: tree[name] for name in ("weight", "fused")} for tree in (PARAMS, DIMS))
+    for tx in (npo.as_matrices(dims, stage), npo.normpre(0.01, stage, matrix_dims=dims)):
+        expected, _ = tx.update(params, tx.init(params), params)
         seen.clear()
-        found, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS, **words)
+        found, _ = tx.update(params, tx.init(params), params, **words)
         assert set(seen) == {tuple(words.values())}
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=8 * EPS32), found, expected)
         with pytest.raises(TypeError, match="matrix_layout is what as_matrices tells its stages"):
-            tx.update(PARAMS, tx.init(PARAMS), PARAMS, matrix_layout=oriented.UPRIGHT)
+            tx.update(params, tx.init(params), params, matrix_layout=oriented.UPRIGHT)
 
 
 def test_a_leaf_that_is_no_matrix_is_named():
@@ -312,7 +312,7 @@ def test_a_bare_array_is_a_parameter_like_any_other():
 
     tx = npo.as_matrices(None, optax.GradientTransformation(lambda params: jnp.arange(5.0), update))
     x = gaussian((3, 4))
-    _, state = tx.update(x, tx.init(x))
-    updates, state = tx.update(x, state)
+    _, state = cases.updater(tx)(x, tx.init(x))
+    updates, state = cases.updater(tx)(x, state)
     np.testing.assert_array_equal(updates, x)
     np.testing.assert_array_equal(state, jnp.arange(5.0) + 2)
