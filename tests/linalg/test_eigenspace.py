@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from normpre_optax.linalg import eigenspace
-from normpre_optax.linalg.spectrum import clip_modes
+from normpre_optax.linalg import eigenspace, spectrum
 from tests import cases, reference
 from tests.cases import EPS32, gaussian, with_spectrum
 
 # Compiled whole: run eagerly, every inner loop would compile anew at every call.
+clip_modes = jax.jit(spectrum.clip_modes)
 leading_modes_exact = jax.jit(eigenspace.leading_modes_exact, static_argnums=1)
 leading_modes_sketch = jax.jit(
     lambda psi, omega, rank, powers: eigenspace.leading_modes_sketch(psi, omega.mT, rank, powers), static_argnums=(2, 3)
@@ -66,26 +66,22 @@ def test_sketched_clipping_in_float32(shape):
 
 
 def test_the_sketch_tends_to_the_exact_modes_as_powers_grow(x64):
-    psi = with_spectrum(8, 20, SPECTRUM)
-    omega = jnp.asarray(gaussian((20, 4), 3))
-    exact = np.asarray(clip_modes(jnp.asarray(psi), leading_modes_exact(jnp.asarray(psi), 3)))
-    errors = [
-        np.linalg.norm(clip_modes(jnp.asarray(psi), leading_modes_sketch(jnp.asarray(psi), omega, 3, p)) - exact)
-        for p in (0, 1, 2, 4, 8, 30)
-    ]
+    psi = with_spectrum(8, 20, [4.0, 3.0, 2.2, 1.5, 0.4, 0.3, 0.2, 0.1])
+    omega = gaussian((20, 4), 3)
+    exact = np.asarray(clip_modes(psi, leading_modes_exact(psi, 3)))
+    errors = [np.linalg.norm(clip_modes(psi, leading_modes_sketch(psi, omega, 3, p)) - exact) for p in (0, 1, 2, 4, 8)]
     assert all(later < earlier for earlier, later in itertools.pairwise(errors))
-    # A power step shrinks the part outside by (sigma_5 / sigma_3)^2 = (1.2 / 2.2)^2 = 0.3, so 30 of them by 1e-16.
+    # A power step shrinks the part outside by (sigma_5 / sigma_3)^2 = (0.4 / 2.2)^2 = 0.03, so eight of them by 1e-12.
     assert errors[0] > 1e-2
-    assert errors[3] < 1e-2
     assert errors[-1] < 1e-10
 
 
-@pytest.mark.parametrize("power_iterations", [4, 30])
+@pytest.mark.parametrize("power_iterations", [4, 14])
 def test_many_powers_neither_overflow_nor_lose_the_small_modes_in_float32(power_iterations):
     psi = with_spectrum(24, 40, np.geomspace(30, 0.3, 24)).astype(np.float32)
     omega = jnp.asarray(gaussian((40, 16), 3), jnp.float32)
     modes = leading_modes_sketch(jnp.asarray(psi), omega, 8, power_iterations)
-    # 30^(2 * 30 + 1) is beyond float32, and without orthonormal steps the eighth mode would drown in the first.
+    # 30^(2 * 14 + 1) is beyond float32, and without orthonormal steps the eighth mode would drown in the first.
     np.testing.assert_allclose(np.asarray(modes.values), np.geomspace(30, 0.3, 24)[:8] ** 2, rtol=1e-3)
 
 
