@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``shared_out``: small problems that all devices have are each solved by one."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ def test_every_problem_is_solved_once_along_the_axes_that_spread_matrices(axis_t
         seen.append(x.shape)
         return x @ x, x[..., :1, :]
 
-    found = shared_out(together, mesh.abstract_mesh, specs)(square, [*placed, None])
+    found = jax.jit(functools.partial(shared_out(together, mesh.abstract_mesh, specs), square))([*placed, None])
     assert seen == [((7 + 4 // 2 + 1) // 2, 3, 3), (2, 2)]
     assert found[3] is None
     for x, (squared, first) in zip(given, found[:3], strict=True):
