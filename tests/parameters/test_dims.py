@@ -60,13 +60,18 @@ def test_stack_is_the_definition_and_has_an_exact_inverse(layout):
     shape, dims = layout
     x = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     check_dims("x", shape, dims)
-    stack = to_matrices(jnp.asarray(x), dims)
+
+    @jax.jit
+    def there_and_back(x):
+        stack, turned = to_matrices(x, dims), to_matrices(x, dims, transposed=True)
+        return stack, turned, from_matrices(stack, dims, shape), from_matrices(turned, dims, shape, transposed=True)
+
+    stack, turned, *back = there_and_back(x)
     np.testing.assert_array_equal(stack, stack_by_loops(x, dims))
     assert stack.shape == matrix_shape(shape, dims)
-    np.testing.assert_array_equal(from_matrices(stack, dims, shape), x)
-    turned = to_matrices(jnp.asarray(x), dims, transposed=True)
     np.testing.assert_array_equal(turned, np.swapaxes(stack, 1, 2))
-    np.testing.assert_array_equal(from_matrices(turned, dims, shape, transposed=True), x)
+    for again in back:
+        np.testing.assert_array_equal(again, x)
 
 
 def test_matrix_rows_are_output_neurons():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flax NNX models: the default rule and dims_from_nnx, leaf by leaf, at init and at update."""
 
+import functools
 import subprocess
 import sys
 
@@ -70,6 +71,7 @@ class Model(nnx.Module):
         return self.lm_head(self.ln_f(x))
 
 
+@functools.cache
 def model(axis=None):
     return nnx.eval_shape(lambda: Model(nnx.Rngs(0), axis))
 
