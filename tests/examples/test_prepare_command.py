@@ -274,23 +274,24 @@ def stop_after(monkeypatch, batches: int, *, halfway: bool) -> None:
 
 
 @pytest.mark.parametrize("halfway", [False, True])
-@pytest.mark.parametrize("batches", [0, 1, 5, 14, 20])
 def test_a_stopped_preparation_goes_on_to_the_same_bytes(
-    tmp_path, sentence_piece, small_batches, monkeypatch, capsys, batches, halfway
+    tmp_path, sentence_piece, small_batches, monkeypatch, capsys, halfway
 ):
     train, validation = save_table(tmp_path / "t.parquet", TEXTS), save_lines(tmp_path / "v.jsonl", TEXTS[:120])
     options = ("c4", "--files", train, "--validation-files", validation, "--tokenizer", sentence_piece)
     options += ("--context", 16, "--train-documents", 210, "--output")
     run(*options, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        stop_after(patch, batches, halfway=halfway)
-        with pytest.raises(Stop):
-            run(*options, tmp_path / "parts")
-    assert not (tmp_path / "parts").exists()
-    capsys.readouterr()
-    run(*options, tmp_path / "parts")
-    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
-    assert ("Going on after" in capsys.readouterr().out) == (batches > 1)
+    for batches in (0, 1, 5, 14, 20):
+        parts = tmp_path / str(batches)
+        with monkeypatch.context() as patch:
+            stop_after(patch, batches, halfway=halfway)
+            with pytest.raises(Stop):
+                run(*options, parts)
+        assert not parts.exists()
+        capsys.readouterr()
+        run(*options, parts)
+        assert contents(parts) == contents(tmp_path / "whole")
+        assert ("Going on after" in capsys.readouterr().out) == (batches > 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
