@@ -42,16 +42,23 @@ def test_a_stage_with_state_for_each_matrix_is_not_divided():
     np.testing.assert_array_equal(*found)
 
 
+DIVIDED, WHOLE = npo.divided(npo.precondition_globally(1)), npo.precondition_locally(2, 1)
+
+
 @pytest.mark.parametrize(
-    ("shape", "spec"),
+    ("stage", "shape", "spec"),
     [
-        ((16, 21), (("data", "fsdp"), None)),  # taken for the other axis, they do not divide it
-        ((16, 256), (None, "data")),  # pieces of whole lines, by columns
-        ((256, 24), ("data", None)),  # and by rows
-        ((16, 24), ("data", "fsdp")),
+        (DIVIDED, (16, 21), (("data", "fsdp"), None)),  # taken for the other axis, they do not divide it
+        (DIVIDED, (16, 256), (None, "data")),  # pieces of whole lines, by columns
+        (DIVIDED, (256, 24), ("data", None)),  # and by rows
+        (DIVIDED, (16, 24), ("data", "fsdp")),
+        (WHOLE, (16, 21), (("data", "fsdp"), None)),
+        (WHOLE, (16, 24), ("data", "fsdp")),
+        # Those differ in what is exchanged.
+        pytest.param(WHOLE, (16, 256), (None, "data"), marks=pytest.mark.thorough),
+        pytest.param(WHOLE, (256, 24), ("data", None), marks=pytest.mark.thorough),
     ],
 )
-@pytest.mark.parametrize("stage", [npo.divided(npo.precondition_globally(1)), npo.precondition_locally(2, 1, 1)])
 def test_inside_a_chain_of_optax_matrices_are_turned_and_so_is_where_they_lie(stage, shape, spec):
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
     tx = npo.as_matrices(npo.MatrixDims(0, 1), optax.chain(stage, optax.scale(2.0)))
