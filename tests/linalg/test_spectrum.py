@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clipping and the exact matrix sign: Propositions 1 and 2."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,7 @@ from normpre_optax import precondition_locally
 from normpre_optax.linalg.eigenspace import leading_modes_exact
 from normpre_optax.linalg.spectrum import clip_modes, clipped_squares, exact_msign
 from normpre_optax.platforms import on
-from tests import reference
+from tests import cases, reference
 from tests.cases import EPS32, gaussian, with_spectrum
 
 
@@ -143,18 +141,15 @@ def test_the_squares_of_a_bad_matrix_are_its_own(platform):
 @pytest.mark.parametrize("method", ["exact", "sketch"])
 @pytest.mark.parametrize("rms", [None, 0.2])
 def test_a_threshold_is_a_threshold_of_one_for_the_matrix_divided_by_it(x64, method, rms):
-    psi = jnp.asarray(with_spectrum(9, 6, [5.0, 3.0, 2.0, 1.0, 0.5, 0.2]))
-    stage = functools.partial(precondition_locally, rank=6, oversample=0, method=method)
-
-    def clipped(threshold, x):
-        tx = stage(threshold=threshold).at_rms(rms)
-        return tx.update(x, tx.init(x))[0]
-
-    mean = jnp.sqrt(jnp.sum(psi**2) / 6)
-    for threshold, level in ((2.0, 2.0), ("mean", mean), (jnp.float64(0.7), 0.7)):
-        expected = clipped(1.0, psi / level) * (1 if rms else level)
-        np.testing.assert_allclose(clipped(threshold, psi), expected, rtol=1e-12, atol=1e-12)
-    np.testing.assert_array_equal(clipped("mean", 0 * psi), 0)
+    psi = with_spectrum(9, 6, [5.0, 3.0, 2.0, 1.0, 0.5, 0.2])
+    of_one, of_two, mean, of_an_array = (
+        precondition_locally(6, 0, 0, method=method, threshold=threshold).at_rms(rms)
+        for threshold in (1.0, 2.0, "mean", jnp.float64(0.7))
+    )
+    for tx, level in ((of_two, 2.0), (mean, np.sqrt(np.sum(psi**2) / 6)), (of_an_array, 0.7)):
+        expected = cases.first_update(of_one, psi / level, None) * (1 if rms else level)
+        np.testing.assert_allclose(cases.first_update(tx, psi, None), expected, rtol=1e-12, atol=1e-12)
+    assert not cases.first_update(mean, 0 * psi, None).any()
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, "median", None])
