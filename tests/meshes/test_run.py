@@ -289,8 +289,17 @@ def test_norms_of_blocks_are_held_where_a_mesh_cuts_through_them(spec):
     assert found["qkv"].sharding.is_equivalent_to(there["qkv"].sharding, 2)
 
 
-@pytest.mark.parametrize("name", ["normpre_g", "normpre_l-warm", "dion"])
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    ("name", "axis_type"),
+    [
+        ("normpre_g", AxisType.Explicit),
+        ("normpre_g", AxisType.Auto),
+        ("normpre_l-warm", AxisType.Explicit),
+        ("dion", AxisType.Auto),
+        pytest.param("normpre_l-warm", AxisType.Auto, marks=pytest.mark.thorough),
+        pytest.param("dion", AxisType.Explicit, marks=pytest.mark.thorough),
+    ],
+)
 def test_experts_behind_layers_are_as_on_one_device_and_so_is_their_state(name, axis_type):
     """Draws go by a matrix's place among layers and experts, whichever of them comes first in the stack of a mesh."""
     mesh = jax.make_mesh((4, 2), ("expert", "fsdp"), axis_types=(axis_type,) * 2)
