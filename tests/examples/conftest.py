@@ -11,7 +11,7 @@ from examples.pretrain import data
 from examples.pretrain.config import DataConfig
 from examples.pretrain.prepare import python_source
 
-PACKAGES = ("json", "email", "asyncio", "http", "logging")
+PACKAGES = ("json", "email", "http", "logging")
 
 
 @pytest.fixture(scope="session")
