@@ -82,15 +82,28 @@ def test_it_stands_inside_and_around_others():
         assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), after)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("spec", [("fsdp", None), (None, "fsdp")])
+KINDS = [npo.quantize_momentum(optax.trace(0.9), block_size=block_size) for block_size in (2, 16, 5)]
+
+
+@jax.jit
+def update_all_kinds(x, states):
+    return [tx.update(x, state) for tx, state in zip(KINDS, states, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "spec"),
+    [
+        (AxisType.Explicit, ("fsdp", None)),
+        (AxisType.Auto, (None, "fsdp")),
+        pytest.param(AxisType.Explicit, (None, "fsdp"), marks=pytest.mark.thorough),
+        pytest.param(AxisType.Auto, ("fsdp", None), marks=pytest.mark.thorough),
+    ],
+)
 def test_on_a_mesh_it_is_the_same_and_stays_where_it_is(axis_type, spec):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(axis_type,))
     here = jnp.asarray(cases.gaussian((16, 32)), jnp.float32)
     there = jax.device_put(here, NamedSharding(mesh, PartitionSpec(*spec)))
-    kinds = [npo.quantize_momentum(optax.trace(0.9), block_size=block_size) for block_size in (2, 16, 5)]
-    update = jax.jit(lambda x, states: [tx.update(x, state) for tx, state in zip(kinds, states, strict=True)])
-    expected, found = (update(x, [tx.init(x) for tx in kinds]) for x in (here, there))
+    expected, found = (update_all_kinds(x, [tx.init(x) for tx in KINDS]) for x in (here, there))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     for _, state in found:
         assert state.trace.values.sharding.is_equivalent_to(there.sharding, 2)
