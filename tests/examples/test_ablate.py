@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ablations: what their rows train, the preconditioner built from X, tables and figures."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -23,6 +24,9 @@ from tests import reference
 SMALL, WIDE = (configs.load(name) for name in ("nano", "gpt2_small"))
 
 
+parse = functools.cache(lambda *flags: configs.parse(flags))  # seeds share their flags, and ablations a row
+
+
 @pytest.mark.parametrize("config", [SMALL, WIDE], ids=lambda config: config.config)
 @pytest.mark.parametrize("name", ablate.ablations(SMALL))
 def test_every_row_is_a_run_of_its_own_that_can_be_asked_for(config, name):
@@ -30,7 +34,8 @@ def test_every_row_is_a_run_of_its_own_that_can_be_asked_for(config, name):
     arms = ablate.arms(ablation, config, 2)
     assert len({arm.name for arm in arms}) == len(arms) == 2 * len(ablation.rows) * len(ablation.optimizers)
     for arm in arms:
-        check(configs.parse(["--config", config.config, *arm.variant.flags, "--name", arm.name]))  # a folder's name
+        run = parse("--config", config.config, *arm.variant.flags)
+        check(dataclasses.replace(run, name=arm.name))  # a folder's name
     assert ablation.published in ablation.rows
     assert set(ablation.paper) <= set(ablation.rows)
     assert {len(losses) for losses in ablation.paper.values()} <= {len(ablation.optimizers)}
