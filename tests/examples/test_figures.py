@@ -47,9 +47,10 @@ def shaken(tree, seed: int):
 
     def shake(path, leaf):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.full_like(leaf, seed)  # steps taken
+            return jnp.asarray(np.full_like(leaf, seed))  # steps taken
         noise = random.standard_normal(leaf.shape) @ np.diag(1 / np.arange(1.0, leaf.shape[-1] + 1))
-        return leaf + 0.1 * jnp.asarray(noise**2 if ".nu" in jax.tree_util.keystr(path) else noise, leaf.dtype)
+        noise = noise**2 if ".nu" in jax.tree_util.keystr(path) else noise
+        return jnp.asarray(np.asarray(leaf) + 0.1 * noise, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(shake, tree)
 
