@@ -77,10 +77,10 @@ def test_blocks_are_as_parameters_of_their_own(name):
 
 def test_equal_sizes_are_a_number_of_blocks():
     """But for what draws numbers, which goes by names."""
-    params, grads = numbers(0), numbers(1)
+    params, grads = (numbers(seed, ("heads", "layers")) for seed in (0, 1))
     steps = []
     for blocks in (4, (8, 8, 8, 8)):
-        dims = FUSED | {name: npo.MatrixDims(FUSED[name].inputs, FUSED[name].outputs, blocks) for name in CUT}
+        dims = {name: npo.MatrixDims(FUSED[name].inputs, FUSED[name].outputs, blocks) for name in params}
         tx = npo.normpre_g(0.1, ns_steps=1, matrix_dims=dims)
         steps.append(tx.update(grads, tx.init(params), params)[0])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *steps)
