@@ -87,8 +87,13 @@ def omega(seed, step, path, slice_index, shape, width):
 
 # Compiling without LLVM's optimisations is two to three times faster, and most tests here compile more than they run.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-# As users compile: `conftest` has all other programs compiled without optimisations and XLA's newer code for fusions.
-USERS = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+# As users compile: `conftest` has all other programs compiled in one part, without optimisations and XLA's newer code
+# for fusions.
+USERS = {
+    "xla_backend_optimization_level": 3,
+    "xla_cpu_use_fusion_emitters": True,
+    "xla_cpu_parallel_codegen_split_count": 32,
+}
 users_jit = functools.partial(
     jax.jit, compiler_options={flag: value for flag, value in USERS.items() if flag in os.environ.get("XLA_FLAGS", "")}
 )

@@ -13,8 +13,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Eight virtual CPU devices, for the tests on meshes; everything else runs on the first one. And programs that compile
-# three times faster, without LLVM's optimisations and XLA's newer code for fusions: most tests compile more than they
-# run. What stands in XLA_FLAGS goes before. Set before JAX wakes.
+# three times faster, in one part instead of up to 32, without LLVM's optimisations and XLA's newer code for fusions:
+# most tests compile more than they run. What stands in XLA_FLAGS goes before. Set before JAX wakes.
 os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", "")]
     + [
@@ -22,6 +22,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         for flag, value in (
             ("xla_force_host_platform_device_count", "8"),
             ("xla_backend_optimization_level", "0"),
+            ("xla_cpu_parallel_codegen_split_count", "1"),
             *(
                 [("xla_cpu_use_fusion_emitters", "false")] if version("jaxlib") < "0.11" else []
             ),  # later ones stop at it
