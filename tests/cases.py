@@ -16,7 +16,8 @@ EPS32 = float(np.finfo(np.float32).eps)
 EPS64 = float(np.finfo(np.float64).eps)
 
 # (out, in) of single matrices, (layers, out, in) of stacks; parameters hold them as (in, out) and (layers, in, out).
-SHAPES = {"tall": (12, 5), "wide": (5, 12), "square": (7, 7), "stack": (3, 8, 5), "twin": (5, 12)}  # twin: as wide
+# Every shape is traced by itself: the stack's matrices are the tall ones, and the twin is as wide.
+SHAPES = {"wide": (5, 12), "square": (7, 7), "stack": (3, 8, 5), "twin": (5, 12)}
 DIMS = {name: npo.MatrixDims(inputs=len(shape) - 2, outputs=len(shape) - 1) for name, shape in SHAPES.items()}
 
 
@@ -82,7 +83,12 @@ def gradients(steps, seed=1, shapes=SHAPES):
 def omega(seed, step, path, slice_index, shape, width):
     """Omega (longer side, l) for a matrix of this (out, in) shape, from the library's draws, in float64."""
     drawn = (min(*shape, width), max(shape))
-    return np.asarray(draws.sketch_draws(seed, step, zlib.crc32(path.encode()), slice_index, drawn), np.float64).T
+    return _drawn(draws.sketch_draws, seed, step, zlib.crc32(path.encode()), slice_index, drawn)
+
+
+@functools.cache
+def _drawn(draw, *where):
+    return np.asarray(draw(*where), np.float64).T
 
 
 # Compiling without LLVM's optimisations is two to three times faster, and most tests here compile more than they run.

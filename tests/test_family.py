@@ -21,7 +21,7 @@ from tests import reference_family as oracles
 from tests.reference import decoupled_step
 
 STEPS, LEARNING_RATE, WEIGHT_DECAY, RANK = 10, 0.03, 0.1, 3
-SHAPES = {name: cases.SHAPES[name] for name in ("tall", "wide", "stack")}
+SHAPES = {name: cases.SHAPES[name] for name in ("wide", "stack")}
 DIMS = {name: cases.DIMS[name] for name in SHAPES}
 
 
@@ -111,7 +111,7 @@ def numbers(seed=0, dtype=jnp.float32):
     random = np.random.default_rng(seed)
     shapes = {"up": (4, 6), "down": (6, 4), "layers": (2, 4, 6), "bias": (6,)}
     return {
-        name: {"kernel" if len(shape) > 1 else "bias": jnp.asarray(random.standard_normal(shape), dtype)}
+        name: {"kernel" if len(shape) > 1 else "bias": random.standard_normal(shape).astype(dtype)}
         for name, shape in shapes.items()
     }
 
@@ -133,30 +133,31 @@ def test_what_a_gradient_may_be(name):
 
     first, second, state = two_steps(numbers(1), numbers(2))
     # The scale of the gradients is forgotten, from 1e-15 to 1e15; AdamW's epsilon is not, so matrices only.
-    for scale in (1e-15, 1e15):
-        scaled = two_steps(*(jax.tree.map(functools.partial(jnp.multiply, scale), numbers(seed)) for seed in (1, 2)))
+    for scale in np.float32([1e-15, 1e15]):
+        scaled = two_steps(*(jax.tree.map(functools.partial(np.multiply, scale), numbers(seed)) for seed in (1, 2)))
         for a, b in zip(scaled[:2], (first, second), strict=True):
             for path in ("up", "down", "layers"):
                 np.testing.assert_allclose(a[path]["kernel"], b[path]["kernel"], atol=2e-4, err_msg=f"{path} {scale}")
     # Nothing comes of nothing, and it does no harm to what follows.
-    still, after, _ = two_steps(jax.tree.map(jnp.zeros_like, params), numbers(1))
-    assert not any(jnp.any(u) for u in jax.tree.leaves(still))
+    still, after, _ = two_steps(jax.tree.map(np.zeros_like, params), numbers(1))
+    assert not any(np.any(u) for u in jax.tree.leaves(still))
     if name in ("normuon", "adamuon"):  # whose averages begin a step later
-        assert all(jnp.isfinite(u).all() for u in jax.tree.leaves(after))
+        assert all(np.isfinite(u).all() for u in jax.tree.leaves(after))
     else:
         np.testing.assert_allclose(after["up"]["kernel"], first["up"]["kernel"], atol=1e-5)
     # One output neuron without a gradient gets no update.
     dead = numbers(1)
-    dead["up"]["kernel"] = dead["up"]["kernel"].at[:, 2].set(0)
+    dead["up"]["kernel"][:, 2] = 0
     updates, _ = update(dead, tx.init(params), params)
     # A row of length 0 stays exactly 0, but for the last bit that thin products leave.
-    assert jnp.abs(updates["up"]["kernel"][:, 2]).max() < 1e-6
-    assert jnp.isfinite(updates["up"]["kernel"]).all()
+    found = np.asarray(updates["up"]["kernel"])
+    assert np.abs(found[:, 2]).max() < 1e-6
+    assert np.isfinite(found).all()
     # NaN stays visible, and stays where it is: in its own matrix of a stack.
     bad = numbers(1)
-    bad["layers"]["kernel"] = bad["layers"]["kernel"].at[1, 0, 0].set(jnp.nan)
+    bad["layers"]["kernel"][1, 0, 0] = np.nan
     updates, poisoned = update(bad, tx.init(params), params)
-    assert jnp.isnan(updates["layers"]["kernel"][1]).any()
+    assert np.isnan(updates["layers"]["kernel"][1]).any()
     np.testing.assert_array_equal(updates["layers"]["kernel"][0], first["layers"]["kernel"][0])
     np.testing.assert_array_equal(updates["up"]["kernel"], first["up"]["kernel"])
     updates, _ = update(numbers(2), poisoned, params)

@@ -90,7 +90,7 @@ def test_every_platform_takes_the_same_steps(name):
                 differences.extend(np.ravel(difference))
             assert not got["twin"].any()
             assert not got["stack"][1].any()
-            assert got["tall"].any()
+            assert got["square"].any()
         # bfloat16 shows: half a unit in its last place is 2^-9, and a tenth of that is more than float32 would do.
         assert (max(differences) > 1e-3) == (tolerance == HALF)
 
