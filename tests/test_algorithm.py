@@ -220,13 +220,12 @@ def vectors(params):
     return {"bias": params["up"]["bias"], "scale": params["norm"]["scale"]}
 
 
-@pytest.mark.parametrize("make", [npo.normpre_g, npo.normpre_l, npo.muon, npo.mano])
-def test_everything_that_is_no_matrix_gets_adamw(make):
+def test_everything_that_is_no_matrix_gets_adamw():
     schedule = optax.linear_schedule(0.1, 0.01, 5)
-    expected = roll(optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=8 * EPS32), vectors(roll(make(schedule))), vectors(expected)
-    )
+    expected = vectors(roll(optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)))
+    for make in (npo.normpre_g, npo.normpre_l, npo.muon, npo.mano):
+        got = vectors(roll(make(schedule)))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=8 * EPS32), got, expected)
 
 
 def test_adamw_has_its_own_rate_decay_and_moments():
@@ -263,7 +262,7 @@ def test_the_weight_decay_mask_is_read_on_the_whole_tree(masked, as_callable):
         "all": {"weight_decay": 0.5},
     }.items():
         tx = npo.normpre_g(0.1, **kwargs)
-        updates[key] = cases.first_update(tx, grads, params)
+        updates[key], _ = tx.update(grads, tx.init(params), params)  # a program without a mask is shared by all cases
     for module, name in (("up", "kernel"), ("up", "bias"), ("norm", "scale")):
         same, other = ("none", "all") if name == masked else ("all", "none")
         np.testing.assert_array_equal(updates["mask"][module][name], updates[same][module][name])
