@@ -28,9 +28,14 @@ DIMS = {
 }
 
 
+def direction(stage, layout="flax", **options):
+    """One object, and one program, for the same options."""
+    return made(stage, layout, **{"orientation": "alternating", "tangent": "relaxed", "rms": 0.2, **options})
+
+
 @functools.cache
-def direction(stage, *, layout="flax", **kwargs):
-    return npo.scale_by_normpre(STAGES[stage], matrix_dims=DIMS[layout], **kwargs)
+def made(stage, layout, **options):
+    return npo.scale_by_normpre(STAGES[stage], matrix_dims=DIMS[layout], **options)
 
 
 def directions(tx, steps, w, scale=1.0, shapes=cases.SHAPES):
@@ -307,17 +312,17 @@ def test_draws_do_not_depend_on_the_sharding():
 
 def test_a_resumed_run_draws_what_the_uninterrupted_one_would_have_drawn():
     tx = npo.normpre_l(0.01, rank=2, oversample=1)
-    params, update = {"w": {"kernel": kernel()}}, updater(tx)
+    params = {"w": {"kernel": kernel()}}
     state = tx.init(params)
     history = []
     for step in range(4):
-        updates, state = update({"w": {"kernel": kernel(step + 1)}}, state, params)
+        updates, state = tx.update({"w": {"kernel": kernel(step + 1)}}, state, params)
         params = optax.apply_updates(params, updates)
         history.append((jax.tree.map(np.asarray, params), jax.tree.map(np.asarray, state)))
     # From NumPy copies after the second step, as a checkpoint would give them back, in a fresh optimizer.
     fresh = npo.normpre_l(0.01, rank=2, oversample=1)
     params, state = jax.tree.map(jnp.asarray, history[1])
     for step in (2, 3):
-        updates, state = updater(fresh)({"w": {"kernel": kernel(step + 1)}}, state, params)
+        updates, state = fresh.update({"w": {"kernel": kernel(step + 1)}}, state, params)
         params = optax.apply_updates(params, updates)
     np.testing.assert_array_equal(params["w"]["kernel"], history[3][0]["w"]["kernel"])
