@@ -20,7 +20,6 @@ import pytest
 import normpre_optax as npo
 from normpre_optax import finish
 from tests import cases, states
-from tests.cases import updater
 
 FACTORIES = {
     "normpre_g": npo.normpre_g,
@@ -106,39 +105,43 @@ def assert_close(a, b, atol=1e-6):
     jax.tree.map(check, a, b)
 
 
-def plain(name, dtype="float32", steps=2):
-    """Updates and states of the bare optimizer: what a wrapper must not change."""
+def two_layers(seed=0, dtype="float32"):
+    """The part of them that every optimizer runs in one loop: where kinds of parameters are not what is asked."""
+    return {"mlp": numbers(seed, dtype)["mlp"]}
+
+
+def two_steps(name, dtype="float32", numbers=numbers):
+    """Updates and states of the bare optimizer."""
     tx, params = optimizer(name), numbers(dtype=dtype)
     state, out = tx.init(params), []
-    for step in range(steps):
-        updates, state = updater(tx)(numbers(step + 1, dtype), state, params)
+    for step in range(2):
+        updates, state = tx.update(numbers(step + 1, dtype), state, params)
         out.append((updates, state))
     return out
+
+
+@functools.cache
+def plain(name, dtype="float32"):
+    """What a wrapper must not change."""
+    return two_steps(name, dtype)
 
 
 @every_dtype
 @representatives
 def test_does_not_recompile_on_later_updates(name, dtype):
-    tx, traces = optimizer(name), []
-
-    @cases.quick_jit
-    def step(grads, state, params):
-        traces.append(1)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = numbers(dtype=dtype)
-    state = tx.init(params)
-    for i in range(3):
-        params, state = step(numbers(i + 1, dtype), state, params)
-    assert len(traces) == 1
+    tx, params = optimizer(name), numbers(dtype=dtype)
+    updates, state = tx.update(numbers(1, dtype), tx.init(params), params)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finish, "_update_with", None)  # nothing is traced any more
+        for i in (2, 3):
+            params = optax.apply_updates(params, updates)
+            updates, state = tx.update(numbers(i, dtype), state, params)
 
 
 @pytest.mark.every_platform
-@every_dtype
 @every_optimizer
-def test_keeps_the_dtype_of_the_parameters_and_the_shape_of_its_state(name, dtype):
-    tx, params = optimizer(name), numbers(dtype=dtype)
+def test_keeps_the_dtype_of_the_parameters_and_the_shape_of_its_state(name):
+    tx, params = optimizer(name), {**numbers(), "layers": numbers(dtype="bfloat16")["layers"]}
     state = tx.init(params)
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
     step = functools.partial(tx.update, value=1.0, grad=params, anything=None)
@@ -174,30 +177,27 @@ def test_its_state_is_arrays_and_init_is_traceable(name):
     ("name", "dtype"), [*((name, "float32") for name in REPRESENTATIVES), ("normpre_l-warm", "bfloat16")]
 )
 def test_compiled_and_uncompiled_updates_are_equal_and_repeatable(name, dtype):
-    compiled = plain(name, dtype)
-    assert_equal(compiled, plain(name, dtype))
+    compiled = two_steps(name, dtype, two_layers)
+    assert_equal(compiled, two_steps(name, dtype, two_layers))
     with jax.disable_jit():
-        tx, params = optimizer(name), numbers(dtype=dtype)
-        state = tx.init(params)
-        for step, (updates, new_state) in enumerate(compiled):
-            found, state = tx.update(numbers(step + 1, dtype), state, params)
-            assert_close(found, updates)
-            assert_close(state, new_state, atol=1e-5)
+        uncompiled = two_steps(name, dtype, two_layers)
+    for (updates, state), (found, found_state) in zip(compiled, uncompiled, strict=True):
+        assert_close(found, updates)
+        assert_close(found_state, state, atol=1e-5)
 
 
 @pytest.mark.every_platform
 @pytest.mark.parametrize("name", ["normpre_g", "normpre_l-sketch", "normpre_l-exact"])
 def test_the_optimised_program_computes_the_same(name):
-    tx, params = optimizer(name), numbers()
-    updates, _ = cases.users_jit(tx.update)(numbers(1), tx.init(params), params)
-    assert_close(updates, plain(name)[0][0])
+    tx, params, grads = optimizer(name), two_layers(), two_layers(1)
+    updates, _ = cases.users_jit(tx.update)(grads, tx.init(params), params)
+    assert_close(updates, cases.first_update(tx, grads, params))
 
 
-@representatives
-def test_a_constant_schedule_is_a_number(name):
-    tx, params = FACTORIES[name](optax.constant_schedule(0.01)), numbers()
+def test_a_constant_schedule_is_a_number():
+    tx, params = npo.normpre_g(optax.constant_schedule(0.01)), numbers()
     state = tx.init(params)
-    for step, (updates, _) in enumerate(plain(name)):
+    for step, (updates, _) in enumerate(plain("normpre_g")):
         found, state = tx.update(numbers(step + 1), state, params)
         assert_close(found, updates)
 
@@ -236,14 +236,14 @@ def test_sharded_parameters_get_sharded_state_and_it_stays(name):
         spec = jax.sharding.PartitionSpec(*(None,) * (x.ndim - 1), "fsdp")
         return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
 
-    tx, params = optimizer(name), jax.tree.map(place, numbers())
+    tx, params = optimizer(name), jax.tree.map(place, two_layers())
     state = tx.init(params)
     update = cases.quick_jit(tx.update)
     shardings = []
     for step in range(2):
-        updates, state = update(jax.tree.map(place, numbers(step + 1)), state, params)
+        updates, state = update(jax.tree.map(place, two_layers(step + 1)), state, params)
         shardings.append(jax.tree.map(lambda x: x.sharding, state))
-        assert_close(updates, plain(name)[step][0], atol=1e-5)
+        assert_close(updates["mlp"], plain(name)[step][0]["mlp"], atol=1e-5)
     assert shardings[0] == shardings[1]
     kernels = [x for x in jax.tree.leaves(state) if x.shape == (4, 6)]
     assert kernels or name == "swan"  # which keeps nothing for matrices
@@ -303,7 +303,7 @@ def test_nan_gradients_stay_visible_and_stay_where_they_are(name, dtype):
     bad = numbers(1, dtype)
     bad["mlp"]["up"]["kernel"] = bad["mlp"]["up"]["kernel"].at[0, 0].set(jnp.nan)
     bad["layers"]["proj"]["kernel"] = bad["layers"]["proj"]["kernel"].at[1, 0, 0].set(jnp.nan)
-    updates, _ = updater(tx)(bad, tx.init(params), params)
+    updates, _ = tx.update(bad, tx.init(params), params)
     expected = plain(name, dtype)[0][0]
     assert np.isnan(np.asarray(updates["mlp"]["up"]["kernel"], np.float32)).any()
     assert np.isnan(np.asarray(updates["layers"]["proj"]["kernel"][1], np.float32)).any()
@@ -405,8 +405,7 @@ def test_the_optimizer_is_its_direction_completed(name):
     _, fixed = bare_factory(name)
     direction = getattr(npo, f"scale_by_{name.removesuffix('-warm')}")
     tx, params = npo.hybrid(functools.partial(direction, **fixed), 0.01), numbers()
-    updates, state = updater(tx)(numbers(1), tx.init(params), params)
-    assert_equal((updates, state), plain(name)[0])
+    assert_equal(tx.update(numbers(1), tx.init(params), params), plain(name)[0])
 
 
 @every_optimizer
@@ -453,7 +452,7 @@ def test_vmap_runs_independent_optimizers(name):
     state = jax.vmap(tx.init)(both)
     updates, _ = cases.quick_jit(jax.vmap(tx.update))(stacked(numbers(1), numbers(6)), state, both)
     for i, (p, g) in enumerate(((0, 1), (5, 6))):
-        alone, _ = updater(tx)(numbers(g), tx.init(numbers()), numbers(p))
+        alone, _ = tx.update(numbers(g), tx.init(numbers()), numbers(p))
         assert_close(jax.tree.map(lambda u, i=i: u[i], updates), alone)
 
 
@@ -497,14 +496,14 @@ def test_vmap_and_scan_keep_bfloat16(name):
     ],
 )
 def test_reverse_mode_goes_through_an_update_that_decomposes_nothing(name, decomposes):
-    """Traced, through every loop that runs matrices in turn; forward mode goes through all."""
+    """Traced, through every loop that runs matrices in turn; forward mode, a part of it, goes through all."""
     tx, params = optimizer(name), numbers()
 
     def size(grads):
         return sum(jnp.sum(u**2) for u in jax.tree.leaves(tx.update(grads, tx.init(params), params)[0]))
 
-    jax.eval_shape(lambda grads: jax.jvp(size, (grads,), (grads,)), numbers(1))
     if decomposes:
+        jax.eval_shape(lambda grads: jax.jvp(size, (grads,), (grads,)), numbers(1))
         with pytest.raises(ValueError, match="reverse-mode"):
             jax.eval_shape(jax.grad(size), numbers(1))
     else:
@@ -520,12 +519,12 @@ def test_parameters_and_state_can_be_donated(name):
         return optax.apply_updates(params, updates), state
 
     kept, donated = cases.quick_jit(step), cases.quick_jit(step, donate_argnums=(1, 2))
-    params, other = numbers(), numbers()
+    params, other = two_layers(), two_layers()
     state, other_state = tx.init(params), tx.init(other)
     for i in range(3):
         given = jax.tree.leaves((other, other_state))
-        params, state = kept(numbers(i + 1), state, params)
-        other, other_state = donated(numbers(i + 1), other_state, other)
+        params, state = kept(two_layers(i + 1), state, params)
+        other, other_state = donated(two_layers(i + 1), other_state, other)
         assert all(x.is_deleted() for x in given if x.ndim)
     assert_equal(params, other)
 
@@ -564,7 +563,7 @@ def test_the_direction_alone_names_missing_parameters_too():
     with pytest.raises(ValueError, match=r"(?s)update\(grads, state, params\).*tangent='none'"):
         tx.update(params, tx.init(params))
     free = npo.scale_by_normpre(npo.precondition_globally(), tangent="none")
-    assert jax.tree.leaves(free.update(params, free.init(params))[0])[0].shape == (3, 4)
+    assert jax.eval_shape(free.update, params, free.init(params))[0]["kernel"].shape == (3, 4)
 
 
 @representatives
@@ -690,8 +689,15 @@ def test_numbers_of_python_are_parameters_too(name):
     assert updates["scale"].shape == ()
 
 
-@pytest.mark.parametrize("orientation", ["alternating", "rows"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("dtype", "orientation"),
+    [
+        (jnp.bfloat16, "alternating"),
+        (jnp.float16, "rows"),
+        pytest.param(jnp.bfloat16, "rows", marks=pytest.mark.thorough),
+        pytest.param(jnp.float16, "alternating", marks=pytest.mark.thorough),
+    ],
+)
 def test_the_sketch_in_half_precision_runs_everywhere_a_product_may_stand(dtype, orientation):
     params = {"kernel": jnp.asarray(np.random.default_rng(0).standard_normal((24, 16)), jnp.float32)}
     updates = {}
@@ -706,7 +712,7 @@ def test_the_sketch_in_half_precision_runs_everywhere_a_product_may_stand(dtype,
 @representatives
 def test_a_tree_of_parameters_that_can_be_called_is_no_function(name):
     """Equinox filters a model into a model: its parameters, and masks made of them, are callable."""
-    model = eqx.nn.MLP(4, 2, 6, 1, key=jax.random.key(0))
+    model = eqx.nn.MLP(4, 2, width_size=0, depth=0, key=jax.random.key(0))
     params = eqx.filter(model, eqx.is_inexact_array)
     assert callable(params)
 
@@ -738,6 +744,6 @@ def test_compute_dtype_reaches_a_stage_of_ones_own():
     stage = optax.stateless(lambda updates, params=None: jax.tree.map(lambda x: seen.append(x.dtype) or x, updates))
     params = {"kernel": jnp.ones((2, 3))}
     tx = npo.scale_by_normpre(stage, compute_dtype=jnp.bfloat16)
-    updates, _ = tx.update(params, tx.init(params), params)
+    updates, _ = jax.eval_shape(tx.update, params, tx.init(params), params)
     assert set(seen) == {jnp.dtype(jnp.bfloat16)}
     assert updates["kernel"].dtype == jnp.float32
