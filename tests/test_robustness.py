@@ -26,11 +26,13 @@ LEARNING_RATE = 0.5
 
 FACTORIES = {
     "normpre_g": npo.normpre_g,
-    "normpre_g-bounded": functools.partial(npo.normpre_g, tangent="bounded", orientation="both"),
-    "normpre_g-strict": functools.partial(npo.normpre_g, tangent="strict", orientation="columns"),
+    "normpre_g-bounded-polar_express": functools.partial(
+        npo.normpre_g, tangent="bounded", orientation="both", ns_coefficients="polar_express"
+    ),
+    "normpre_g-strict-bfloat16": functools.partial(
+        npo.normpre_g, tangent="strict", orientation="columns", compute_dtype=jnp.bfloat16
+    ),
     "normpre_g-msign": functools.partial(npo.normpre_g, ns_steps=None),
-    "normpre_g-polar_express": functools.partial(npo.normpre_g, ns_coefficients="polar_express"),
-    "normpre_g-bfloat16": functools.partial(npo.normpre_g, compute_dtype=jnp.bfloat16),
     "normpre_l-sketch": npo.normpre_l,
     "normpre_l-small-sketch": functools.partial(npo.normpre_l, rank=1, oversample=1, power_iterations=3),
     "normpre_l-warm": functools.partial(npo.normpre_l, rank=2, oversample=1, power_iterations=0, warm_start=True),
