@@ -448,11 +448,11 @@ def stacked(*trees):
 @pytest.mark.every_platform
 @representatives
 def test_vmap_runs_independent_optimizers(name):
-    tx, both = optimizer(name), stacked(numbers(0), numbers(5))
+    tx, both = optimizer(name), stacked(two_layers(0), two_layers(5))
     state = jax.vmap(tx.init)(both)
-    updates, _ = cases.quick_jit(jax.vmap(tx.update))(stacked(numbers(1), numbers(6)), state, both)
+    updates, _ = cases.quick_jit(jax.vmap(tx.update))(stacked(two_layers(1), two_layers(6)), state, both)
     for i, (p, g) in enumerate(((0, 1), (5, 6))):
-        alone, _ = tx.update(numbers(g), tx.init(numbers()), numbers(p))
+        alone, _ = tx.update(two_layers(g), tx.init(two_layers()), two_layers(p))
         assert_close(jax.tree.map(lambda u, i=i: u[i], updates), alone)
 
 
