@@ -155,7 +155,7 @@ EXACT = {"ns_coeffs": ((1.875, -1.25, 0.375),) * 12, "ns_steps": 12}
 def test_rates_of_other_muons_become_ours(consistent_rms, convention):
     """One step of optax's Muon, and of ours at the rate that is made of its own, with the decay that goes with it."""
     with jax.disable_jit():
-        for shape, given in (((8, 3), 0.03), ((3, 8), lambda step: 0.03), ((5, 5), 0.03)):
+        for shape, given in (((8, 3), 0.03), ((3, 8), lambda step: 0.03)):
             params = {"kernel": jnp.full(shape[::-1], 0.5)}  # (in, out)
             grads = {"kernel": jnp.eye(*shape[::-1])}
             before = optax.contrib.muon(0.03, **EXACT, weight_decay=0.4, consistent_rms=consistent_rms)
