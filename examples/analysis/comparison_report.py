@@ -108,8 +108,9 @@ def arms_of(content: dict[str, Any], optimizer: str, *, at_best: bool = False) -
 
 
 def swept(content: dict[str, Any], optimizer: str) -> list[dict[str, Any]]:
-    """Arms of an optimizer that differ in the learning rate alone."""
-    arms = (arm for arm in content["arms"] if arm["optimizer"] == optimizer and arm["seed"] == 0)
+    """Arms of an optimizer that differ in the learning rate alone, of the first seed."""
+    first = content["config"].get("seed", 0)
+    arms = (arm for arm in content["arms"] if arm["optimizer"] == optimizer and arm["seed"] == first)
     return [arm for arm in arms if not any(name in arm for name in TUNED)]
 
 

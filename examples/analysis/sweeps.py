@@ -2,8 +2,9 @@
 """Learning rates of several comparisons joined: ``python -m examples.analysis sweeps FOLDER ... --out FOLDER``.
 
 Each ``FOLDER`` holds the ``comparison.json`` of ``python -m examples.pretrain compare`` at another width, depth, length
-of training or batch. The table and the figure show the loss over the learning rate for every optimizer and size, and at
-which rate it is lowest: does a user keep the rate of a smaller model? With ``--over OPTIMIZER``, losses less its own.
+of training or batch, or of another ``--seed``: those of one size are averaged. The table and the figure show the loss
+over the learning rate for every optimizer and size, and at which rate it is lowest: does a user keep the rate of a
+smaller model? With ``--over OPTIMIZER``, losses less its own.
 """
 
 import json
@@ -30,6 +31,7 @@ SIZES = {
     "batch_size": "sequences",
     "model.tied_head": "tied head",
     "matrix.rms": "update RMS",
+    "adam_learning_rate": "AdamW at",
 }
 
 
@@ -50,40 +52,47 @@ class Options:
 
 
 class Sweep(NamedTuple):
-    """One optimizer at one size: its losses at seed 0, NaN where a run diverged."""
+    """One optimizer at one size: its losses by rate, one dict a seed, NaN where a run diverged."""
 
     size: str
     optimizer: str
-    losses: dict[float, float]
+    seeds: tuple[dict[float, float], ...]
 
     @property
-    def best(self) -> tuple[float, str]:
-        """The rate where the loss is lowest, and ``<`` or ``>`` where it may lie beyond those that were tried.
+    def losses(self) -> dict[float, float]:
+        """Mean over the seeds, at the rates that all of them have."""
+        rates = set(self.seeds[0]).intersection(*self.seeds)
+        return {rate: float(np.mean([losses[rate] for losses in self.seeds])) for rate in sorted(rates)}
 
-        That of the parabola, in the rate's logarithm, through the lowest loss and its two neighbours.
-        """
-        points = sorted((rate, loss) for rate, loss in self.losses.items() if np.isfinite(loss))
-        rates, losses = np.array(points).T
-        at = int(losses.argmin())
-        if at in (0, len(rates) - 1):
-            return float(rates[at]), "<=" if at == 0 else ">="
-        x, y = np.log(rates[at - 1 : at + 2]), losses[at - 1 : at + 2]
-        curvature, slope, _ = np.polyfit(x - x[1], y, 2)
-        return float(np.exp(x[1] - slope / (2 * curvature))), ""
+
+def lowest(losses: dict[float, float]) -> tuple[float, str]:
+    """The rate where the loss is lowest, and ``<=`` or ``>=`` where it may lie beyond those that were tried.
+
+    That of the parabola, in the rate's logarithm, through the lowest loss and its two neighbours.
+    """
+    points = sorted((rate, loss) for rate, loss in losses.items() if np.isfinite(loss))
+    rates, y = np.array(points).T
+    at = int(y.argmin())
+    if at in (0, len(rates) - 1):
+        return float(rates[at]), "<=" if at == 0 else ">="
+    x, y = np.log(rates[at - 1 : at + 2]), y[at - 1 : at + 2]
+    curvature, slope, _ = np.polyfit(x - x[1], y, 2)
+    return float(np.exp(x[1] - slope / (2 * curvature))), ""
 
 
 def sweeps(contents: Sequence[dict[str, Any]], over: str = "") -> list[Sweep]:
-    """Of every comparison and optimizer.
+    """Of every size and optimizer.
 
     Raises:
-        RunError: where two comparisons are of the same size, or one lacks the optimizer to compare with.
+        RunError: where two comparisons are of the same size and seed, or one lacks the optimizer to compare with.
     """
     configs = [to_dict(Config()) | content["config"] for content in contents]  # what is older lacks fields
     differ = [field for field in SIZES if len({config[field] for config in configs}) > 1]
-    names = [", ".join(_named(config[field], SIZES[field]) for field in differ) or "all" for config in configs]
-    if len(set(names)) < len(names):
-        raise RunError(f"comparisons of one size: {', '.join(names)}")
-    found = []
+    names = [", ".join(filter(None, (_named(config[field], SIZES[field]) for field in differ))) for config in configs]
+    runs = [f"{name or 'all'}, seed {config['seed']}" for name, config in zip(names, configs, strict=True)]
+    if len(set(runs)) < len(runs):
+        raise RunError(f"comparisons of one size and seed: {'; '.join(runs)}")
+    found: dict[tuple[str, str], list[dict[float, float]]] = {}
     for name, content in zip(names, contents, strict=True):
         here = {}
         for optimizer in optimizers(content):
@@ -99,11 +108,13 @@ def sweeps(contents: Sequence[dict[str, Any]], over: str = "") -> list[Sweep]:
                 continue
             if over:
                 losses = {rate: loss - here[over][rate] for rate, loss in losses.items() if rate in here[over]}
-            found.append(Sweep(name, optimizer, losses))
-    return found
+            found.setdefault((name or "all", optimizer), []).append(losses)
+    return [Sweep(size, optimizer, tuple(losses)) for (size, optimizer), losses in found.items()]
 
 
 def _named(value: Any, what: str) -> str:
+    if value is None:
+        return ""
     if isinstance(value, bool):
         return what if value else f"no {what}"
     if isinstance(value, float):
@@ -119,10 +130,15 @@ def table(found: Sequence[Sweep], over: str = "") -> str:
     for sweep in sorted(found, key=lambda s: [x.optimizer for x in found].index(s.optimizer)):
         shown = [sweep.losses.get(rate) for rate in rates]
         losses = ["" if x is None else "diverged" if np.isnan(x) else f"{x:{'+' if over else ''}.4f}" for x in shown]
-        best, beyond = sweep.best
-        end = [] if over else [f"{beyond} {best:.2g}".strip()]
+        end = [] if over else [_lowest_in_words(sweep)]
         lines.append(f"| {' | '.join([label(sweep.optimizer), sweep.size, *losses, *end])} |")
     return "\n".join(lines) + "\n"
+
+
+def _lowest_in_words(sweep: Sweep) -> str:
+    mean, *alone = (lowest(losses) for losses in (sweep.losses, *sweep.seeds))
+    told = [f"{beyond} {rate:.2g}".strip() for rate, beyond in (mean, *sorted(alone))]
+    return told[0] if len(alone) == 1 else f"{told[0]} ({', '.join(told[1:])})"
 
 
 def draw(found: Sequence[Sweep], over: str = "") -> Figure:
@@ -163,10 +179,14 @@ def main(arguments: Sequence[str]) -> None:
     save(draw(found, options.over), options.out / "sweeps")
     less = f", less that of {label(options.over)}" if options.over else ""
     best = "" if options.over else " Lowest at: of the parabola through the lowest loss and its two neighbours."
+    seeds = sorted({content["config"].get("seed", 0) for content in contents})
+    if seeds[1:]:
+        best = best and best[:-1] + "; in brackets those of each seed."
+    which = f"mean of seeds {', '.join(map(str, seeds))}" if seeds[1:] else f"at seed {seeds[0]}"
     commands = "".join(f"- `{content['command']}`, {content['date']}\n" for content in contents)
     shown = table(found, options.over)
     (options.out / "README.md").write_text(
-        f"# {options.title}\n\nValidation loss in nats per token at seed 0 by peak learning rate{less}.{best}\n\n"
+        f"# {options.title}\n\nValidation loss in nats per token, {which}, by peak learning rate{less}.{best}\n\n"
         f"{shown}\n![Loss over the learning rate](sweeps.png)\n\n{commands}"
     )
     print(shown)

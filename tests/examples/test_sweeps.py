@@ -10,15 +10,15 @@ from examples.analysis import sweeps
 from examples.pretrain.config import RunError
 
 
-def comparison(width, losses):
+def comparison(width, losses, seed=0):
     """Runs of ``width``; ``losses`` by optimizer and rate."""
     arms = [
-        {"optimizer": name, "learning_rate": rate, "seed": 0, "status": "finished", "best_validation_loss": loss}
+        {"optimizer": name, "learning_rate": rate, "seed": seed, "status": "finished", "best_validation_loss": loss}
         for name, by_rate in losses.items()
         for rate, loss in by_rate.items()
     ]
-    arms.append({"optimizer": "muon", "learning_rate": 1.0, "seed": 0, "status": "diverged"})
-    config = {"model.width": width, "model.layers": 3, "steps": 10, "batch_size": 4}
+    arms.append({"optimizer": "muon", "learning_rate": 1.0, "seed": seed, "status": "diverged"})
+    config = {"seed": seed, "model.width": width, "model.layers": 3, "steps": 10, "batch_size": 4}
     return {"settings": "nano", "config": config, "arms": arms, "command": f"compare {width}", "date": "2026-11-23"}
 
 
@@ -31,7 +31,7 @@ def contents():
 
 
 def test_the_lowest_of_a_parabola_is_found_between_the_rates(contents):
-    best = {(x.optimizer, x.size): x.best for x in sweeps.sweeps(contents)}
+    best = {(x.optimizer, x.size): sweeps.lowest(x.losses) for x in sweeps.sweeps(contents)}
     assert best["muon", "width 16"] == (pytest.approx(2e-2 / 16), "")
     assert best["muon", "width 32"] == (pytest.approx(2e-2 / 32), "")
     assert best["muoneq", "width 32"] == (pytest.approx(1e-3), "")
@@ -39,8 +39,20 @@ def test_the_lowest_of_a_parabola_is_found_between_the_rates(contents):
 
 @pytest.mark.parametrize(("losses", "beyond"), [((1, 2, 3), "<="), ((3, 2, 1), ">=")])
 def test_the_lowest_at_an_end_is_told(losses, beyond):
-    sweep = sweeps.Sweep("width 16", "muon", dict(zip((1e-3, 2e-3, 4e-3), losses, strict=True)))
-    assert sweep.best == (1e-3 if beyond == "<=" else 4e-3, beyond)
+    found = sweeps.lowest(dict(zip((1e-3, 2e-3, 4e-3), losses, strict=True)))
+    assert found == (1e-3 if beyond == "<=" else 4e-3, beyond)
+
+
+def test_seeds_of_one_size_are_averaged(contents):
+    """Parabolas of one curvature whose lowest are at 1e-3 and 4e-3: that of their mean is at the geometric mean."""
+    rates = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+    of_seeds = [
+        comparison(16, {"muon": {rate: np.log(rate / at) ** 2 for rate in rates}}, seed)
+        for seed, at in enumerate((1e-3, 4e-3))
+    ]
+    (sweep,) = sweeps.sweeps(of_seeds)
+    assert sweeps.lowest(sweep.losses) == (pytest.approx(2e-3), "")
+    assert "| 0.002 (0.001, 0.004) |" in sweeps.table([sweep])
 
 
 def test_losses_less_those_of_another(contents):
@@ -51,7 +63,7 @@ def test_losses_less_those_of_another(contents):
 
 
 def test_what_cannot_be_joined_is_told(contents):
-    with pytest.raises(RunError, match="one size"):
+    with pytest.raises(RunError, match="one size and seed"):
         sweeps.sweeps([contents[0]] * 2)
     with pytest.raises(RunError, match="no runs of 'mano': it has muon, muoneq"):
         sweeps.sweeps(contents, over="mano")
