@@ -65,19 +65,19 @@ class Sweep(NamedTuple):
         return {rate: float(np.mean([losses[rate] for losses in self.seeds])) for rate in sorted(rates)}
 
 
-def lowest(losses: dict[float, float]) -> tuple[float, str]:
-    """The rate where the loss is lowest, and ``<=`` or ``>=`` where it may lie beyond those that were tried.
+def lowest(losses: dict[float, float]) -> tuple[float, str, float]:
+    """The rate where the loss is lowest, ``<=`` or ``>=`` where it may lie beyond those that were tried, and that loss.
 
-    That of the parabola, in the rate's logarithm, through the lowest loss and its two neighbours.
+    Those of the parabola, in the rate's logarithm, through the lowest loss and its two neighbours.
     """
     points = sorted((rate, loss) for rate, loss in losses.items() if np.isfinite(loss))
     rates, y = np.array(points).T
     at = int(y.argmin())
     if at in (0, len(rates) - 1):
-        return float(rates[at]), "<=" if at == 0 else ">="
+        return float(rates[at]), "<=" if at == 0 else ">=", float(y[at])
     x, y = np.log(rates[at - 1 : at + 2]), y[at - 1 : at + 2]
-    curvature, slope, _ = np.polyfit(x - x[1], y, 2)
-    return float(np.exp(x[1] - slope / (2 * curvature))), ""
+    curvature, slope, middle = np.polyfit(x - x[1], y, 2)
+    return float(np.exp(x[1] - slope / (2 * curvature))), "", float(middle - slope**2 / (4 * curvature))
 
 
 def sweeps(contents: Sequence[dict[str, Any]], over: str = "") -> list[Sweep]:
@@ -125,20 +125,20 @@ def _named(value: Any, what: str) -> str:
 def table(found: Sequence[Sweep], over: str = "") -> str:
     """A line for every sweep."""
     rates = sorted({rate for sweep in found for rate in sweep.losses})
-    heads = ["optimizer", "size", *(f"{rate:g}" for rate in rates), *([] if over else ["lowest at"])]
+    heads = ["optimizer", "size", *(f"{rate:g}" for rate in rates), *([] if over else ["lowest at", "loss there"])]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for sweep in sorted(found, key=lambda s: [x.optimizer for x in found].index(s.optimizer)):
         shown = [sweep.losses.get(rate) for rate in rates]
         losses = ["" if x is None else "diverged" if np.isnan(x) else f"{x:{'+' if over else ''}.4f}" for x in shown]
-        end = [] if over else [_lowest_in_words(sweep)]
+        end = [] if over else _lowest_in_words(sweep)
         lines.append(f"| {' | '.join([label(sweep.optimizer), sweep.size, *losses, *end])} |")
     return "\n".join(lines) + "\n"
 
 
-def _lowest_in_words(sweep: Sweep) -> str:
-    mean, *alone = (lowest(losses) for losses in (sweep.losses, *sweep.seeds))
-    told = [f"{beyond} {rate:.2g}".strip() for rate, beyond in (mean, *sorted(alone))]
-    return told[0] if len(alone) == 1 else f"{told[0]} ({', '.join(told[1:])})"
+def _lowest_in_words(sweep: Sweep) -> list[str]:
+    found = [lowest(losses) for losses in (sweep.losses, *sweep.seeds)]
+    mean, *alone = (f"{beyond} {rate:.2g}".strip() for rate, beyond, _ in found)
+    return [f"{mean} ({', '.join(alone)})" if alone[1:] else mean, f"{found[0][2]:.4f}"]
 
 
 def draw(found: Sequence[Sweep], over: str = "") -> Figure:

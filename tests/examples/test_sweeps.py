@@ -32,15 +32,15 @@ def contents():
 
 def test_the_lowest_of_a_parabola_is_found_between_the_rates(contents):
     best = {(x.optimizer, x.size): sweeps.lowest(x.losses) for x in sweeps.sweeps(contents)}
-    assert best["muon", "width 16"] == (pytest.approx(2e-2 / 16), "")
-    assert best["muon", "width 32"] == (pytest.approx(2e-2 / 32), "")
-    assert best["muoneq", "width 32"] == (pytest.approx(1e-3), "")
+    assert best["muon", "width 16"] == (pytest.approx(2e-2 / 16), "", pytest.approx(1))
+    assert best["muon", "width 32"] == (pytest.approx(2e-2 / 32), "", pytest.approx(1))
+    assert best["muoneq", "width 32"] == (pytest.approx(1e-3), "", pytest.approx(1))
 
 
 @pytest.mark.parametrize(("losses", "beyond"), [((1, 2, 3), "<="), ((3, 2, 1), ">=")])
 def test_the_lowest_at_an_end_is_told(losses, beyond):
     found = sweeps.lowest(dict(zip((1e-3, 2e-3, 4e-3), losses, strict=True)))
-    assert found == (1e-3 if beyond == "<=" else 4e-3, beyond)
+    assert found == (1e-3 if beyond == "<=" else 4e-3, beyond, 1)
 
 
 def test_seeds_of_one_size_are_averaged(contents):
@@ -51,8 +51,8 @@ def test_seeds_of_one_size_are_averaged(contents):
         for seed, at in enumerate((1e-3, 4e-3))
     ]
     (sweep,) = sweeps.sweeps(of_seeds)
-    assert sweeps.lowest(sweep.losses) == (pytest.approx(2e-3), "")
-    assert "| 0.002 (0.001, 0.004) |" in sweeps.table([sweep])
+    assert sweeps.lowest(sweep.losses) == (pytest.approx(2e-3), "", pytest.approx(np.log(2) ** 2))
+    assert "| 0.002 (0.001, 0.004) | 0.4805 |" in sweeps.table([sweep])
 
 
 def test_losses_less_those_of_another(contents):
@@ -88,7 +88,7 @@ def test_the_report(contents, tmp_path, capsys):
     assert report.startswith("# Widths\n")
     assert capsys.readouterr().out.strip() in report
     assert "| Muon | width 16 |" in report
-    assert "diverged | 0.0013 |" in report
+    assert "diverged | 0.0013 | 1.0000 |" in report
     assert "- `compare 32`" in report
     figure = sweeps.draw(sweeps.sweeps(contents))
     assert [len(axes.get_lines()) - 1 for axes in figure.axes] == [2, 2]  # and the dashed one
