@@ -40,8 +40,8 @@ FIGURES = ("losses", "learning_rates", "rows")
 CAPTIONS = {
     "losses": "Validation loss at the best settings, mean over seeds; band: from the lowest to the highest; "
     "thin: training loss. The first tenth of the steps is left out.",
-    "learning_rates": "Best validation loss at seed 0, AdamW's rate and weight decay as configured.",
-    "rows": "Mean length of a hidden matrix's row (the weights of one output), at the best settings, seed 0.",
+    "learning_rates": "Best validation loss at the first seed, AdamW's rate and weight decay as configured.",
+    "rows": "Mean length of a hidden matrix's row (the weights of one output), at the best settings, first seed.",
 }
 TUNED = {"adam_ratio": "AdamW's rate / the matrices'", "weight_decay": "weight decay"}
 NONE = dict.fromkeys(TUNED)
@@ -107,10 +107,14 @@ def arms_of(content: dict[str, Any], optimizer: str, *, at_best: bool = False) -
     return [arm for arm in found if {name: arm.get(name) for name in ("learning_rate", *TUNED)} == NONE | best]
 
 
+def first_seed(content: dict[str, Any]) -> int:
+    """The one under which learning rates, AdamW's rate and weight decay were chosen."""
+    return min(arm["seed"] for arm in content["arms"])
+
+
 def swept(content: dict[str, Any], optimizer: str) -> list[dict[str, Any]]:
     """Arms of an optimizer that differ in the learning rate alone, of the first seed."""
-    first = content["config"].get("seed", 0)
-    arms = (arm for arm in content["arms"] if arm["optimizer"] == optimizer and arm["seed"] == first)
+    arms = (arm for arm in content["arms"] if arm["optimizer"] == optimizer and arm["seed"] == first_seed(content))
     return [arm for arm in arms if not any(name in arm for name in TUNED)]
 
 
@@ -166,10 +170,10 @@ def _setting(chosen: dict[str, Any], name: str, content: dict[str, Any]) -> floa
 
 
 def tuning_table(content: dict[str, Any]) -> str:
-    """Validation loss at seed 0 by what was tuned after the learning rate, one after the other."""
+    """Validation loss at the first seed by what was tuned after the learning rate, one after the other."""
     lines = ["| optimizer | tried | value | validation loss |", "|---|---|---|---|"]
     for name in optimizers(content):
-        arms = (arm for arm in content["arms"] if arm["optimizer"] == name and arm["seed"] == 0)
+        arms = (arm for arm in content["arms"] if arm["optimizer"] == name and arm["seed"] == first_seed(content))
         for arm in arms:
             tried = [x for x in TUNED if x in arm]
             if tried:
@@ -179,7 +183,7 @@ def tuning_table(content: dict[str, Any]) -> str:
 
 
 def sweep_table(content: dict[str, Any]) -> str:
-    """Best validation loss at seed 0 by learning rate."""
+    """Best validation loss at the first seed by learning rate."""
     arms = [arm for name in optimizers(content) for arm in swept(content, name)]
     rates = sorted({arm["learning_rate"] for arm in arms})
     lines = [
@@ -255,7 +259,7 @@ def markdown(content: dict[str, Any], table: str, drawn: Sequence[str]) -> str:
         "".join(f"- {remark}\n" for remark in remarks(content)),
     ]
     if len({arm["learning_rate"] for arm in content["arms"]}) > 1:
-        parts += ["## By learning rate, seed 0\n", sweep_table(content)]
+        parts += [f"## By learning rate, seed {first_seed(content)}\n", sweep_table(content)]
     if any(content.get("tuned", {}).values()):
         parts += ["## What was tuned after it, each at the best of what stands before\n", tuning_table(content)]
     parts += [f"![{name.replace('_', ' ')}]({name}.png)\n\n{CAPTIONS[name]}\n" for name in drawn]
@@ -312,7 +316,7 @@ def draw_losses(axes: Axes, content: dict[str, Any]) -> bool:
 
 
 def draw_learning_rates(axes: Axes, content: dict[str, Any]) -> bool:
-    """Best validation loss at seed 0 over the learning rate."""
+    """Best validation loss at the first seed over the learning rate."""
     rates = sorted({arm["learning_rate"] for arm in content["arms"]})
     if len(rates) < 2:
         return False
@@ -331,7 +335,7 @@ def draw_learning_rates(axes: Axes, content: dict[str, Any]) -> bool:
 
 
 def draw_rows(axes: Axes, content: dict[str, Any]) -> bool:
-    """Mean norm of the hidden matrices' rows along training, at the best learning rate, seed 0."""
+    """Mean norm of the hidden matrices' rows along training, at the best learning rate, first seed."""
     for name in optimizers(content):
         arms = arms_of(content, name, at_best=True) if name in content["best"] else []
         if arms:

@@ -19,7 +19,7 @@ import tyro
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from examples.analysis.comparison_report import frame, label, optimizers, save, swept
+from examples.analysis.comparison_report import first_seed, frame, label, optimizers, save, swept
 from examples.pretrain.config import Config, RunError, to_dict
 
 # What may tell comparisons apart, in the order of a size's name.
@@ -89,7 +89,7 @@ def sweeps(contents: Sequence[dict[str, Any]], over: str = "") -> list[Sweep]:
     configs = [to_dict(Config()) | content["config"] for content in contents]  # what is older lacks fields
     differ = [field for field in SIZES if len({config[field] for config in configs}) > 1]
     names = [", ".join(filter(None, (_named(config[field], SIZES[field]) for field in differ))) for config in configs]
-    runs = [f"{name or 'all'}, seed {config['seed']}" for name, config in zip(names, configs, strict=True)]
+    runs = [f"{name or 'all'}, seed {first_seed(content)}" for name, content in zip(names, contents, strict=True)]
     if len(set(runs)) < len(runs):
         raise RunError(f"comparisons of one size and seed: {'; '.join(runs)}")
     found: dict[tuple[str, str], list[dict[float, float]]] = {}
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str]) -> None:
     save(draw(found, options.over), options.out / "sweeps")
     less = f", less that of {label(options.over)}" if options.over else ""
     best = "" if options.over else " Lowest at: of the parabola through the lowest loss and its two neighbours."
-    seeds = sorted({content["config"].get("seed", 0) for content in contents})
+    seeds = sorted(set(map(first_seed, contents)))
     if seeds[1:]:
         best = best and best[:-1] + "; in brackets those of each seed."
     which = f"mean of seeds {', '.join(map(str, seeds))}" if seeds[1:] else f"at seed {seeds[0]}"

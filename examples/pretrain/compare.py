@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matched comparison: the same model, data order and budget under several optimizers, learning rates and seeds.
 
-First every optimizer runs at every learning rate with seed 0; then, where some are named, with other learning rates of
-AdamW's part and other weight decays, one after the other and each at the best of what went before; then at its best
-with the other seeds. So all have the same budget. A stopped comparison goes on where it was. ``--jobs`` runs arms side
-by side, each with an equal share of the cores.
+First every optimizer runs at every learning rate with the first seed (``--seed``, 0); then, where some are named, with
+other learning rates of AdamW's part and other weight decays, one after the other and each at the best of what went
+before; then at its best with the other seeds. So all have the same budget. A stopped comparison goes on where it was.
+``--jobs`` runs arms side by side, each with an equal share of the cores.
 """
 
 import shlex
@@ -43,7 +43,7 @@ class Options:
     weight_decays: str = ""
     """Weight decays to be tried beside the configuration's at the best of both."""
     seeds: int = 1
-    """Seeds (of initialisation and data order) at each optimizer's best settings."""
+    """Seeds (of initialisation and data order) at each optimizer's best settings, counted from ``--seed``."""
     jobs: int = 1
     """Arms that run side by side. More than one on a machine with one accelerator is slower, not faster."""
     name: str = ""
@@ -81,7 +81,8 @@ def run(comparison: Comparison, arguments: str, console: Console) -> None:
     """All arms, table 2, and the report."""
     options, study, variants = comparison.options, comparison.study, comparison.variants
     data.open_corpus(study.config.data, console.print)  # once, before arms could make it side by side
-    sweep = [Arm(variant, rate, 0) for variant in variants for rate in comparison.learning_rates[variant]]
+    first = study.config.seed
+    sweep = [Arm(variant, rate, first) for variant in variants for rate in comparison.learning_rates[variant]]
     sweep.sort(key=lambda arm: arm.learning_rate)
     console.print(
         f"{study.config.config}: {len(sweep)} arms of {', '.join(map(str, variants))}, then {options.seeds} "
@@ -90,10 +91,11 @@ def run(comparison: Comparison, arguments: str, console: Console) -> None:
     with study.begun():
         study.run(sweep, console)
         for name, values in comparison.tuned.items():
-            best = best_arms(study.results).values()
+            best = best_arms(study.results, first).values()
             study.run([arm._replace(**{name: value}) for value in values for arm in best], console)
-        best = best_arms(study.results)
-        study.run([arm._replace(seed=seed) for seed in range(1, options.seeds) for arm in best.values()], console)
+        best = best_arms(study.results, first)
+        more = range(first + 1, first + options.seeds)
+        study.run([arm._replace(seed=seed) for seed in more for arm in best.values()], console)
         efficiency = study.efficiency(variants, options.efficiency_steps, console) if options.efficiency else None
         report(study, best, efficiency, arguments, console)
     if not best:
@@ -173,11 +175,11 @@ def numbers_of(name: str, text: str) -> list[float]:
     return found
 
 
-def best_arms(results: dict[Arm, dict[str, Any]]) -> dict[Variant, Arm]:
-    """For every optimizer with a finished arm the one of seed 0 with the lowest loss."""
+def best_arms(results: dict[Arm, dict[str, Any]], first: int) -> dict[Variant, Arm]:
+    """For every optimizer with a finished arm the one of the first seed with the lowest loss."""
     best: dict[Variant, tuple[float, Arm]] = {}
     for arm, result in results.items():
-        if arm.seed == 0 and result["status"] == "finished":
+        if arm.seed == first and result["status"] == "finished":
             found = (result["best_validation_loss"], arm)
             best[arm.variant] = min(best.get(arm.variant, found), found, key=lambda pair: pair[0])
     return {variant: arm for variant, (_, arm) in best.items()}

@@ -18,7 +18,7 @@ def comparison(width, losses, seed=0):
         for rate, loss in by_rate.items()
     ]
     arms.append({"optimizer": "muon", "learning_rate": 1.0, "seed": seed, "status": "diverged"})
-    config = {"seed": seed, "model.width": width, "model.layers": 3, "steps": 10, "batch_size": 4}
+    config = {"model.width": width, "model.layers": 3, "steps": 10, "batch_size": 4}
     return {"settings": "nano", "config": config, "arms": arms, "command": f"compare {width}", "date": "2026-11-23"}
 
 
