@@ -280,3 +280,16 @@ def test_low_precision_momentum_changes_storage_only():
     assert low_updates["up"]["kernel"].dtype == jnp.float32
     error = np.linalg.norm(low_updates["up"]["kernel"] - updates["up"]["kernel"])
     assert error <= 2**-9 * 50 * np.linalg.norm(updates["up"]["kernel"])
+
+
+def test_a_sketch_of_less_than_a_quarter_of_the_side_costs_less_than_a_quarter_of_newton_schulz():
+    """XLA's count of operations before compilation, a layer of GPT-2 Small: a row of docs/choosing.md."""
+    shapes = {"qkv": (768, 2304), "proj": (768, 768), "up": (768, 3072), "down": (3072, 768)}
+    params = {name: {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)} for name, shape in shapes.items()}
+
+    def operations(tx):
+        lowered = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params)
+        return lowered.cost_analysis()["flops"]
+
+    share = operations(npo.scale_by_normpre_l(rank=0.22)) / operations(npo.scale_by_normpre_g())
+    assert share == pytest.approx(0.234, abs=0.001)
