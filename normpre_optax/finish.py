@@ -4,7 +4,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from typing import Unpack
+from typing import Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,14 @@ def hybrid(
         )
     transformation("what direction makes", direction(matrix_dims=None))  # A bad option is named here, not at init.
     if callable(options["norm_control"]):
-        transformation("what norm_control makes", options["norm_control"](matrix_dims=None))
+        try:
+            controlled = options["norm_control"](matrix_dims=None)
+        except TypeError as error:
+            raise TypeError(
+                f"norm_control must make a transformation when it is called with matrix_dims= alone: {error}. Those of "
+                "this library go by name, such as 'hyperball'"
+            ) from error
+        transformation("what norm_control makes", controlled)
     compiled = _compiled(direction, learning_rate, options)
 
     def init(params):
@@ -244,10 +251,11 @@ def _whole_tree(name: str, given, params, default, kind):
     """An option that is a tree, or makes one, on the whole of ``params``; None is ``default`` everywhere."""
     if given is None:
         return jax.tree.map(lambda _: default, params)
-    is_tree = all(isinstance(leaf, kind) for leaf in jax.tree.leaves(given))  # An Equinox module is callable.
+    kinds = get_args(kind)  # isinstance() of a Union does not know tracers
+    is_tree = all(isinstance(leaf, kinds) for leaf in jax.tree.leaves(given))  # An Equinox module is callable.
     if not is_tree and not callable(given):
-        kinds = "bools" if default is True else "numbers"
-        raise TypeError(f"{name} must be a tree of {kinds} or a callable (params) -> tree, got {given!r}")
+        what = "bools" if default is True else "numbers"
+        raise TypeError(f"{name} must be a tree of {what} or a callable (params) -> tree, got {given!r}")
     try:
         return jax.tree.broadcast(given if is_tree else given(params), params)
     except (ValueError, TypeError) as error:

@@ -75,10 +75,10 @@ def brake_radially(
         whole matrix.
     """
     choice("per", per, ("matrix", "rows"))
-    for name, factor in {"outward": outward, "inward": inward}.items():
+    for name, factor in dict[str, Any](outward=outward, inward=inward).items():
         if not callable(factor):
             number(name, factor, least=0)
-            if isinstance(factor, int | float) and factor > 1:
+            if not isinstance(factor, jax.Array) and factor > 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {factor}")
 
     def brake(u: jax.Array, w: jax.Array, dims: MatrixDims) -> jax.Array:
@@ -103,9 +103,9 @@ def hold_norm(
     On a sphere weight decay has nothing to do: leave it at zero. ``hyperball`` also makes steps as long as the weights.
 
     Args:
-        norm: ``(rows, columns) -> length`` of the matrix (or of each row), such as ``lambda rows, columns: rows**0.5``;
-            the first step brings the weights there. None holds the lengths that ``init`` sees. Weights that begin with
-            zero have no length to hold and go free.
+        norm: ``(rows, columns) -> length``, more than zero, of the matrix (or of each row), such as
+            ``lambda rows, columns: rows**0.5``; the first step brings the weights there. None holds the lengths that
+            ``init`` sees. Weights that begin with zero have no length to hold and go free.
         per: what has a length: the whole ``"matrix"``, or ``"rows"`` (output neurons).
         matrix_dims: which parameters are matrices; see ``hybrid``.
 
@@ -114,7 +114,7 @@ def hold_norm(
         ``params``.
 
     Raises:
-        ValueError: if ``per`` is unknown, or the parameters are missing.
+        ValueError: if ``per`` is unknown, a length is no positive number, or the parameters are missing.
 
     Example:
         >>> import jax.numpy as jnp
@@ -135,10 +135,17 @@ def hold_norm(
         if norm is None:
             return _length(w, dims, per)
         given = norm  # known to be a function inside of others, too
-        return _by_block(lambda x, d: jnp.full_like(_length(x, d, per), given(*matrix_shape(x.shape, d)[1:])), w, dims)
+
+        def wanted(x: jax.Array, d: MatrixDims) -> jax.Array:
+            length = given(*matrix_shape(x.shape, d)[1:])
+            number("norm(rows, columns)", length, least=float(jnp.finfo(jnp.float32).tiny))
+            return jnp.full_like(_length(x, d, per), length)
+
+        return _by_block(wanted, w, dims)
 
     def hold(u: jax.Array, w: jax.Array, held: jax.Array, dims: MatrixDims) -> jax.Array:
         before, growth, after = _lengths(u, w, dims, per)
+        _same_lengths(held, before)
         return _lengthened(u, w, jnp.where(held > 0, held - before - growth, 0), after)
 
     def init(params):
@@ -208,6 +215,7 @@ def hyperball(
 
         def step(u: jax.Array, w: jax.Array, held: jax.Array, times: Any, dims: MatrixDims) -> jax.Array:
             ww, wu, uu = (_sum(product, dims, per) for product in (w * w, w * u, u * u))
+            _same_lengths(held, ww)
             size = times * rate * jnp.where(held > 0, held / jnp.sqrt(jnp.where(uu == 0, 1, uu)), 1)
             after = jnp.sqrt(jnp.maximum(ww - 2 * size * wu + size**2 * uu, 0))
             back = jnp.where((held > 0) & (after > 0), held / jnp.where(after > 0, after, 1), 1)
@@ -374,9 +382,13 @@ def _axes(params, matrix_dims) -> list[MatrixDims | None]:
     return [one.dims for one in _choices(params, matrix_dims)]
 
 
-def _choices(params, matrix_dims) -> list[Choice]:
+def _need(params) -> None:
     if params is None:
         raise ValueError("norm control needs the parameters: call update(grads, state, params)")
+
+
+def _choices(params, matrix_dims) -> list[Choice]:
+    _need(params)
     return list(resolve(params, matrix_dims).values())
 
 
@@ -421,8 +433,16 @@ def opened(params):
     return jax.tree.structure(jax.tree.map(lambda x: content(x) if is_box(x) else x, params, is_leaf=is_box))
 
 
+def _same_lengths(held: jax.Array, here: jax.Array) -> None:
+    if held.shape != here.shape:
+        raise ValueError(
+            f"the state holds lengths of shape {held.shape}, these are {here.shape}: it is of another per="
+        )
+
+
 def _like(params, lengths):
     """What ``_of_matrices`` made, in the parameters' boxes."""
+    _need(params)
     return jax.tree.structure(params).unflatten(opened(params).flatten_up_to(lengths))
 
 

@@ -9,8 +9,8 @@ import jax
 import optax
 
 from normpre_optax.parameters.dims import matrix_shape
-from normpre_optax.parameters.rules import Choice, pieces, resolve
-from normpre_optax.transforms.checks import choice, number
+from normpre_optax.parameters.rules import Choice, adams_inputs, pieces, resolve
+from normpre_optax.transforms.checks import choice, number, static_int
 
 UPDATES = ("orthogonal", "relative", "elementwise")
 # What an orthogonal (rows, columns) is multiplied by. torch calls its two by what they do to the learning rate.
@@ -39,9 +39,9 @@ def rates_by_width(
       ``sqrt(max(1, m / n))`` long (``muon(convention="keller")``, ``normuon``);
     - ``"elementwise"``: ``n0 / n``, for steps of one RMS at all widths of which few singular values are large: AdamW.
 
-    AdamW's part: ``n0 / n`` for an output head of its own, 1 for tables, gains and biases. Weight decay is left as it
-    is, ``lr wd``: that much of the weights goes at every width. For the first weights the same condition says standard
-    deviations of ``c / sqrt(n)``.
+    AdamW's part: ``n0 / n`` for an output head of its own, and for what a rule gave to AdamW although it looks like a
+    matrix; 1 for tables, gains and biases. Weight decay is left as it is, ``lr wd``: that much of the weights goes at
+    every width. For the first weights the same condition says standard deviations of ``c / sqrt(n)``.
 
     Args:
         params: the model's, arrays or shapes.
@@ -78,8 +78,8 @@ def rates_by_width(
 
     def slowness(one: Choice) -> float:
         one = max(pieces(one), key=lambda block: math.prod(block.shape))  # a parameter has one rate
-        if one.dims is None:  # of an output head, what grows with the width is the inputs
-            return math.prod(one.shape) if one.reason == "output head" else 1.0
+        if one.dims is None:
+            return float(adams_inputs(one))
         _, m, n = matrix_shape(one.shape, one.dims)
         return {"orthogonal": math.sqrt(n * max(m, n) / m), "relative": 1.0, "elementwise": float(n)}[update]
 
@@ -145,11 +145,11 @@ def learning_rate_from_muon(
     times = size / rms
     if callable(learning_rate):
         return lambda step: times * learning_rate(step), weight_decay / times
-    number("learning_rate", learning_rate)
+    number("learning_rate", learning_rate, least=0)
     return times * learning_rate, weight_decay / times
 
 
 def _shape(shape) -> tuple[int, int]:
-    if not isinstance(shape, tuple | list) or len(shape) != 2 or not all(isinstance(n, int) and n > 0 for n in shape):
+    if not isinstance(shape, tuple | list) or len(shape) != 2:
         raise ValueError(f"shape must be two positive ints, (outputs, inputs), got {shape!r}")
-    return shape[0], shape[1]
+    return static_int("shape[0]", shape[0], least=1), static_int("shape[1]", shape[1], least=1)

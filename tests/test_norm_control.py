@@ -314,10 +314,16 @@ def test_a_new_rate_is_read_from_a_schedule_and_an_array():
     np.testing.assert_allclose(np.diag(updates["kernel"]), 0.25, rtol=1e-6)
 
 
+def of_rows(factory):
+    """Arguments of an update with the state of a transformation of rows."""
+    return jnp.eye(2), factory(per="rows").init(jnp.eye(2)), jnp.eye(2)
+
+
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
         (lambda: npo.brake_radially(1.5), "outward"),
+        (lambda: npo.brake_radially(np.float32(1.5)), "outward"),
         (lambda: npo.brake_radially(inward=-1), "inward"),
         (lambda: npo.hold_norm(per="column"), "per"),
         (lambda: npo.hyperball(0.1, per=1), "per"),
@@ -326,9 +332,16 @@ def test_a_new_rate_is_read_from_a_schedule_and_an_array():
         (lambda: npo.muon(1e-3, norm_control=None), "norm_control"),
         (lambda: npo.muon(1e-3, norm_control=optax.scale(2.0)), "norm_control"),
         (lambda: npo.muon(1e-3, norm_control=lambda matrix_dims: 2.0), "norm_control"),
+        (lambda: npo.muon(1e-3, norm_control=npo.hyperball), "norm_control.*learning_rate.*'hyperball'"),
+        (lambda: npo.hold_norm(lambda rows, columns: 0.0).init(jnp.eye(2)), r"norm\(rows, columns\) must be"),
+        (lambda: npo.hold_norm(lambda rows, columns: None).init(jnp.eye(2)), r"norm\(rows, columns\) must be"),
         (lambda: npo.muon(1e-3, cautious="yes"), "cautious"),
         (lambda: npo.row_gains(npo.muon(1e-3), 1e-3), "gains"),
         (lambda: npo.brake_radially().update(jnp.eye(2), optax.EmptyState()), "params"),
+        (lambda: npo.hold_norm().update(jnp.eye(2), npo.hold_norm().init(jnp.eye(2))), "params"),
+        (lambda: npo.hyperball(0.1).update(jnp.eye(2), npo.hyperball(0.1).init(jnp.eye(2))), "params"),
+        (lambda: npo.hold_norm().update(*of_rows(npo.hold_norm)), "another per="),
+        (lambda: npo.hyperball(0.1).update(*of_rows(functools.partial(npo.hyperball, 0.1))), "another per="),
         (lambda: npo.add_cautious_decay(0.1).update(jnp.eye(2), optax.EmptyState()), "params"),
     ],
 )
@@ -397,3 +410,10 @@ def test_lengths_stand_in_no_box(control):
     assert jax.tree.structure(after) == jax.tree.structure(state)
     boxes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nn.Partitioned))
     assert {x.value.shape for x in boxes if isinstance(x, nn.Partitioned) and jax.tree.leaves(x)} == {(4, 8)}
+
+
+def test_cautious_decay_keeps_shapes_and_dtypes():
+    tx, w = npo.add_cautious_decay(jnp.float32(0.5)), jnp.ones((2, 3), jnp.bfloat16)
+    assert tx.update(w, tx.init(w), w)[0].dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=r"shape \(3,\), the parameter \(2, 3\)"):
+        tx.update(w[0], tx.init(w), w)

@@ -125,6 +125,27 @@ def test_multipliers_that_do_not_fit(given, message):
         npo.muon(1e-3, rate_multipliers=given).init(params)
 
 
+def test_multipliers_may_be_traced():
+    params = {"kernel": jnp.eye(3)}
+    tx = optax.inject_hyperparams(lambda times: npo.muon(1e-3, rate_multipliers={"kernel": times}))(times=2.0)
+    found, _ = jax.eval_shape(tx.update, params, tx.init(params), params)
+    assert found["kernel"].shape == (3, 3)
+
+
+def test_heads_are_known_by_their_inputs_whatever_names_them():
+    """By a word among others, with another vocabulary, as torch stores them, or given to AdamW by a rule."""
+
+    def model(d, vocabulary):
+        shapes = {"vocab_head": (d, vocabulary), "Dense_1": (d, 10), "Dense_0": (d, d), "wte": (vocabulary, d)}
+        arrays = {name: {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)} for name, shape in shapes.items()}
+        return arrays | {"lm_head": {"weight": jax.ShapeDtypeStruct((vocabulary, d), jnp.float32)}}
+
+    rule = lambda path, leaf: None if "Dense_1" in path else npo.default_matrix_dims(path, leaf)  # noqa: E731
+    found = npo.rates_by_width(model(256, 100), model(64, 50), update="relative", matrix_dims=rule)
+    rates = {name: rate for name, one in found.items() for rate in one.values()}
+    assert rates == {"vocab_head": 0.25, "Dense_1": 0.25, "Dense_0": 1.0, "wte": 1.0, "lm_head": 0.25}
+
+
 def test_a_multiplier_is_of_all_below_it():
     params = {"a": {"kernel": jnp.eye(3)}, "b": {"kernel": jnp.eye(3)}}
     grads = jax.tree.map(jnp.ones_like, params)
@@ -172,10 +193,13 @@ def test_rates_of_other_muons_become_ours(consistent_rms, convention):
         ({"convention": "keller"}, r"convention='keller' depends on the shape .*shape=\(outputs, inputs\)"),
         ({"convention": None}, "convention must be a number"),
         ({"convention": "moonlight", "rms": 0.0}, "rms must be at least"),
-        ({"convention": "keller", "shape": (0, 4)}, "shape must be two positive ints"),
+        ({"convention": "keller", "shape": (0, 4)}, r"shape\[0\] must be at least 1"),
+        ({"convention": "keller", "shape": (4, True)}, r"shape\[1\] must be an int"),
         ({"convention": "keller", "shape": 4}, "shape must be two positive ints"),
     ],
 )
 def test_a_rate_is_not_made_of(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         npo.learning_rate_from_muon(0.02, 0.1, **options)
+    with pytest.raises(ValueError, match="learning_rate must be at least 0"):
+        npo.learning_rate_from_muon(-0.02, 0.1, convention=0.2)

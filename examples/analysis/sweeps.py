@@ -40,7 +40,7 @@ class Options:
     """Join the learning rates of several comparisons."""
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders that hold a comparison.json each."""
+    """Folders of comparisons, or of their reports, that hold a comparison.json each."""
     out: Path
     """Folder for table and figure."""
     over: str = ""
@@ -166,12 +166,27 @@ def draw(found: Sequence[Sweep], over: str = "") -> Figure:
     return figure
 
 
+def _file(folder: Path) -> Path:
+    """The comparison's data in a report's folder, or in that of the comparison, which holds the report's.
+
+    Raises:
+        RunError: where there is none.
+    """
+    found = next((file for file in map(folder.joinpath, PLACES) if file.exists()), None)
+    if found is None:
+        raise RunError(f"{folder} holds no {' and no '.join(PLACES)}: is it the folder of a comparison that has ended?")
+    return found
+
+
+PLACES = ("comparison.json", "report/comparison.json")
+
+
 def main(arguments: Sequence[str]) -> None:
     """The command line."""
     options = tyro.cli(Options, args=list(arguments), prog="python -m examples.analysis sweeps")
     if not options.folders:
         raise RunError("which folders? Name those that hold a comparison.json")
-    contents = [json.loads((folder / "comparison.json").read_text()) for folder in options.folders]
+    contents = [json.loads(_file(folder).read_text()) for folder in options.folders]
     found = [sweep for sweep in sweeps(contents, options.over) if options.only in ("", sweep.optimizer)]
     if not found:
         raise RunError(f"no comparison has runs of {options.only!r}")

@@ -5,6 +5,7 @@ Each arm is a run of its own (``python -m examples.pretrain train``) in a folder
 where it was, and an arm that diverges or fails is reported and the others go on.
 """
 
+import functools
 import json
 import os
 import shlex
@@ -25,7 +26,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from .config import Config, RunError
 from .logs import read_lines, write_json
-from .processes import Stopped, lock
+from .processes import Stopped, begin_as_child, lock
 from .variants import Variant
 
 ROOT = Path(__file__).parents[2]
@@ -152,8 +153,14 @@ class Study:
                 time.sleep(0.2)
 
     def start(self, arm: Arm, place: int) -> subprocess.Popen:
-        """Begin or continue the run of ``arm``."""
+        """Begin or continue the run of ``arm``.
+
+        Raises:
+            RunError: where another process is at it, such as one that a killed comparison left behind.
+        """
         folder = self.folder / arm.name
+        if folder.exists() and (held := lock(folder)):
+            held.close()
         if folder.exists() and not (folder / "run.json").exists():
             shutil.rmtree(folder)  # killed before there was anything to go on with
         command = [sys.executable, "-m", "examples.pretrain", "train", *self.flags(arm)]
@@ -165,7 +172,7 @@ class Study:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment(),
-                preexec_fn=(lambda: os.sched_setaffinity(0, mine)) if mine else None,
+                preexec_fn=functools.partial(begin_as_child, mine) if os.name == "posix" else None,
             )
 
     def ended(self, arm: Arm, code: int, console: Console) -> None:

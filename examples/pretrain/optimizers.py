@@ -183,7 +183,9 @@ def matrix_dims(layers: str) -> Callable[[Any], Any] | None:
 def parameter_table(params: Any, config: Config) -> tuple[str, str]:
     """Which parameters the optimizer treats as matrices and which go to AdamW: a table, and its totals in one line."""
     if config.optimizer == "adamw":
-        return f"every parameter goes to AdamW ({len(jax.tree.leaves(params))} leaves)", "every parameter by AdamW"
+        held = f", matrices under {config.matrix.norm_control}" if config.matrix.norm_control != "none" else ""
+        every = f"every parameter goes to AdamW{held} ({len(jax.tree.leaves(params))} leaves)"
+        return every, f"every parameter by AdamW{held}"
     table = explain(params, matrix_dims(config.matrix.layers))
     totals = [" ".join(line.split()) for line in table.rpartition("\n\n")[2].splitlines()]
     return table, "; ".join(totals)

@@ -3,6 +3,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,3 +62,16 @@ def lock(folder: Path) -> IO[bytes] | None:
 
 
 LOCK = "lock"
+
+
+def begin_as_child(cores: set[int]) -> None:
+    """In a child process before it becomes a program: its cores, if any, and on Linux SIGTERM when its parent dies."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+_PR_SET_PDEATHSIG = 1

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 from jax.sharding import PartitionSpec
@@ -177,6 +178,8 @@ def boxed_specs(params: Any) -> list[PartitionSpec | None]:
 
 def _shape_dtype(path: str, leaf: Any) -> tuple[tuple[int, ...], Any]:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise TypeError(f"parameter {path!r} is of {leaf.dtype}, no numbers: keep keys of random numbers elsewhere")
         return tuple(leaf.shape), leaf.dtype
     if isinstance(leaf, (bool, int, float, complex)):
         return (), np.asarray(leaf).dtype

@@ -7,6 +7,7 @@ default or the user's `matrix_dims` to a whole tree; `parameters/explain.py` pri
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -21,7 +22,14 @@ from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from normpre_optax.parameters import attention
-from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, block_axis, block_ends, check_dims
+from normpre_optax.parameters.dims import (
+    MatrixDims,
+    as_matrix_dims,
+    block_axis,
+    block_ends,
+    check_dims,
+    matrix_shape,
+)
 from normpre_optax.parameters.leaves import (
     Leaf,
     fits_bias,
@@ -81,6 +89,22 @@ def pieces(one: Choice) -> list[Choice]:
     sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
     shapes = [(*one.shape[:axis], size, *one.shape[axis + 1 :]) for size in sizes]
     return [one._replace(path=f"{one.path}/{i}", shape=x, dims=dims, spec=spec) for i, x in enumerate(shapes)]
+
+
+def adams_inputs(one: Choice) -> int:
+    """Inputs of an output head, or of what a rule gave to AdamW although the default rule reads it as a matrix; else 1.
+
+    Example:
+        >>> adams_inputs(Choice("lm_head/kernel", (64, 100), None, "output head"))
+        64
+    """
+    dims = None
+    if one.reason == _GIVEN:
+        with contextlib.suppress(UncoveredError):
+            dims = default_matrix_dims(one.path, Leaf(one.shape, jnp.float32))
+    elif one.reason.startswith("output head") and len(one.shape) == 2:
+        dims = _two(one.path.split("/"), (0, 1))
+    return 1 if dims is None else max(1, matrix_shape(one.shape, dims)[2])
 
 
 class Choices(dict[str, Choice]):

@@ -11,7 +11,7 @@ import optax
 
 from normpre_optax.linalg.newton_schulz import unit_frobenius
 from normpre_optax.linalg.precision import in_working_dtype
-from normpre_optax.transforms.checks import check_rms, number
+from normpre_optax.transforms.checks import check_rms, number, same_trees
 from normpre_optax.transforms.oriented import UPRIGHT, OrientedTransformation, in_context
 
 
@@ -114,10 +114,13 @@ def add_cautious_decay(weight_decay: optax.ScalarOrSchedule, mask: Any = None) -
     def update(updates, state, params=None):
         if params is None:
             raise ValueError("weight decay needs the parameters: call update(grads, state, params)")
+        same_trees(updates, params)
         decay = in_context(weight_decay(state.count) if callable(weight_decay) else weight_decay)
         if callable(weight_decay):
             state = optax.ScaleByScheduleState(optax.safe_increment(state.count))
-        return jax.tree.map(lambda u, w: jnp.where(u * w >= 0, u + decay * w, u), updates, params), state
+        return jax.tree.map(
+            lambda u, w: jnp.where(u * w >= 0, u + (decay * w).astype(u.dtype), u), updates, params
+        ), state
 
     tx = optax.GradientTransformation(init, update)
     return tx if mask is None else optax.masked(tx, mask)

@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from examples.analysis import ablation_report
 from examples.pretrain import ablate, ablations, configs, main, optimizers
-from examples.pretrain.arms import environment
+from examples.pretrain.arms import Arm, environment
 from examples.pretrain.compare import make_study
 from examples.pretrain.config import RunError, check
+from examples.pretrain.processes import lock
+from examples.pretrain.variants import Variant
 from normpre_optax import no_gains_or_biases, normpre_g, normpre_l
 from tests import reference
 
@@ -169,6 +172,14 @@ def test_a_folder_belongs_to_one_study_at_a_time(tmp_path):
         pass
     with second.begun():
         assert json.loads((tmp_path / "ablate-tiny" / "study.json").read_text()) == {"flags": ["--config", "tiny"]}
+
+
+def test_an_arm_that_another_process_is_at_has_not_failed(tmp_path):
+    study, arm = make_study("ablate", "tiny", [], tmp_path, "", 1), Arm(Variant("muon"), 1e-3, 0)
+    (study.folder / arm.name).mkdir(parents=True)
+    with lock(study.folder / arm.name), pytest.raises(RunError, match=f"another process is writing .*{arm.name}"):
+        study.run([arm], Console(quiet=True))
+    assert not study.results
 
 
 @pytest.mark.parametrize("name", ["normpre_g", "normpre_l"])

@@ -32,6 +32,24 @@ def losses(run: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_lines(run / "log.jsonl")]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children")
+def test_what_a_process_has_begun_ends_with_it():
+    child = "from examples.pretrain.processes import begin_as_child as f; import subprocess, sys, time; "
+    child += "print(subprocess.Popen(['sleep', '60'], preexec_fn=lambda: f(set())).pid, flush=True); time.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    begun = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    for _ in range(100):
+        state = Path(f"/proc/{begun}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(begun, signal.SIGKILL)
+    pytest.fail("it lives on")
+
+
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 

@@ -75,14 +75,16 @@ def test_one_optimizer_alone(contents, tmp_path, capsys):
     assert "Muon |" not in capsys.readouterr().out
     with pytest.raises(RunError, match="no comparison has runs of 'mano'"):
         sweeps.main([str(tmp_path), "--out", str(tmp_path), "--only", "mano"])
+    with pytest.raises(RunError, match=r"holds no comparison\.json and no report/comparison\.json"):
+        sweeps.main([str(tmp_path / "none"), "--out", str(tmp_path)])
     with pytest.raises(RunError, match="which folders"):
         sweeps.main(["--out", str(tmp_path)])
 
 
 def test_the_report(contents, tmp_path, capsys):
     for i, content in enumerate(contents):
-        (tmp_path / str(i)).mkdir()
-        (tmp_path / str(i) / "comparison.json").write_text(json.dumps(content))
+        (tmp_path / str(i) / "report").mkdir(parents=True)
+        (tmp_path / str(i) / "report" / "comparison.json").write_text(json.dumps(content))
     sweeps.main([str(tmp_path / "0"), str(tmp_path / "1"), "--out", str(tmp_path), "--title", "Widths"])
     report = (tmp_path / "README.md").read_text()
     assert report.startswith("# Widths\n")

@@ -574,6 +574,8 @@ def test_two_leaves_with_one_path_are_an_error():
 
 
 def test_a_leaf_that_is_no_array_is_an_error():
+    with pytest.raises(TypeError, match=r"parameter 'noise' is of key<fry>, no numbers"):
+        resolve({"noise": jax.random.key(0)})
     with pytest.raises(TypeError, match=r"parameter 'activation' is .* no array.*eqx.filter"):
         resolve({"activation": jnp.tanh, "w": array(2, 3)})
 
