@@ -197,7 +197,9 @@ def main(arguments: Sequence[str]) -> None:
     seeds = sorted(set(map(first_seed, contents)))
     if seeds[1:]:
         best = best and best[:-1] + "; in brackets those of each seed."
-    which = f"mean of seeds {', '.join(map(str, seeds))}" if seeds[1:] else f"at seed {seeds[0]}"
+    which = (
+        f"mean of seeds {', '.join(map(str, seeds))} where there are several" if seeds[1:] else f"at seed {seeds[0]}"
+    )
     commands = "".join(f"- `{content['command']}`, {content['date']}\n" for content in contents)
     shown = table(found, options.over)
     (options.out / "README.md").write_text(
