@@ -73,6 +73,7 @@ def test_the_sketch_tends_to_the_exact_modes_as_powers_grow(x64):
     assert all(later < earlier for earlier, later in itertools.pairwise(errors))
     # A power step shrinks the part outside by (sigma_5 / sigma_3)^2 = (0.4 / 2.2)^2 = 0.03, so eight of them by 1e-12.
     assert errors[0] > 1e-2
+    assert errors[3] < 1e-2
     assert errors[-1] < 1e-10
 
 
