@@ -1,28 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several test modules share: small parameter trees, the optimizers under test, compiled updates."""
+"""Shared by several test modules: the optimizers under test, small parameter trees, compiled updates."""
 
 import functools
 import os
-import zlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import normpre_optax as npo
-from normpre_optax.transforms import draws
+from normpre_optax.linalg import sketch
 
 EPS32 = float(np.finfo(np.float32).eps)
 EPS64 = float(np.finfo(np.float64).eps)
 
-# (out, in) of single matrices, (layers, out, in) of stacks; parameters hold them as (in, out) and (layers, in, out).
-# Every shape is traced by itself: the stack's matrices are the tall ones, and the twin is as wide.
+# Every optimizer with the options that change what it computes: name -> (factory, options).
+SKETCH = {"rank": 1, "oversample": 1}
+FACTORIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{name: (factory, {}) for name, factory in npo.families().items()},
+    "normpre": (npo.normpre, {"precondition": optax.identity()}),
+    "normpre_g-columns-strict": (npo.normpre_g, {"orientation": "columns", "tangent": "strict"}),
+    "normpre_g-both-none": (npo.normpre_g, {"orientation": "both", "tangent": "none"}),
+    "normpre_g-rows-polar": (npo.normpre_g, {"orientation": "rows", "ns_coefficients": "polar_express"}),
+    "normpre_g-msign": (npo.normpre_g, {"ns_steps": None, "nesterov": True}),
+    "normpre_g-bfloat16": (npo.normpre_g, {"compute_dtype": jnp.bfloat16, "mu_dtype": jnp.bfloat16}),
+    "normpre_l-small": (npo.normpre_l, SKETCH),
+    "normpre_l-share-mean": (npo.normpre_l, {"rank": 0.3, "oversample": 1, "threshold": "mean", "orientation": "both"}),
+    "normpre_l-exact": (npo.normpre_l, {"rank": 2, "method": "exact", "threshold": 0.5, "orientation": "columns"}),
+    "normpre_l-products": (npo.normpre_l, {"method": "products", "power_iterations": 2, "rms": 0.1}),
+    "normpre_g-hyperball": (npo.normpre_g, {"norm_control": "hyperball", "nesterov": True}),
+    "muon-keller": (npo.muon, {"convention": "keller", "nesterov": False}),
+    "muon-hyperball": (npo.muon, {"norm_control": "hyperball"}),
+    "mano-2": (npo.mano, {"version": 2, "nesterov": True}),
+    "muoneq-columns": (npo.muoneq, {"mode": "columns"}),
+    "muoneq-both": (npo.muoneq, {"mode": "both"}),
+    "muon_plus-columns_rows": (npo.muon_plus, {"mode": "columns_rows"}),
+    "moga-columns": (npo.moga, {"mode": "columns"}),
+    "swan-rms": (npo.swan, {"rms": 0.2}),
+}
+# One optimizer per kind of state and execution: the chain, a truncated sketch, moments of entries, norms at init.
+REPRESENTATIVES = ("normpre_g", "normpre_l-small", "adamuon", "muon-hyperball")
+
+
+def make(name: str, learning_rate: Any = 1.0, **options: Any) -> optax.GradientTransformationExtraArgs:
+    """An optimizer of ``FACTORIES``, with further options."""
+    factory, own = FACTORIES[name]
+    return factory(learning_rate, **{**own, **options})
+
+
+# (out, in) of single matrices, (layers, out, in) of stacks; parameters store them as (in, out) and (layers, in, out).
 SHAPES = {"wide": (5, 12), "square": (7, 7), "stack": (3, 8, 5), "twin": (5, 12)}
 DIMS = {name: npo.MatrixDims(inputs=len(shape) - 2, outputs=len(shape) - 1) for name, shape in SHAPES.items()}
 
 
 def gaussian(shape, seed=0):
-    """The same standard Gaussian numbers for the same seed, in float64."""
+    """Standard Gaussian numbers in float64, the same for the same seed."""
     return np.random.default_rng(seed).standard_normal(shape)
 
 
@@ -34,17 +68,17 @@ def with_spectrum(m, n, singular_values, seed=0):
 
 
 def to_layout(matrices):
-    """(…, out, in) to the layout of the parameters, (…, in, out)."""
+    """(..., out, in) to the layout of the parameters, (..., in, out)."""
     return {name: np.swapaxes(x, -1, -2) for name, x in matrices.items()}
 
 
 def from_layout(params):
-    """The parameters' layout back to (…, out, in), in float64."""
+    """The parameters' layout to (..., out, in), in float64."""
     return {name: np.swapaxes(np.asarray(x, np.float64), -1, -2) for name, x in params.items()}
 
 
 def each_matrix(f, *trees):
-    """f of (name, slice index, matrix of every tree): a dict of the same shapes, built matrix by matrix."""
+    """f of (name, batch index, matrix of every tree): a dict of the same shapes, built matrix by matrix."""
     out = {}
     for name, x in trees[0].items():
         if x.ndim == 2:
@@ -55,7 +89,7 @@ def each_matrix(f, *trees):
 
 
 def weights(seed=0, shapes=SHAPES):
-    """Gaussian matrices (…, out, in) whose rows are 0.3 to 1.7 long: both sides of the tangent's radius."""
+    """Gaussian matrices (..., out, in) with row norms from 0.3 to 1.7: both signs of the relaxed tangent's factor."""
     random = np.random.default_rng(seed)
 
     def one(shape):
@@ -67,7 +101,7 @@ def weights(seed=0, shapes=SHAPES):
 
 
 def gradients(steps, seed=1, shapes=SHAPES):
-    """Gradients (…, out, in), step by step: noise around a drift, with rows of quite different length."""
+    """Gradients (..., out, in), step by step: noise around a drift, with rows of quite different norms."""
     random = np.random.default_rng(seed)
     drift = {name: random.standard_normal(shape) for name, shape in shapes.items()}
     size = {name: np.exp(random.standard_normal((*shape[:-1], 1))) for name, shape in shapes.items()}
@@ -80,21 +114,17 @@ def gradients(steps, seed=1, shapes=SHAPES):
     ]
 
 
-def omega(seed, step, path, slice_index, shape, width):
-    """Omega (longer side, l) for a matrix of this (out, in) shape, from the library's draws, in float64."""
-    drawn = (min(*shape, width), max(shape))
-    return _drawn(draws.sketch_draws, seed, step, zlib.crc32(path.encode()), slice_index, drawn)
-
-
 @functools.cache
-def _drawn(draw, *where):
-    return np.asarray(draw(*where), np.float64).T
+def omega(seed, step, path, index, shape, width):
+    """Omega (larger dimension, l) of a matrix of this (out, in) shape, from the library's draws, in float64."""
+    ids = sketch.matrix_ids(path, index + 1)[index]
+    (drawn,) = sketch.draws(seed, step, [jnp.asarray(ids)], [(min(*shape, width), max(shape))])
+    return np.asarray(drawn, np.float64).T
 
 
-# Compiling without LLVM's optimisations is two to three times faster, and most tests here compile more than they run.
+# Without LLVM's optimizations, compilation is two to three times faster.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-# As users compile: `conftest` has all other programs compiled in one part, without optimisations and XLA's newer code
-# for fusions.
+# As users compile: `conftest` sets other flags for all other programs.
 USERS = {
     "xla_backend_optimization_level": 3,
     "xla_cpu_use_fusion_emitters": True,
@@ -103,8 +133,8 @@ USERS = {
 users_jit = functools.partial(
     jax.jit, compiler_options={flag: value for flag, value in USERS.items() if flag in os.environ.get("XLA_FLAGS", "")}
 )
-# For what accelerators are given and a CPU should not be: batched LAPACK calls side by side, which can stop for ever
-# (docs/cpu_hang.md). One operation after the other, they return.
+# For programs that are traced for accelerators but run on a CPU: their batched LAPACK calls can deadlock a CPU
+# (docs/cpu_hang.md) unless operations run one after the other.
 one_by_one_jit = functools.partial(
     jax.jit,
     compiler_options={
@@ -116,13 +146,13 @@ one_by_one_jit = functools.partial(
 
 @functools.cache
 def updater(tx):
-    """The compiled update of an optimizer, one for the whole run."""
+    """The compiled update of an optimizer."""
     return quick_jit(tx.update)
 
 
 def first_update(tx, grads, params):
-    """The update of the first step, compiled."""
-    return updater(tx)(grads, tx.init(params), params)[0]
+    """The update of the first step, not compiled as a whole."""
+    return tx.update(grads, tx.init(params), params)[0]
 
 
 def as_jax(tree, dtype=None):

@@ -7,14 +7,16 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-# Programs that were compiled once, by any worker, process or earlier run, are read back: most tests compile more than
-# they compute. pytest's own cache folder keeps them; `pytest --cache-clear` removes them.
+# Most tests spend more time on compilation than on computation: compiled programs are shared by workers, processes and
+# runs. They are stored in pytest's cache folder; `pytest --cache-clear` removes them.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "d" / "compiled"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# Eight virtual CPU devices, for the tests on meshes; everything else runs on the first one. And programs that compile
-# three times faster, in one part instead of up to 32, without LLVM's optimisations and XLA's newer code for fusions:
-# most tests compile more than they run. What stands in XLA_FLAGS goes before. Set before JAX wakes.
+# NumPy's own threads spin while they wait, which costs other processes more than they gain on small matrices.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Eight virtual CPU devices for tests on meshes; everything else runs on the first one. The other flags compile three
+# times faster: one part instead of up to 32, no LLVM optimizations, no fusion emitters. Flags that are set already take
+# precedence. All of this must be set before JAX is initialized.
 os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", "")]
     + [
@@ -23,9 +25,8 @@ os.environ["XLA_FLAGS"] = " ".join(
             ("xla_force_host_platform_device_count", "8"),
             ("xla_backend_optimization_level", "0"),
             ("xla_cpu_parallel_codegen_split_count", "1"),
-            *(
-                [("xla_cpu_use_fusion_emitters", "false")] if version("jaxlib") < "0.11" else []
-            ),  # later ones stop at it
+            # later versions do not know this flag
+            *([("xla_cpu_use_fusion_emitters", "false")] if version("jaxlib") < "0.11" else []),
         )
         if flag not in os.environ.get("XLA_FLAGS", "")
     ]
@@ -35,9 +36,9 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
-from normpre_optax import platforms
+from normpre_optax.linalg import precision
 
-# Tracing makes objects by the million: looking for cycles among them as often as usual is a tenth of the whole run.
+# Tracing creates millions of objects; collecting garbage at the default interval costs a tenth of the run.
 gc.set_threshold(100_000, 10, 10)
 
 # Examples are few because a new shape compiles, and deterministic so that a red run can be repeated.
@@ -59,9 +60,9 @@ _forgotten = [time.monotonic()]
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs():
-    """Programs of a module go with it: a run that keeps all takes 6 GB, and every memory mapping that Linux grants.
+    """Drop compiled programs after a module: a run that keeps all needs 6 GB and all memory mappings of a process.
 
-    Those of short modules go together: forgetting takes up to a second.
+    Clearing takes up to a second, so short modules are cleared together.
     """
     yield
     if time.monotonic() - _forgotten[0] > 8:
@@ -71,16 +72,16 @@ def _forget_programs():
 
 @pytest.fixture(autouse=True)
 def _for_cpus(request):
-    """What depends on the device is traced for CPUs alone, unless a test is marked otherwise."""
+    """Trace platform-dependent code for the CPU only, unless a test is marked ``every_platform``."""
     if request.node.get_closest_marker("every_platform"):
         yield
         return
-    with platforms._here("cpu"):
+    with precision._platform("cpu"):
         yield
 
 
 @pytest.fixture
 def x64():
-    """float64 arrays, and an error instead of every implicit mixture of dtypes."""
+    """float64 arrays, and an error at every implicit dtype promotion."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         yield

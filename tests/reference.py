@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The algorithms once more, in NumPy float64, transcribed from the paper line by line: the oracle of the tests.
 
-It shares no code with the package and takes no short cut: matrices one at a time, dense eigendecompositions on the
-active side, a plain QR, plain powers. Matrices are (out, in) = (m, n), as in the paper. Where the paper is silent
-(first orientation, zero rows, tangent modes, the sketch's side) it follows ``docs/design.md``.
+It shares no code with the package and uses no shortcut: one matrix at a time, dense eigendecompositions, a plain QR,
+plain powers. Matrices are (out, in) = (m, n), as in the paper. Where the paper leaves something open (first
+orientation, zero rows, tangent modes, the sketched dimension) it follows ``docs/design.md``.
 """
 
 import dataclasses
@@ -27,22 +27,18 @@ def unit_rows(x: Array) -> Array:
     return np.divide(x, norms, out=np.zeros_like(x), where=norms != 0)
 
 
-def tangent_rows(m: Array, w: Array, mode: str = "relaxed", radius: float = 1.0, eps: float = 0.0) -> Array:
+def tangent_rows(m: Array, w: Array, mode: str = "relaxed", eps: float = 0.0) -> Array:
     """X from momentum m and weights w; eps is the machine epsilon of the implementation under test.
 
-    Each row is split as m = tangent + radial with radial = <m, w> w / ||w||^2, and the mode says how much of the
-    radial part stays: 1 - ||w||^2 / c^2 (relaxed), the same but not below 0 (bounded), nothing (strict), all (none).
+    Each row is split as m = tangent + radial with radial = <m, w> w / ||w||^2, and the mode is how much of the radial
+    part stays: 1 - ||w||^2 (relaxed), nothing (strict), all (none).
     """
     if mode == "none":
         return m.copy()
     squares = np.square(row_norms(w))
     dots = np.sum(m * w, axis=1, keepdims=True)
     radial = np.divide(dots * w, squares, out=np.zeros_like(m), where=squares != 0)
-    kept = {
-        "relaxed": 1 - squares / radius**2,
-        "bounded": np.maximum(0, 1 - squares / radius**2),
-        "strict": np.zeros_like(squares),
-    }[mode]
+    kept = {"relaxed": 1 - squares, "strict": np.zeros_like(squares)}[mode]
     x = (m - radial) + kept * radial
     return np.where(row_norms(x) <= 8 * eps * row_norms(m), 0.0, x)
 
@@ -70,7 +66,7 @@ TABLES = {"muon": (MUON,) * 5, "you": YOU, "polar_express": POLAR_EXPRESS}
 def newton_schulz(x: Array, table: tuple = TABLES["muon"], headroom: float = 1.0) -> Array:
     """X / (headroom ||X||_F), then one odd polynomial per triple: X <- a X + (b A + c A A) X, A = X X^T.
 
-    The family's additive 1e-7 under the norm is left out: it would break the scale invariance that we promise.
+    The 1e-7 that others add to the norm is left out: with it the result would depend on the scale of the gradient.
     """
     norm = np.sqrt(np.sum(np.square(x)))
     if norm == 0:
@@ -91,7 +87,7 @@ def newton_schulz_scalar(s: Array, table: tuple = TABLES["muon"]) -> Array:
 
 
 def newton_schulz_lipschitz(s: Array, table: tuple = TABLES["muon"]) -> float:
-    """How far the iteration can carry a unit perturbation of a matrix with singular values s, to first order.
+    """By how much the iteration can amplify a perturbation of a matrix with singular values s, to first order.
 
     The largest of the divided differences of the odd polynomial f over plus and minus the singular values and zero
     (those of f at s and -s are f(s) / s): 485 where all are tiny, about 20 where the smallest is a twentieth.
@@ -140,7 +136,7 @@ def interaction_sketch(psi: Array, omega: Array, rank: int, power_iterations: in
 
 
 def precondition_sketch(psi: Array, omega: Array, rank: int, power_iterations: int) -> Array:
-    """T^L with the sketched modes, on the shorter side (rows when square); omega is (longer side, l)."""
+    """T^L with the sketched modes, on the smaller dimension (rows when square); omega is (larger dimension, l)."""
     if psi.shape[0] > psi.shape[1]:
         return precondition_sketch(psi.T, omega, rank, power_iterations).T
     return local_preconditioner(*interaction_sketch(psi, omega, rank, power_iterations)) @ psi
@@ -199,7 +195,6 @@ class NormPre:
     stage: str
     orientation: str = "alternating"
     tangent: str = "relaxed"
-    radius: float = 1.0
     momentum: float = 0.95
     rms: float | None = 0.2
     rank: int = 32
@@ -208,11 +203,11 @@ class NormPre:
     headroom: float = 1.0
     eps: float = 0.0
 
-    def normalised(self, m: Array, w: Array, step: int) -> Array:
+    def normalized(self, m: Array, w: Array, step: int) -> Array:
         """Psi_t, in the parameter's own layout; step counts from 0 and step 0 is row-oriented."""
 
         def on_rows(m: Array, w: Array) -> Array:
-            return unit_rows(tangent_rows(m, w, self.tangent, self.radius, self.eps))
+            return unit_rows(tangent_rows(m, w, self.tangent, self.eps))
 
         def on_columns(m: Array, w: Array) -> Array:
             return on_rows(m.T, w.T).T
@@ -240,7 +235,7 @@ class NormPre:
 
     def direction(self, m: Array, w: Array, step: int, omega: Array | None = None) -> Array:
         """R(T_t): what the learning rate multiplies, before weight decay."""
-        return scale_to_rms(self.preconditioned(self.normalised(m, w, step), omega), self.rms)
+        return scale_to_rms(self.preconditioned(self.normalized(m, w, step), omega), self.rms)
 
 
 def decoupled_step(w: Array, direction: Array, learning_rate: float, weight_decay: float) -> Array:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The relatives' rules in NumPy float64, each transcribed literally, epsilons and all: the oracle of ``test_family``.
+"""The relatives in NumPy float64, each transcribed literally, with its epsilons: the oracle of ``test_relatives``.
 
-Matrices are (out, in) = (m, n), one at a time; nothing is shared with the package. Every oracle is a function that
-starts a matrix: ``start(shape) -> step``, and ``step(g) -> direction`` keeps what the rule keeps between steps.
+Matrices are (out, in) = (m, n), one at a time; nothing is shared with the package. Every oracle is a function
+``start(shape) -> step`` of one matrix; ``step(g) -> direction`` keeps the state between steps.
 """
 
 import numpy as np
@@ -133,63 +133,8 @@ def swan(shape, beta=0.5, k=6):
     return step
 
 
-def dion(shape, q, mu=MU):
-    """q: the first Q, (n, rank)."""
-    m = np.zeros(shape)
-
-    def step(g):
-        nonlocal m, q
-        m = m + g
-        p, _ = np.linalg.qr(m @ q)
-        r = m.T @ p
-        m = m - (1 - mu) * p @ r.T
-        q = r / (np.linalg.norm(r, axis=0, keepdims=True) + 1e-8)
-        return (shape[0] / shape[1]) ** 0.5 * p @ q.T
-
-    return step
-
-
-def lengths(w, per):
-    """Of every row (m, 1), or of the matrix (1, 1)."""
-    return np.sqrt(np.sum(w * w, axis=1 if per == "rows" else (0, 1), keepdims=True))
-
-
-def brake(w, u, outward, inward, per):
-    """NVIDIA's hook: the new norm is the old one plus a part of the difference."""
-    before, after = lengths(w, per), lengths(w + u, per)
-    target = before + np.where(after > before, outward(before), inward(before)) * (after - before)
-    return (w + u) * target / after
-
-
 def hyperball(w0, w, u, lr):
-    """W <- Norm(W - lr Norm(U) |W0|) |W0|, with Norm(x) = x / |x| of the whole matrix."""
+    """W <- |W0| N(W - lr |W0| N(U)), where N divides a matrix by its Frobenius norm."""
     radius = np.linalg.norm(w0)
     moved = w - lr * u / np.linalg.norm(u) * radius
     return moved / np.linalg.norm(moved) * radius
-
-
-def muown(w, direction, lr, decay=0.0, betas=(0.9, 0.95), eps=1e-8):
-    """W = g V / |V| row by row: ``direction`` steps V, Adam steps g. Returns a step: gradient of W to new W."""
-    g = lengths(w, "rows")
-    v_norm, m, s, t = g.copy(), np.zeros_like(g), np.zeros_like(g), 0
-
-    def step(grad):
-        nonlocal w, g, v_norm, m, s, t
-        t += 1
-        unit = w / g
-        v = unit * v_norm
-        grad_g = np.sum(grad * unit, axis=1, keepdims=True)
-        v = v - lr * direction(g / v_norm * (grad - unit * grad_g))
-        m, s = betas[0] * m + (1 - betas[0]) * grad_g, betas[1] * s + (1 - betas[1]) * grad_g**2
-        adam = m / (1 - betas[0] ** t) / (np.sqrt(s / (1 - betas[1] ** t)) + eps)
-        g = g - lr * (adam + decay * g)
-        v_norm = lengths(v, "rows")
-        w = g * v / v_norm
-        return w
-
-    return step
-
-
-def cautious_step(w, d, lr, decay):
-    """Decay where the update and the weight have one sign."""
-    return w - lr * (d + decay * w * (d * w >= 0))

@@ -13,15 +13,12 @@ PARAMS = {
     "layers": {"proj": {"kernel": jax.ShapeDtypeStruct((2, 24, 16), jnp.bfloat16)}},
     "norm": {"scale": jnp.zeros(24)},
 }
-CONTROLS = ("brake", "brake_matrix", "relax", "hold", "hold_rows", "hyperball", "row_gains")
 OPTIONS = {
     **{name: (factory, {}) for name, factory in npo.families().items()},
-    **{f"muon {control}": (npo.muon, {"norm_control": control}) for control in CONTROLS},
+    "muon hyperball": (npo.muon, {"norm_control": "hyperball"}),
     "muon schedule": (npo.muon, {"learning_rate": lambda step: 0.1}),
-    "muon cautious masked": (npo.muon, {"cautious": True, "weight_decay_mask": npo.no_gains_or_biases}),
-    "normpre_g rows": (npo.normpre_g, {"orientation": "rows"}),
+    "muon masked": (npo.muon, {"weight_decay_mask": npo.decay_matrices_only}),
     "normpre_g both bfloat16": (npo.normpre_g, {"orientation": "both", "mu_dtype": jnp.bfloat16}),
-    "normpre_l warm": (npo.normpre_l, {"rank": 4, "warm_start": True}),
 }
 
 

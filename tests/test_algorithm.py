@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twelve steps of every variant, orientation and tangent mode against the float64 reference.
+"""Algorithm 1 over several steps against the float64 reference, in the way of every platform; and the AdamW group.
 
-Two kinds of comparison. In float32 the weights are teacher-forced: every step starts from the reference's weights,
-rounded to float32 for both, so that each of the twelve updates is held to the rounding of one step, and a tolerance
-derived from that step's conditioning is meaningful (momentum, orientation and draws still run on by themselves). In
-float64 both run freely for twelve steps, and only the weights at the end are compared, at 1e-10.
+In float32 every step starts from the reference's weights, rounded to float32 for both, so that each update is held to
+the rounding of one step (momentum, orientation and draws run on by themselves). In float64 both run freely, and the
+weights at the end are compared at 1e-10.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +15,24 @@ import optax
 import pytest
 
 import normpre_optax as npo
-from normpre_optax.transforms import draws as drawing
+from normpre_optax.linalg import sketch
+from normpre_optax.linalg.precision import on
+from normpre_optax.stages import base
 from tests import cases, reference
 from tests.cases import EPS32, EPS64
 
-STEPS = 12
+STEPS = 6
 LEARNING_RATE, WEIGHT_DECAY = 0.03, 0.1
-RANK, OVERSAMPLE, SEED = 2, 1, 11  # three draws for sides of five and seven: a real sketch, and a budget that binds
+RANK, OVERSAMPLE, SEED = 2, 1, 11  # three draws for dimensions of five and seven: a real sketch, and a rank that binds
+SKETCH = {"rank": RANK, "oversample": OVERSAMPLE, "seed": SEED}
 
 OPTIMIZERS = {
     "newton_schulz": npo.normpre_g,
     "msign": functools.partial(npo.normpre_g, ns_steps=None),
     "exact": functools.partial(npo.normpre_l, method="exact", rank=RANK),
-    "sketch": functools.partial(npo.normpre_l, method="sketch", rank=RANK, oversample=OVERSAMPLE, seed=SEED),
+    "sketch": functools.partial(npo.normpre_l, compute_dtype=jnp.float32, **SKETCH),
+    "sketch-usual": functools.partial(npo.normpre_l, **SKETCH),  # in bfloat16 on a GPU
 }
-ORIENTATIONS = ["alternating", "rows", "columns", "both"]
-TANGENTS = [("relaxed", 1.0), ("bounded", 1.0), ("strict", 1.0), ("none", 1.0), ("relaxed", 0.7)]
 
 
 def draws(path, index, step, shape):
@@ -45,7 +45,7 @@ def run_reference(oracle, steps, w, gradients, round_to=np.float64):
     for step, gradient in zip(range(steps), gradients, strict=True):
         w = {name: x.astype(round_to).astype(np.float64) for name, x in w.items()}
         trace = cases.each_matrix(lambda n, i, m, g: oracle.accumulate(m, np.float64(g)), trace, gradient)
-        psi = cases.each_matrix(lambda n, i, m, x, t=step: oracle.normalised(m, x, t), trace, w)
+        psi = cases.each_matrix(lambda n, i, m, x, t=step: oracle.normalized(m, x, t), trace, w)
 
         def advance(name, index, m, x, t=step):
             omega = draws(name, index, t, x.shape) if oracle.stage == "sketch" else None
@@ -60,8 +60,8 @@ def run_reference(oracle, steps, w, gradients, round_to=np.float64):
 def tolerance(stage, psi, step, name, index, eps):
     """Bound on ||T - T_reference|| / ||T_reference|| from the rounding of one step, given the reference's Psi.
 
-    Everything before the spectral stage is row-wise: Psi carries a relative error of about ten eps (momentum, the
-    cancellation in the tangent, the norm). The spectral stage then amplifies it by the Lipschitz constant of its map.
+    Everything before the spectral stage works on rows: Psi has a relative error of about ten eps (momentum, the
+    cancellation in the tangent, the norm). The spectral stage amplifies it by the Lipschitz constant of its map.
     """
     error = 10 * eps
     singular = np.linalg.svd(psi, compute_uv=False)
@@ -71,8 +71,8 @@ def tolerance(stage, psi, step, name, index, eps):
     if stage == "msign":
         # U V^T moves by ||dPsi|| / sigma_min.
         return error * np.linalg.norm(psi) / singular[-1]
-    # Clipping all modes is a projection: Lipschitz one. Cutting after r of them turns the selected subspace by
-    # ||dGamma|| / (lambda_r - lambda_r+1), and a turn costs at most the change sigma_1 - 1 that is applied there.
+    # Clipping all modes is a projection: Lipschitz one. Cutting after r of them rotates the selected subspace by
+    # ||dGamma|| / (lambda_r - lambda_r+1), and a rotation costs at most the change sigma_1 - 1 that is applied there.
     top = singular[: RANK + 1] ** 2
     factor = 1.0
     if len(top) > RANK and top[RANK - 1] > 1:
@@ -89,129 +89,205 @@ def tolerance(stage, psi, step, name, index, eps):
     return error * factor
 
 
-def combinations():
-    """Every variant x orientation x tangent mode; the default run asks each option once, and each variant.
+PLAIN = ("alternating", "relaxed")
+COMBINATIONS = [
+    *((stage, *PLAIN, "cpu") for stage in OPTIMIZERS if stage != "sketch-usual"),
+    *(("newton_schulz", *PLAIN, platform) for platform in ("tpu", "gpu")),
+    ("sketch", *PLAIN, "tpu"),
+    ("sketch-usual", *PLAIN, "gpu"),
+    *(("newton_schulz", *how, "cpu") for how in (("rows", "strict"), ("columns", "none"))),
+    ("sketch", "both", "strict", "cpu"),
+]
+THOROUGH = [
+    ("newton_schulz", "both", "relaxed", "cpu"),
+    ("sketch", *PLAIN, "gpu"),
+    *((stage, *PLAIN, platform) for stage in ("msign", "exact") for platform in ("tpu", "gpu")),
+    *(("newton_schulz", side, "strict", platform) for side in ("columns", "both") for platform in ("tpu", "gpu")),
+    *(("exact", side, tangent, "cpu") for side in ("rows", "both") for tangent in ("strict", "none")),
+]
 
-    Newton-Schulz takes every orientation and every mode; the sketch, which is told how matrices lie, every orientation.
-    """
-    for stage, orientation, (tangent, radius) in itertools.product(OPTIMIZERS, ORIENTATIONS, TANGENTS):
-        plain = orientation == ORIENTATIONS[0], (tangent, radius) == TANGENTS[0]
-        usual = all(plain) or (stage == "newton_schulz" and any(plain)) or (stage == "sketch" and plain[1])
-        yield pytest.param(
-            stage,
-            orientation,
-            tangent,
-            radius,
-            marks=() if usual else pytest.mark.thorough,
-            id=f"{stage}-{orientation}-{tangent}-{radius}",
-        )
 
-
-@pytest.mark.parametrize(("stage", "orientation", "tangent", "radius"), list(combinations()))
-def test_twelve_steps_agree_with_the_reference(stage, orientation, tangent, radius):
+@pytest.mark.parametrize(
+    ("stage", "orientation", "tangent", "platform"),
+    [*COMBINATIONS, *(pytest.param(*one, marks=pytest.mark.thorough) for one in THOROUGH)],
+)
+def test_steps_agree_with_the_reference(stage, orientation, tangent, platform):
+    """With a zero row, a zero matrix and one in a stack."""
     tx = OPTIMIZERS[stage](
-        LEARNING_RATE,
-        weight_decay=WEIGHT_DECAY,
-        orientation=orientation,
-        tangent=tangent,
-        tangent_radius=radius,
-        matrix_dims=cases.DIMS,
+        LEARNING_RATE, weight_decay=WEIGHT_DECAY, orientation=orientation, tangent=tangent, matrix_dims=cases.DIMS
     )
-    oracle = reference.NormPre(stage, orientation, tangent, radius, rank=RANK, eps=EPS32)
+    kind, _, usual = stage.partition("-")
+    # Psi and the thin factors are rounded to bfloat16, 2^-9 each; modes of a truncated sketch are close to each other
+    # and rotate by a few times that.
+    rounding = 2**-6 if usual else 0.0
+    oracle = reference.NormPre(kind, orientation, tangent, rank=RANK, eps=EPS32)
     w, gradients = cases.weights(), cases.gradients(STEPS)
+    for gradient in gradients:
+        gradient["wide"][2] = gradient["twin"][:] = gradient["stack"][1] = 0
     state = tx.init(cases.as_jax(cases.to_layout(w)))
-    update = cases.quick_jit(tx.update)  # `test_contract` holds the optimised program to it
-    worst = 0.0
+    update = on(platform, cases.one_by_one_jit(tx.update))
     for step, (before, psi, after) in enumerate(run_reference(oracle, STEPS, w, gradients, np.float32)):
         params = cases.as_jax(cases.to_layout(before), jnp.float32)
         updates, state = update(cases.as_jax(cases.to_layout(gradients[step])), state, params)
-        got = cases.from_layout(updates)
 
         def check(name, index, new, old, moved, p, t=step):
-            nonlocal worst
             expected = new - old
             error = np.linalg.norm(moved - expected) / np.linalg.norm(expected)
-            bound = tolerance(stage, p, t, name, index, EPS32)
-            worst = max(worst, error / bound)
+            some = p if kind == "sketch" else p[p.any(axis=1)]  # a zero row has no part in the conditioning
+            bound = tolerance(kind, some, t, name, index, EPS32) if p.any() else 4 * EPS32  # weight decay alone
+            assert error <= bound + rounding, (t, name, index, error / bound)
             return np.zeros(0)
 
-        cases.each_matrix(check, after, before, got, psi)
-    assert worst <= 1, f"error is {worst:.2f} times what rounding can explain"
+        cases.each_matrix(check, after, before, cases.from_layout(updates), psi)
 
 
 @pytest.mark.parametrize(
     ("stage", "orientation", "tangent"),
-    [*((stage, "alternating", "relaxed") for stage in OPTIMIZERS), ("sketch", "both", "strict")],
+    [*((stage, *PLAIN) for stage in list(OPTIMIZERS)[:4]), ("exact", "both", "strict")],
 )
-def test_twelve_free_steps_agree_in_float64(monkeypatch, stage, orientation, tangent):
-    # Normal draws are float32 and may differ by a unit in the last place from one compiled program to the next, which
-    # is far above 1e-10. Rounded to sixteenths they are the same for both sides.
-    fine = drawing.sketch_draws
-    monkeypatch.setattr(drawing, "sketch_draws", lambda *where: jnp.round(16 * fine(*where)) / 16)
+def test_free_steps_agree_in_float64(monkeypatch, stage, orientation, tangent):
+    # Normal draws are float32 and may differ by a unit in the last place between two compiled programs, far above
+    # 1e-10. Rounded to sixteenths they are the same for both.
+    fine = sketch.draws
+    monkeypatch.setattr(sketch, "draws", lambda *given: [jnp.round(16 * x) / 16 for x in fine(*given)])
+    cases.omega.cache_clear()
     oracle = reference.NormPre(stage, orientation, tangent, rank=RANK, eps=EPS64)
     w, gradients = cases.weights(), cases.gradients(STEPS)
     *_, (_, _, expected) = run_reference(oracle, STEPS, w, gradients)
+    cases.omega.cache_clear()
     with jax.enable_x64(True):
+        options = {"compute_dtype": jnp.float64} if stage == "sketch" else {}
         tx = OPTIMIZERS[stage](
-            LEARNING_RATE, weight_decay=WEIGHT_DECAY, orientation=orientation, tangent=tangent, matrix_dims=cases.DIMS
+            LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            orientation=orientation,
+            tangent=tangent,
+            matrix_dims=cases.DIMS,
+            **options,
         )
-        update = cases.quick_jit(tx.update)
         params = cases.as_jax(cases.to_layout(w), jnp.float64)
-        state = tx.init(params)
+        state, update = tx.init(params), cases.quick_jit(tx.update)
         for gradient in gradients:
             updates, state = update(cases.as_jax(cases.to_layout(gradient), jnp.float64), state, params)
             params = optax.apply_updates(params, updates)
-        got = cases.from_layout(params)
         assert all(x.dtype == jnp.float64 for x in jax.tree.leaves(params))
     for name, x in expected.items():
-        # eps64 times an amplification of at most 1e4 a step (see `tolerance`), over twelve steps of size 0.006.
-        assert np.linalg.norm(got[name] - x) <= 1e-10 * np.linalg.norm(x), name
+        # eps64 times an amplification of at most 1e4 a step (see `tolerance`), over steps of size 0.006.
+        assert np.linalg.norm(cases.from_layout(params)[name] - x) <= 1e-10 * np.linalg.norm(x), name
 
 
-def test_newton_schulz_tables_reach_the_optimizer():
+def first_directions(tx):
     w, (gradient,) = cases.weights(), cases.gradients(1)
     params, grads = (cases.as_jax(cases.to_layout(x)) for x in (w, gradient))
-    for name, headroom in (("you", 1.0), ("polar_express", 1.02)):
-        oracle = reference.NormPre("newton_schulz", table=reference.TABLES[name], headroom=headroom)
-        tx = npo.normpre_g(1.0, ns_coefficients=name, weight_decay=0.0, matrix_dims=cases.DIMS)
-        got = cases.from_layout(cases.first_update(tx, grads, params))
-        expected = cases.each_matrix(
-            lambda n, i, g, x, oracle=oracle: -oracle.direction(np.float64(g), np.float64(x), 0), gradient, w
-        )
-        for key, x in expected.items():
-            # 10 eps, times a slope at zero of 970 at the very most.
-            np.testing.assert_allclose(got[key], x, atol=10 * EPS32 * 970 * 0.2)
+    return w, gradient, cases.from_layout(cases.first_update(tx, grads, params))
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_the_number_of_iterations_reaches_the_optimizer(steps):
-    w, (gradient,) = cases.weights(), cases.gradients(1)
-    params, grads = (cases.as_jax(cases.to_layout(x)) for x in (w, gradient))
-    oracle = reference.NormPre("newton_schulz", table=(reference.MUON,) * steps)
-    tx = npo.normpre_g(1.0, ns_steps=steps, weight_decay=0.0, matrix_dims=cases.DIMS)
-    got = cases.from_layout(cases.first_update(tx, grads, params))
+@pytest.mark.parametrize(("name", "steps", "headroom"), [("you", 5, 1.0), ("polar_express", 5, 1.02), ("muon", 3, 1.0)])
+def test_coefficients_and_steps_reach_the_spectral_stage(name, steps, headroom):
+    oracle = reference.NormPre("newton_schulz", table=reference.TABLES[name][:steps], headroom=headroom)
+    tx = npo.normpre_g(1.0, ns_coefficients=name, ns_steps=steps, weight_decay=0.0, matrix_dims=cases.DIMS)
+    w, gradient, got = first_directions(tx)
     expected = cases.each_matrix(lambda n, i, g, x: -oracle.direction(np.float64(g), np.float64(x), 0), gradient, w)
     for key, x in expected.items():
-        np.testing.assert_allclose(got[key], x, atol=10 * EPS32 * 485 * 0.2)
+        # 10 eps, times a slope at zero of 970 at most, times the RMS.
+        np.testing.assert_allclose(got[key], x, atol=10 * EPS32 * 970 * 0.2)
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "threshold"),
+    [("exact", 0.25, 1.0), ("exact", 3, 0.5), ("sketch", 0.25, "mean"), ("sketch", 3, 0.5), ("products", 3, "mean")],
+)
+def test_shares_and_thresholds_reach_the_spectral_stage(method, rank, threshold):
+    """With a sketch of the whole smaller dimension; ``products`` clips every mode that the sketch sees."""
+    tx = npo.scale_by_normpre_l(
+        rank=rank,
+        threshold=threshold,
+        method=method,
+        oversample=99,
+        power_iterations=2,
+        rms=None,
+        matrix_dims=cases.DIMS,
+    )
+    w, gradient, got = first_directions(tx)
+
+    def expected(name, index, g, x):
+        psi = reference.unit_rows(reference.tangent_rows(np.float64(g), np.float64(x)))
+        side = min(psi.shape)
+        kept = side if method == "products" else max(1, round(rank * side)) if isinstance(rank, float) else rank
+        level = np.linalg.norm(psi) / side**0.5 if threshold == "mean" else threshold
+        return level * reference.precondition_exact(psi / level, kept)
+
+    for name, x in cases.each_matrix(expected, gradient, w).items():
+        # A full basis is as exact as the Gram matrices are conditioned, 1e4 at most; the sign of `products` is settled
+        # to 1e-3 of the largest eigenvalue, times the change that is applied there.
+        np.testing.assert_allclose(got[name], x, atol=5e-3 if method == "products" else 1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["normpre_l-small", "normuon", "muon-hyperball"])
+def test_groups_on_a_tpu_change_neither_updates_nor_state(monkeypatch, name):
+    params, found = cases.as_jax(cases.to_layout(cases.weights())), []
+    for limit in (base.GROUP_BYTES, 300):  # all at once; one or two parameters at a time
+        monkeypatch.setattr(base, "GROUP_BYTES", limit)
+        tx = cases.make(name, 0.1, matrix_dims=cases.DIMS)  # jax traces one function once
+        state, update = tx.init(params), on("tpu", cases.one_by_one_jit(tx.update))
+        for gradient in cases.gradients(2):
+            updates, state = update(cases.as_jax(cases.to_layout(gradient)), state, params)
+        found.append((updates, state))
+    # Small problems are solved in other batches: rounding, times the condition of the sketch's basis, below 1e2.
+    assert jax.tree.structure(found[0]) == jax.tree.structure(found[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), *found)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compute_dtype", "rounded"),
+    [
+        (jnp.float32, None, ["gpu"]),
+        (jnp.float32, jnp.float32, []),
+        (jnp.float32, jnp.bfloat16, ["cpu", "tpu", "gpu"]),
+        (jnp.float64, None, []),
+    ],
+)
+def test_where_a_sketch_is_computed_in_bfloat16(x64, dtype, compute_dtype, rounded):
+    psi, tx = jnp.ones((5, 12), dtype), npo.precondition_locally(2, 1, compute_dtype=compute_dtype)
+    programs = {name: on(name, jax.make_jaxpr(tx.update))(psi, tx.init(psi)) for name in ("cpu", "tpu", "gpu")}
+    assert [name for name, program in programs.items() if "bf16" in str(program)] == rounded
+    assert {program.out_avals[0].dtype for program in programs.values()} == {jnp.dtype(dtype)}
+
+
+# The stages in a plain chain, and the AdamW group.
+
+
+def test_the_stages_in_a_chain_are_algorithm_1():
+    dims = dict(cases.DIMS)
+    chain = npo.direction(
+        optax.trace(0.95),
+        npo.project_to_tangent(),
+        npo.normalize_rows(),
+        npo.precondition_globally(),
+        npo.scale_to_rms(0.2),
+        matrix_dims=dims,
+    )
+    whole = npo.scale_by_normpre_g(orientation="rows", matrix_dims=dims)
+    *_, got = first_directions(chain)
+    *_, expected = first_directions(whole)
+    for name, x in expected.items():
+        np.testing.assert_allclose(got[name], x, atol=4 * 485 * EPS32 * 0.2, err_msg=name)  # the slope at zero
 
 
 def mixed(seed=0):
     random = np.random.default_rng(seed)
-    return cases.as_jax(
-        {
-            "up": {"kernel": random.standard_normal((5, 8)), "bias": random.standard_normal(8)},
-            "norm": {"scale": random.standard_normal(8)},
-        },
-        jnp.float32,
+    shapes = {"up": {"kernel": (5, 8), "bias": (8,)}, "norm": {"scale": (8,)}}
+    return jax.tree.map(
+        lambda s: jnp.asarray(random.standard_normal(s), jnp.float32), shapes, is_leaf=lambda s: isinstance(s, tuple)
     )
 
 
-def roll(tx, steps=5):
+def roll(tx, steps=3):
     """Parameters after a few steps on gradients that are the same for every optimizer."""
-    params, update = mixed(), cases.quick_jit(tx.update)
+    params = mixed()
     state = tx.init(params)
     for step in range(steps):
-        updates, state = update(mixed(step + 1), state, params)
+        updates, state = tx.update(mixed(step + 1), state, params)
         params = optax.apply_updates(params, updates)
     return params
 
@@ -220,69 +296,53 @@ def vectors(params):
     return {"bias": params["up"]["bias"], "scale": params["norm"]["scale"]}
 
 
-def test_everything_that_is_no_matrix_gets_adamw():
+def assert_near(got, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=8 * EPS32), got, expected)
+
+
+def test_everything_that_is_not_a_matrix_uses_adamw():
     schedule = optax.linear_schedule(0.1, 0.01, 5)
     expected = vectors(roll(optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)))
-    for make in (npo.normpre_g, npo.normpre_l, npo.muon, npo.mano):
-        got = vectors(roll(make(schedule)))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=8 * EPS32), got, expected)
+    for factory in (npo.normpre_g, npo.muon, npo.mano):
+        assert_near(vectors(roll(factory(schedule))), expected)
 
 
-def test_adamw_has_its_own_rate_decay_and_moments():
+def test_adamw_has_its_own_learning_rate_decay_and_moments():
     own = {"adam_learning_rate": 0.03, "adam_b1": 0.8, "adam_b2": 0.9, "adam_eps": 1e-3, "adam_weight_decay": 0.2}
     expected = roll(optax.adamw(0.03, b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.2))
     got = roll(npo.normpre_g(0.1, **own))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=8 * EPS32), vectors(got), vectors(expected))
-    kernel = roll(npo.normpre_g(0.1))["up"]["kernel"]
-    np.testing.assert_array_equal(got["up"]["kernel"], kernel)  # and the matrices do not notice
-
-
-def test_weight_decay_is_decoupled_and_multiplied_by_the_learning_rate():
-    params, grads = mixed(), mixed(1)
-    updates = {}
-    for decay in (0.0, 0.5):
-        tx = npo.normpre_g(0.1, weight_decay=decay, adam_weight_decay=0.0)
-        updates[decay] = cases.first_update(tx, grads, params)
-    difference = updates[0.5]["up"]["kernel"] - updates[0.0]["up"]["kernel"]
-    np.testing.assert_allclose(difference, -0.1 * 0.5 * params["up"]["kernel"], atol=2 * EPS32)
-    np.testing.assert_array_equal(updates[0.5]["up"]["bias"], updates[0.0]["up"]["bias"])
+    assert_near(vectors(got), vectors(expected))
+    np.testing.assert_array_equal(got["up"]["kernel"], roll(npo.normpre_g(0.1))["up"]["kernel"])
 
 
 @pytest.mark.parametrize("as_callable", [True, False])
 @pytest.mark.parametrize("masked", ["kernel", "bias"])
-def test_the_weight_decay_mask_is_read_on_the_whole_tree(masked, as_callable):
+def test_weight_decay_is_decoupled_and_its_mask_is_read_on_the_whole_tree(masked, as_callable):
     def mask(params):
         return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != masked, params)
 
     params, grads = mixed(), mixed(1)
-    updates = {}
-    for key, kwargs in {
-        "mask": {"weight_decay": 0.5, "weight_decay_mask": mask if as_callable else mask(params)},
-        "none": {"weight_decay": 0.0},
-        "all": {"weight_decay": 0.5},
-    }.items():
-        tx = npo.normpre_g(0.1, **kwargs)
-        updates[key], _ = tx.update(grads, tx.init(params), params)  # a program without a mask is shared by all cases
+    given = mask if as_callable else mask(params)
+    free, half = (
+        cases.first_update(npo.rmnp(0.1, weight_decay=decay, weight_decay_mask=given), grads, params)
+        for decay in (0.0, 0.5)
+    )
     for module, name in (("up", "kernel"), ("up", "bias"), ("norm", "scale")):
-        same, other = ("none", "all") if name == masked else ("all", "none")
-        np.testing.assert_array_equal(updates["mask"][module][name], updates[same][module][name])
-        assert np.any(updates["mask"][module][name] != updates[other][module][name])
+        expected = 0.0 if name == masked else -0.1 * 0.5 * params[module][name]
+        np.testing.assert_allclose(half[module][name] - free[module][name], expected, atol=4 * EPS32)
 
 
 def test_low_precision_momentum_changes_storage_only():
     params, grads = mixed(), mixed(1)
-    tx, low = npo.normpre_g(0.1), npo.normpre_g(0.1, mu_dtype=jnp.bfloat16)
-    stored = [x for x in jax.tree.leaves(low.init(params)) if x.shape == (5, 8)]
-    assert [x.dtype for x in stored] == [jnp.bfloat16]
-    updates, low_updates = cases.first_update(tx, grads, params), cases.first_update(low, grads, params)
-    # On the first step the momentum is the gradient; the rounding to bfloat16 concerns what is kept, and only that, or
-    # at most the 2^-9 of one rounding times the slope of Newton-Schulz at these singular values (a few tens).
-    assert low_updates["up"]["kernel"].dtype == jnp.float32
-    error = np.linalg.norm(low_updates["up"]["kernel"] - updates["up"]["kernel"])
+    tx, low = (npo.normpre_g(0.1, mu_dtype=dtype) for dtype in (None, jnp.bfloat16))
+    updates, rounded = cases.first_update(tx, grads, params), cases.first_update(low, grads, params)
+    # On the first step the momentum is the gradient; the rounding to bfloat16 concerns what is stored, and only that,
+    # or at most the 2^-9 of one rounding times the slope of Newton-Schulz at these singular values (a few tens).
+    error = np.linalg.norm(rounded["up"]["kernel"] - updates["up"]["kernel"])
     assert error <= 2**-9 * 50 * np.linalg.norm(updates["up"]["kernel"])
 
 
-def test_a_sketch_of_less_than_a_quarter_of_the_side_costs_less_than_a_quarter_of_newton_schulz():
+def test_a_sketch_of_less_than_a_quarter_costs_a_sixth_of_newton_schulz():
     """XLA's count of operations before compilation, a layer of GPT-2 Small: a row of docs/choosing.md."""
     shapes = {"qkv": (768, 2304), "proj": (768, 768), "up": (768, 3072), "down": (3072, 768)}
     params = {name: {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)} for name, shape in shapes.items()}
@@ -292,4 +352,4 @@ def test_a_sketch_of_less_than_a_quarter_of_the_side_costs_less_than_a_quarter_o
         return lowered.cost_analysis()["flops"]
 
     share = operations(npo.scale_by_normpre_l(rank=0.22)) / operations(npo.scale_by_normpre_g())
-    assert share == pytest.approx(0.234, abs=0.001)
+    assert share == pytest.approx(0.172, abs=0.001)

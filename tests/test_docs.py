@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation: its code runs, its links lead somewhere, and the site's checks see what they should."""
+"""The documentation: its code runs, its links and names exist, and the checks of the site find what they should."""
 
 import ast
 import importlib.util
@@ -16,14 +16,12 @@ import normpre_optax as npo
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("results/**/*.md"))]
-# Python code, and the text right after it, which is what it prints.
+# Python code, and the text block right after it: what it prints.
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 NOT_RUN = {
-    "README.md": "its first block wants a model; get_started.md has it with one",
+    "README.md": "its first block needs a model; get_started.md has one",
     "cpu_hang.md": "the program that never returns",
-    "design.md": "an excerpt of algorithm.py, which it shows",
-    "diagnostics.md": "tests/test_diagnostics.py runs it",
-    "family.md": "tests/test_family.py runs it",
+    "design.md": "an excerpt of algorithm.py",
     "frameworks.md": "tests/test_frameworks.py runs it",
 }
 WITH_CODE = [page for page in PAGES if page.name not in NOT_RUN and BLOCK.search(page.read_text())]
@@ -38,7 +36,7 @@ def load(name):
 
 
 def blocks(page):
-    """The Python code of a page; what wants torch only where torch is installed (the extra `parity`)."""
+    """The Python code of a page; blocks with torch only where it is installed (the extra `parity`)."""
     found = BLOCK.findall(page.read_text())
     return [block for block in found if "import torch" not in block[0] or importlib.util.find_spec("torch")]
 
@@ -144,11 +142,8 @@ def test_a_name_without_a_page_is_a_problem(tmp_path, monkeypatch):
 def test_the_library_documents_its_public_names():
     check = load("public_names")
     assert check.public_names(npo) == list(npo.__all__)
-    assert {"measure", "normalized", "Constants", "NAMES"} <= set(check.public_names(npo.diagnostics))
-    for module in (npo, npo.diagnostics):
-        listed = [f"{module.__name__}.{name}" for name in check.public_names(module)]
-        assert not list(check.problems(module, listed))
-    assert check.documentation(npo, "STATIC_ARGS").startswith("Arguments that")
+    listed = [f"normpre_optax.{name}" for name in check.public_names(npo)]
+    assert not list(check.problems(npo, listed))
     assert not list(check.problems(types.SimpleNamespace(__all__=[], __name__="empty"), []))
 
 
@@ -169,7 +164,7 @@ def test_an_undocumented_name_fails_the_build(more, status, tmp_path):
     assert ("the public name face.silent has no documentation" in done.stderr) == bool(status)
 
 
-# Pages that are made.
+# Generated pages.
 
 
 def test_notebooks_are_copied_and_listed(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of docs/frameworks.md: in the real library where it is installed, else in a stand-in of its signatures."""
+"""The blocks of docs/frameworks.md: in the real library where it is installed, else in a stand-in for it."""
 
 import dataclasses
 import importlib.util
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from tests.parameters import test_models as models
+from tests.parameters.tables import tree
+from tests.parameters.test_models import MODELS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "frameworks.md").read_text()
 
@@ -36,18 +37,18 @@ def test_haiku():
 
 
 def test_maxtext():
-    """The rule is the one of docs/parameters.md, on LLaMA 3 with layers scanned along axis 1."""
-    exec(block("MaxText"), scope := models.rules())
+    """On LLaMA 3 with layers scanned along axis 1."""
+    exec(block("MaxText"), scope := {})
     config = types.SimpleNamespace(muon_beta=0.95, adam_b1=0.9, adam_b2=0.95, adam_eps=1e-8, adam_weight_decay=0.1)
     tx = scope["normpre_muon"](config, optax.constant_schedule(1e-2))
-    params = models.tree(models.maxtext_llama3(scan=True))
+    params = tree(MODELS["LLaMA 3", "MaxText, scanned", "maxtext"])
     updates = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params)[0], params)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """What Levanter's has of that name."""
+    """What Levanter's class of that name provides."""
 
     learning_rate: float = 6e-4
     weight_decay: float = 0.1
@@ -68,15 +69,15 @@ def test_levanter(monkeypatch):
         stand_in(monkeypatch, "levanter.optim", OptimizerConfig=OptimizerConfig)
     exec(block("Levanter"), scope := {"__name__": __name__})
     tx = scope["NormPreMuonConfig"](learning_rate=0.02, adam_learning_rate=0.005).build(100)
-    for table in (models.levanter_gpt2(), models.levanter_llama3()):
-        params = models.tree(table)
+    for model in ("GPT-2", "LLaMA 3"):
+        params = tree(MODELS[model, "Levanter", ""])
         updates, state = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params), params)
         assert jax.tree.structure(updates) == jax.tree.structure(params)
         assert set(state.hyperparams) == {"learning_rate", "adam_learning_rate"}
 
 
 class PeftTrainer:
-    """What tunix's begins with."""
+    """The start of tunix's class."""
 
     def __init__(self, model, optimizer, training_config):
         self.model, self.config = model, training_config
@@ -91,14 +92,14 @@ def test_tunix(monkeypatch):
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     trainer = scope["trainer_of"](model, steps=10)
     before = model.kernel[...]
-    for _ in range(2):  # the first step of the warm-up has a rate of zero
+    for _ in range(2):  # the first step of the warm-up has a learning rate of zero
         trainer.optimizer.update(model, nnx.state(model, nnx.Param))
     assert abs(before - model.kernel[...]).max() > 0
     assert trainer.optimizer.opt_state.hyperparams["learning_rate"][...] > 0  # where tunix looks for it
 
 
 def stand_in(monkeypatch, name, **content):
-    """A module of this name, and those above it."""
+    """Install a module of this name, and the packages above it."""
     module = types.ModuleType(name)
     vars(module).update(content)
     parts = name.split(".")

@@ -1,230 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who imports whom: the table of docs/design.md, read off the source with `ast` and held."""
+"""Which part of the package imports which: one table, bottom up, compared with the source."""
 
 import ast
+import inspect
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
+import normpre_optax as npo
+
 PACKAGE = Path(__file__).parents[1] / "normpre_optax"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-THIRD_PARTY = {"jax", "optax", "numpy"}
+ALL = {"jax", "numpy", "optax"}
 
-# Folder or file: (third-party packages it may import, parts of the package it may import). The longest match counts.
-# `transforms/batches.py` carries out what the wrappers arrange, and so may know layouts as they do.
-TABLE = {
-    "platforms.py": ({"jax"}, set()),
-    "linalg/": ({"jax"}, {"linalg", "platforms"}),
-    "parameters/": (THIRD_PARTY, {"parameters"}),
-    "parameters/explain.py": (THIRD_PARTY, {"parameters", "meshes.plan", "meshes.specs"}),
-    "meshes/specs.py": ({"jax"}, {"parameters.dims"}),
-    "meshes/plan.py": ({"jax", "numpy"}, {"meshes.specs"}),
-    "meshes/exchange.py": (
-        {"jax", "optax"},
-        {"meshes.plan", "platforms", "transforms.checks", "transforms.oriented"},
-    ),
-    "meshes/small.py": ({"jax"}, {"meshes.specs"}),
-    "meshes/run.py": (
-        {"jax"},
-        {"meshes.specs", "parameters.dims", "platforms", "transforms.batches", "transforms.oriented"},
-    ),
-    "transforms/": (
-        THIRD_PARTY,
-        {"linalg", "platforms", "transforms.checks", "transforms.draws", "transforms.oriented"},
-    ),
-    "transforms/precondition.py": (
-        THIRD_PARTY,
-        {"linalg", "meshes.small", "platforms", "transforms.checks", "transforms.draws", "transforms.oriented"},
-    ),
-    **{
-        f"transforms/{name}.py": (
-            THIRD_PARTY,
-            {"linalg", "transforms.checks", "transforms.oriented", "transforms.row_scaling"},
-        )
-        for name in ("tangent", "normalize")
-    },
-    "transforms/row_scaling.py": (THIRD_PARTY, {"linalg", "transforms.oriented"}),
-    "transforms/wrappers.py": (
-        THIRD_PARTY,
-        {
-            "meshes.run",
-            "meshes.specs",
-            "parameters",
-            "platforms",
-            "transforms.batches",
-            "transforms.blocks",
-            "transforms.checks",
-            "transforms.oriented",
-        },
-    ),
-    "transforms/blocks.py": ({"jax", "optax"}, {"meshes.specs", "parameters"}),
-    "transforms/monitor.py": (
-        THIRD_PARTY,
-        {"diagnostics", "meshes.specs", "parameters", "transforms.blocks", "transforms.checks"},
-    ),
-    "transforms/quantized.py": ({"jax", "optax"}, {"meshes.specs", "transforms.checks"}),
-    "transforms/draws.py": ({"jax"}, set()),
-    "transforms/batches.py": (THIRD_PARTY, {"parameters", "platforms", "transforms.oriented"}),
-    "options.py": ({"jax", "optax"}, {"transforms.checks"}),
-    "directions.py": ({"jax", "optax"}, {"meshes.exchange", "options", "transforms"}),
-    "transfer.py": ({"jax", "optax"}, {"parameters", "transforms.checks"}),
-    "norm_control.py": (
-        {"jax", "optax"},
-        {
-            "meshes.specs",
-            "parameters",
-            "transforms.blocks",
-            "transforms.checks",
-            "transforms.oriented",
-            "transforms.wrappers",
-        },
-    ),
-    "finish.py": (
-        THIRD_PARTY,
-        {
-            "meshes.specs",
-            "norm_control",
-            "options",
-            "parameters",
-            "transforms.checks",
-            "transforms.scale",
-            "transforms.wrappers",
-        },
-    ),
-    "algorithm.py": ({"jax", "optax"}, {"directions", "finish", "meshes.exchange", "options", "transforms"}),
-    "recipes/": ({"jax", "optax"}, {"directions", "finish", "meshes.exchange", "options", "transforms"}),
-    "family.py": ({"optax"}, {"algorithm", "options", "recipes"}),
-    "diagnostics.py": ({"jax"}, {"linalg", "parameters.dims"}),
-    "__init__.py": (
+# Folder or top-level file: the third-party packages and the parts of this package that it may import. A part may import
+# only parts above it in this table, and itself.
+TABLE: dict[str, tuple[set[str], set[str]]] = {
+    "checks": ({"jax", "numpy"}, set()),
+    "linalg": ({"jax", "numpy"}, set()),
+    "parameters": (ALL, set()),
+    "sharding": (ALL, {"linalg", "parameters"}),
+    "stages": (ALL, {"checks", "linalg", "parameters", "sharding"}),
+    "options": ({"jax"}, {"checks"}),
+    "hyperball": ({"jax", "optax"}, {"checks", "linalg", "parameters", "stages"}),
+    "optimizer": (ALL, {"hyperball", "options", "parameters", "sharding", "stages"}),
+    "algorithm": ({"optax"}, {"optimizer", "options", "stages"}),
+    "relatives": ({"optax"}, {"algorithm", "optimizer", "options", "stages"}),
+    "learning_rates": ({"jax", "optax"}, {"parameters", "relatives"}),
+    "__init__": (
         set(),
-        {
-            "algorithm",
-            "diagnostics",
-            "directions",
-            "family",
-            "finish",
-            "linalg",
-            "meshes",
-            "norm_control",
-            "options",
-            "parameters",
-            "recipes",
-            "transfer",
-            "transforms",
-        },
+        {"algorithm", "hyperball", "learning_rates", "optimizer", "options", "parameters", "relatives", "stages"},
     ),
 }
-LAZY = {"parameters/nnx.py": {"flax"}}  # inside functions only
 
 
-def rule(file):
-    """The entry of the table for a file."""
-    return TABLE[max((key for key in TABLE if file.startswith(key)), key=len, default="__init__.py")]
+def part_of(file):
+    return file.split("/")[0].removesuffix(".py")
 
 
-def imports(source, file="x.py"):
-    """(module, inside a function) for every import of a file; TYPE_CHECKING blocks count as inside."""
+def imports(source):
+    """(module, inside a function) for every import of a file."""
     found = []
 
     def visit(node, inside):
         if isinstance(node, ast.Import):
             found.extend((alias.name, inside) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative import"
-            # `from package import part` may name a module.
+            assert node.level == 0, "relative import"
             found.extend((f"{node.module}.{alias.name}", inside) for alias in node.names)
-        deeper = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            deeper = True
         for child in ast.iter_child_nodes(node):
-            visit(child, inside or deeper)
+            visit(child, inside or isinstance(node, ast.FunctionDef | ast.Lambda))
 
     visit(ast.parse(source), False)
     return found
 
 
 def violations(file, source):
-    packages, parts = rule(file)
+    packages, parts = TABLE[part_of(file)]
     out = []
-    for module, inside in imports(source, file):
+    for module, inside in imports(source):
         top, _, rest = module.partition(".")
-        if module.startswith(("optax._src", "jax._src")):
+        if inside:
+            out.append(f"{module}: inside a function")
+        elif module.startswith(("optax._src", "jax._src")):
             out.append(f"{module}: private")
         elif top == "normpre_optax":
-            if not any(rest == part or rest.startswith(part + ".") for part in parts) and rest:
+            if rest.split(".")[0] not in parts | {part_of(file)}:
                 out.append(f"{module}: not in the table")
-        elif top not in sys.stdlib_module_names | set(packages) and not (inside and top in LAZY.get(file, ())):
+        elif top not in sys.stdlib_module_names | packages:
             out.append(f"{module}: not in the table")
     return out
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_table_is_held(file):
+def test_the_table_is_kept(file):
     assert violations(file, (PACKAGE / file).read_text()) == []
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if f.startswith("recipes/")])
-def test_recipes_do_not_import_each_other(file):
-    modules = [module for module, _ in imports((PACKAGE / file).read_text())]
-    assert not any(module.startswith("normpre_optax.recipes") for module in modules)
+def test_the_table_has_no_cycles_and_every_part():
+    above = []
+    for part, (_, allowed) in TABLE.items():
+        assert allowed <= set(above), part
+        above.append(part)
+    assert {part_of(file) for file in FILES} == set(TABLE)
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if f.startswith("recipes/")])
-def test_a_recipe_imports_nothing_that_a_user_could_not(file):
-    import normpre_optax as npo
+RELATIVES = [file for file in FILES if file.startswith("relatives/") and "__init__" not in file]
 
-    found = {module for module, _ in imports((PACKAGE / file).read_text()) if module.startswith("normpre_optax.")}
-    names = {module.rpartition(".")[2] for module in found if not module.startswith("normpre_optax.options.")}
-    assert names <= set(npo.__all__)
+
+@pytest.mark.parametrize("file", RELATIVES)
+def test_a_relative_is_short_and_uses_what_a_user_can(file):
+    """At most 60 lines with license, imports and docstring; no other relative, and no private name."""
+    source = (PACKAGE / file).read_text()
+    modules = [module for module, _ in imports(source)]
+    assert not any(module.startswith("normpre_optax.relatives") for module in modules)
+    assert not any(part.startswith("_") for module in modules for part in module.split("."))
+    assert len(source.splitlines()) <= 60
 
 
 @pytest.mark.parametrize(
     ("file", "source"),
     [
         ("linalg/rows.py", "import optax"),
-        ("platforms.py", "from normpre_optax.linalg import rows"),
-        ("recipes/muon.py", "from normpre_optax.platforms import by_platform"),
-        ("linalg/rows.py", "from normpre_optax.transforms import scale"),
-        ("transforms/scale.py", "from normpre_optax.parameters.dims import MatrixDims"),
-        ("transforms/scale.py", "from normpre_optax.transforms.tangent import project_to_tangent"),
-        ("transforms/scale.py", "from normpre_optax.transforms.row_scaling import row_scaling"),
-        ("transforms/row_scaling.py", "from normpre_optax.transforms.tangent import project_to_tangent"),
-        ("transforms/wrappers.py", "from normpre_optax.linalg.rows import unit_rows"),
-        ("algorithm.py", "from normpre_optax.linalg import rows"),
-        ("finish.py", "from normpre_optax.recipes import muon"),
+        ("linalg/rows.py", "from normpre_optax.stages import scale"),
+        ("linalg/rows.py", "from normpre_optax.parameters.dims import MatrixDims"),
         ("parameters/rules.py", "from normpre_optax.linalg.rows import unit_rows"),
-        ("parameters/dims.py", "from normpre_optax.meshes.specs import matrix_spec"),
-        ("meshes/plan.py", "from normpre_optax.transforms.batches import run"),
-        ("transforms/scale.py", "from normpre_optax.meshes.specs import mesh_of"),
-        ("parameters/nnx.py", "import flax"),
+        ("parameters/dims.py", "from normpre_optax.sharding.placement import mesh_of"),
         ("parameters/rules.py", "def f():\n    import flax"),
+        ("sharding/auto.py", "from normpre_optax.stages.base import cut"),
+        ("stages/scale.py", "from normpre_optax.options import checked"),
+        ("algorithm.py", "from normpre_optax.linalg import rows"),
+        ("optimizer.py", "from normpre_optax.relatives import muon"),
+        ("relatives/muon.py", "from normpre_optax.linalg.rows import unit_rows"),
         ("algorithm.py", "from optax._src import base"),
         ("algorithm.py", "import matplotlib"),
         ("algorithm.py", "import examples.pretrain"),
     ],
 )
-def test_the_walker_sees_what_is_forbidden(file, source):
+def test_what_is_forbidden_is_seen(file, source):
     assert violations(file, source)
 
 
-@pytest.mark.parametrize(
-    ("file", "source"),
-    [
-        ("transforms/wrappers.py", "from normpre_optax.parameters.dims import MatrixDims"),
-        ("transforms/scale.py", "from normpre_optax.linalg.rows import unit_rows"),
-        ("parameters/nnx.py", "def f():\n    from flax import nnx"),
-        ("recipes/muon.py", "from normpre_optax.finish import hybrid"),
-    ],
-)
-def test_the_walker_lets_pass_what_is_allowed(file, source):
-    assert violations(file, source) == []
+def test_no_module_has_the_name_of_an_option():
+    """``normpre_optax.threshold`` or ``.shardings`` as a module would be what completion offers for an option."""
+    modules = {name for name in dir(npo) if isinstance(getattr(npo, name), types.ModuleType)}
+    public = [getattr(npo, name) for name in npo.__all__ if callable(getattr(npo, name))]
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    options = {p.name for f in public for p in inspect.signature(f).parameters.values() if p.kind not in kinds}
+    assert not modules & options
+    assert set(npo.__all__) & modules == {"presets"}
 
 
-def test_importing_the_library_pulls_in_nothing_else():
-    """In a process of its own: flax, the examples and what they need are installed here, and stay out."""
+def test_importing_the_library_loads_nothing_else():
+    """In a process of its own: flax, the examples and what they need are installed here, and are not loaded."""
     code = "import json, sys, normpre_optax; print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, cwd=PACKAGE.parent

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that are not written for the site: notebooks of `examples/notebooks`, and reports of measurements.
+"""Pages that are generated: notebooks of `examples/notebooks`, reports of measurements, and the list of relatives.
 
 Notebooks are copied to `docs/notebooks`, which git ignores, and listed. Reports begin with the command that made them
-instead of a heading, and get one from the name of their file.
+instead of a heading, and get one from the name of their file. The API page of relatives lists all optimizers of
+`families()`.
 """
 
 from __future__ import annotations
@@ -73,10 +74,30 @@ def titled(name: str, text: str) -> str:
     return f"# {name.rpartition('/')[2].replace('_', ' ')}\n\n{text}"
 
 
+def with_relatives(text: str) -> str:
+    """Replace the two comments of the API page by directives for every optimizer of `families()` but NormPre.
+
+    Args:
+        text: of the page.
+
+    Returns:
+        Its text with one `autofunction` per optimizer and per direction.
+    """
+    from normpre_optax import families
+
+    names = [name for name in families() if not name.startswith("normpre")]
+    for comment, prefix in ((".. all relatives", ""), (".. all directions of relatives", "scale_by_")):
+        lines = "\n".join(f".. autofunction:: {prefix}{name}" for name in names)
+        text = text.replace(f"{comment}\n", f"{lines}\n")
+    return text
+
+
 def prepare(app, docname: str, source: list[str]) -> None:
-    """Give reports their heading; lead links to a notebook's source to its page."""
+    """Add headings to reports, and relatives to their API page; change links to a notebook's source to its page."""
     if docname.startswith("results/"):
         source[0] = titled(docname, source[0])
+    if docname == "api/family":
+        source[0] = with_relatives(source[0])
     source[0] = source[0].replace("](../examples/notebooks/", "](notebooks/")
 
 

@@ -165,7 +165,7 @@ def draw(content: dict[str, Any]) -> Figure:
     panels = [draw_losses]
     panels += [draw_paper] if content["paper"] else []
     panels += [draw_frontier] if content["cost"] else []
-    panels += [draw_row_norms] if content["name"] in ("tangent", "radial") else []
+    panels += [draw_row_norms] if content["name"] == "tangent" else []
     figure = Figure(figsize=(1.0 + 3.6 * len(panels), 3.2), layout="constrained")
     for axes, paint in zip(np.atleast_1d(np.asarray(figure.subplots(1, len(panels)))), panels, strict=True):
         paint(axes, content)

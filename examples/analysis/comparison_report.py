@@ -30,7 +30,6 @@ NAMES = {
     "adamuon": ("AdaMuon", "#882255"),
     "moga": ("MOGA", "#999933"),
     "swan": ("SWAN", "#777777"),
-    "dion": ("Dion", "#F0E442"),
     "normpre_g": ("NormPre-G", "#D55E00"),
     "normpre_l": ("NormPre-L", "#009E73"),
 }

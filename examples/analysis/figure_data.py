@@ -18,14 +18,15 @@ import jax
 import numpy as np
 import optax
 
+from examples.pretrain.ablations import modes
 from examples.pretrain.checkpoint import Checkpoints
 from examples.pretrain.commands import read_run
 from examples.pretrain.config import Config, RunError
 from examples.pretrain.logs import read_lines
 from examples.pretrain.optimizers import OPTIMIZERS, by_name, hidden_matrices, make_optimizer
 from examples.pretrain.train import Trainer, TrainState, loss_and_gradients, micro_batches, schedule
-from normpre_optax import MatrixDims, diagnostics
-from normpre_optax.transforms.checks import count_or_share
+from examples.research import diagnostics
+from normpre_optax import MatrixDims
 
 from .plot_loss import moving_average, read_curves
 
@@ -71,8 +72,7 @@ class OpenRun:
 
     def ranks(self, asked: Sequence[int]) -> tuple[int, ...]:
         """Those asked for, or the run's own; of a share, that of the model's width."""
-        own = count_or_share("rank", self.config.matrix.rank)
-        return tuple(dict.fromkeys(asked)) or (own(self.config.model.width),)
+        return tuple(dict.fromkeys(asked)) or (modes(self.config.matrix.rank, self.config.model.width),)
 
     def shown(self, asked: Sequence[int]) -> tuple[int, ...]:
         """The checkpoints of the spectra: those asked for, or those nearest to the paper's shares of a run.
@@ -271,11 +271,10 @@ def measure(
     run: OpenRun, step: int, state: TrainState, tokens: np.ndarray, ranks: Sequence[int], with_spectra: bool
 ) -> dict[str, Any]:
     """What one checkpoint says."""
-    settings = tuple(ranks), run.config.matrix.tangent, run.config.matrix.tangent_radius
     found = {}
     for name, matrix in matrices(state, run.next_update(state, tokens)).items():
         dims, *arrays = matrix
-        found[name] = jax.device_get(diagnose(*arrays, dims, *settings))
+        found[name] = jax.device_get(diagnose(*arrays, dims, tuple(ranks), run.config.matrix.tangent))
     result: dict[str, Any] = {
         "step": step,
         "alignment": plain(np.concatenate([one["alignment"] for one in found.values()]).mean()),
@@ -294,7 +293,7 @@ def measure(
     return result
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def diagnose(
     momentum: jax.Array,
     weight: jax.Array,
@@ -303,14 +302,13 @@ def diagnose(
     dims: MatrixDims,
     ranks: tuple[int, ...],
     tangent: str,
-    radius: float,
 ) -> dict[str, Any]:
     """All diagnostics of one parameter, compiled once for those that are alike."""
-    signal = functools.partial(diagnostics.measure, momentum, weight, dims, tangent=tangent, tangent_radius=radius)
+    signal = functools.partial(diagnostics.measure, momentum, weight, dims, tangent=tangent)
     found = signal(names=["alignment"], gradient=gradient, update=update)
     for orientation in diagnostics.ORIENTATIONS:
         by_budget = {}
-        for rank in ranks:  # the first shares its decomposition with the spectra
+        for rank in ranks:
             names = ["mode_energies"] if by_budget else ["spectra", "mode_energies"]
             by_budget[rank] = signal(names=names, orientation=orientation, rank=rank)
         spectra = by_budget[ranks[0]]["spectra"]

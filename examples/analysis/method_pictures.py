@@ -16,7 +16,8 @@ import matplotlib
 import numpy as np
 import optax
 
-from normpre_optax import diagnostics, precondition_globally, precondition_locally
+from examples.research import diagnostics
+from normpre_optax import precondition_globally, precondition_locally
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -261,33 +262,22 @@ def radial_factors(lengths: Array) -> Mapping[str, Array]:
 
     Example:
         >>> {name: factor.tolist() for name, factor in radial_factors(np.array([0.5, 2.0])).items()}
-        {'relaxed': [0.75, -3.0], 'relaxed, radius 2': [0.9375, 0.0], 'bounded': [0.75, 0.0], 'strict': [0.0, 0.0], \
-'none': [1.0, 1.0]}
+        {'relaxed': [0.75, -3.0], 'strict': [0.0, 0.0], 'none': [1.0, 1.0]}
     """
     weight = jnp.asarray(lengths)[:, None] * jnp.array([[1.0, 0.0]])
     momentum = jnp.broadcast_to(jnp.array([1.0, 0.0]), weight.shape)
-
-    def left(mode: str, radius: float = 1.0) -> Array:
-        return np.asarray(diagnostics.normalized(momentum, weight, mode, radius).x[:, 0])
-
-    modes = {mode: left(mode) for mode in ("relaxed", "bounded", "strict", "none")}
-    return {"relaxed": modes.pop("relaxed"), "relaxed, radius 2": left("relaxed", 2.0), **modes}
+    modes = ("relaxed", "strict", "none")
+    return {mode: np.asarray(diagnostics.normalized(momentum, weight, mode).x[:, 0]) for mode in modes}
 
 
 def draw_radial() -> Figure:
     """The radial factor over the length of a row."""
     lengths = np.linspace(0.01, 2.2, 200)
-    styles = {
-        "relaxed": (ROWS, "-", 1.5),
-        "relaxed, radius 2": (ROWS, "--", 1.5),
-        "bounded": (MODES, "-", 5),  # partly under two others
-        "strict": (QUIET, "-", 1.5),
-        "none": (QUIET, "--", 1.5),
-    }
+    styles = {"relaxed": (ROWS, "-"), "strict": (QUIET, "-"), "none": (QUIET, "--")}
     figure, ax = plt.subplots(figsize=(6.4, 3.2))
     for name, factor in radial_factors(lengths).items():
-        colour, line, width = styles[name]
-        ax.plot(lengths, factor, color=colour, linestyle=line, linewidth=width, zorder=-width, label=name)
+        colour, line = styles[name]
+        ax.plot(lengths, factor, color=colour, linestyle=line, linewidth=1.5, label=name)
     ax.axvline(1, color=QUIET, linewidth=0.6, linestyle=":")
     ax.set(xlabel="length of the row of W", ylabel="share that is left", xlim=(0, 2.2), ylim=(-2, 1.2))
     ax.spines[["top", "right"]].set_visible(False)

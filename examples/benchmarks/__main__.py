@@ -16,7 +16,7 @@ import jax
 import tyro
 from rich.console import Console
 
-from examples.benchmarks import accuracy, optimizer_step, stages
+from examples.benchmarks import accuracy, optimizer_step
 
 SKETCHES_AND_PEERS = ("adamw", "optax_muon", "clean_muon", "muon", "normpre_g", "normpre_l")
 
@@ -49,7 +49,6 @@ def suite(options: Options, on_cpu: bool) -> list[tuple[Callable, object]]:
     if options.tiny:
         return [
             (optimizer_step.main, optimizer_step.Options(model="tiny", repeats=1, out=out)),
-            (stages.main, stages.Options(rows=64, columns=256, repeats=2, out=out)),
             (accuracy.main, accuracy.Options(rows=48, columns=96, rank=4, oversample=2, out=out)),
             *against_torch(options, on_cpu),
         ]
@@ -62,7 +61,6 @@ def suite(options: Options, on_cpu: bool) -> list[tuple[Callable, object]]:
             runs.append((optimizer_step.main, step))
     compiled = optimizer_step.Options(model="llama_1p3b", optimizers=SKETCHES_AND_PEERS, compile_only=True, out=out)
     runs.append((optimizer_step.main, compiled))
-    runs += [(stages.main, stages.Options(rows=r, columns=c, out=out)) for r, c in ((768, 3072), (3072, 768))]
     return [*runs, (accuracy.main, accuracy.Options(out=out)), *against_torch(options, on_cpu)]
 
 

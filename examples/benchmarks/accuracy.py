@@ -10,6 +10,7 @@ rounded operands and float32 sums: what a TPU's usual product does.
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,9 @@ import tyro
 from rich.console import Console
 
 from examples.benchmarks import report
-from normpre_optax.linalg.eigenspace import leading_modes_exact, leading_modes_sketch
-from normpre_optax.linalg.newton_schulz import coefficient_table, newton_schulz
-from normpre_optax.linalg.spectrum import clip_modes, exact_msign
-from normpre_optax.platforms import on
+from normpre_optax.linalg import newton_schulz as ns
+from normpre_optax.linalg.precision import product
+from normpre_optax.linalg.sketch import clip_by_sketch, clip_exactly
 
 Matrix = np.ndarray
 
@@ -63,10 +63,23 @@ def spectra(rows: int, columns: int) -> dict[str, Matrix]:
     }
 
 
+FORMS = {
+    "plain": lambda shape, table, dtype: [(triple,) for triple in table],
+    "gram": lambda shape, table, dtype: [table[:2], table[2:]],
+}
+
+
+def newton_schulz(x: jax.Array, coefficients: str, form: str, dtype: jnp.dtype | None) -> jax.Array:
+    """Five steps of the library, in one of the two forms that it selects from."""
+    table, headroom = ns.coefficient_table(coefficients, 5), ns.HEADROOM.get(coefficients, 1.0)
+    with mock.patch.object(ns, "_parts", FORMS[form]):
+        return ns.newton_schulz(x, table, headroom, dtype)
+
+
 def newton_schulz_64(x: Matrix, coefficients: str) -> Matrix:
     """Five steps as published, in float64."""
     y = x / np.linalg.norm(x) / (1.02 if coefficients == "polar_express" else 1)
-    for a, b, c in coefficient_table(coefficients, 5):
+    for a, b, c in ns.coefficient_table(coefficients, 5):
         gram = y @ y.T
         y = a * y + (b * gram + c * gram @ gram) @ y
     return y
@@ -114,12 +127,16 @@ def measure(options: Options) -> list[dict]:
         compiled = jax.jit(f)
         row(path, against, lambda x: relative(compiled(jnp.asarray(x, jnp.float32)), truth(x)))
 
-    def clip_sketch(psi: jax.Array, powers: int, dtype: jnp.dtype | None) -> jax.Array:
-        modes = leading_modes_sketch(psi, jnp.asarray(omega, jnp.float32), rank, powers, dtype)
-        return clip_modes(psi, modes, dtype)
+    one = jnp.ones((1, 1))
+
+    def clip_sketch(psi: jax.Array, powers: int, dtype: jnp.dtype | None, products: bool = False) -> jax.Array:
+        draws = jnp.asarray(omega, jnp.float32)
+        ((left, right, _),) = clip_by_sketch([psi], [draws], [rank], [one], powers, products, dtype)
+        return psi + product(left.T, right, dtype)
 
     def clip_exact(psi: jax.Array) -> jax.Array:
-        return clip_modes(psi, leading_modes_exact(psi, rank))
+        left, right, _ = clip_exactly(psi, rank, one)
+        return psi + product(left.T, right)
 
     half = jnp.dtype(jnp.bfloat16)
     for table in ("muon", "you", "polar_express"):
@@ -127,22 +144,22 @@ def measure(options: Options) -> list[dict]:
         same = "same steps in float64"
         for form, dtype in (("plain", None), ("gram", None), ("plain", half), ("gram", half)):
             name = f"Newton-Schulz, {table}, {form}, {'bfloat16' if dtype else 'float32'}"
-            rounding(name, same, lambda x, t=table, f=form, d=dtype: newton_schulz(x, 5, t, d, f), truth)
+            rounding(name, same, lambda x, t=table, f=form, d=dtype: newton_schulz(x, t, f, d), truth)
         rounding(f"Newton-Schulz, {table}, kept in bfloat16", same, lambda x, t=table: kept_in_half(x, t), truth)
         row(
             f"Newton-Schulz, {table}, float64",
             "msign",
             lambda x, truth=truth: relative(truth(x), msign_64(x)),
         )
-    rounding("msign by SVD, float32", "msign in float64", exact_msign, msign_64)
+    rounding("msign by SVD, float32", "msign in float64", ns.exact_msign, msign_64)
     for powers in (0, 1, 2):
         truth = lambda x, p=powers: sketch_clip_64(x, omega, rank, p)  # noqa: E731
         for dtype in (None, half):
             name = f"sketch, p = {powers}, {'bfloat16' if dtype else 'float32'}"
             rounding(name, "same draws in float64", lambda x, p=powers, d=dtype: clip_sketch(x, p, d), truth)
-        name = f"sketch, p = {powers}, bfloat16, factored as on accelerators"
-        there = on("tpu", lambda x, p=powers: clip_sketch(x, p, half))
-        rounding(name, "same draws in float64", there, truth)
+        name = f"sketch, p = {powers}, float32, by products, all {width} modes"
+        every = lambda x, p=powers: sketch_clip_64(x, omega, width, p)  # noqa: E731
+        rounding(name, "same draws in float64", lambda x, p=powers: clip_sketch(x, p, None, True), every)
         row(
             f"sketch, p = {powers}, float64",
             "exact clipping",
@@ -157,7 +174,7 @@ def kept_in_half(x: jax.Array, table: str) -> jax.Array:
     y = x / jnp.linalg.norm(x) / (1.02 if table == "polar_express" else 1)
     y = y.astype(jnp.bfloat16)
     times = lambda a, b: jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32)).astype(jnp.bfloat16)  # noqa: E731
-    for a, b, c in coefficient_table(table, 5):
+    for a, b, c in ns.coefficient_table(table, 5):
         gram = times(y, y.mT)
         y = (a * y + times((b * gram + c * times(gram, gram)).astype(jnp.bfloat16), y)).astype(jnp.bfloat16)
     return y.astype(x.dtype)

@@ -43,7 +43,7 @@ from examples.pretrain.optimizers import OPTIMIZERS as TRAINED
 from examples.pretrain.optimizers import make_optimizer
 from examples.pretrain.train import TrainState, make_train_step, micro_batches, schedule
 
-BASELINE, PRODUCT, WARM = "optax_muon", "matmul", "normpre_l_warm"
+BASELINE, PRODUCT = "optax_muon", "matmul"
 SIDE = 4096
 # How often loops turn whose bounds are data. No optimizer of the library has one left; others, or a model, may.
 TURNS = 1.5
@@ -67,7 +67,7 @@ class Options:
     """Only so many layers; None: all."""
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = (
         *(PRODUCT, "adamw", BASELINE),
-        *("muon", "mano", "normpre_g", "normpre_l", WARM),
+        *("muon", "mano", "normpre_g", "normpre_l"),
     )
     """Which, in which order; others are those of ``optimizer_step --help``."""
     train_step: str = ""
@@ -224,10 +224,8 @@ def estimate_train_step(
     config = configs.load(config_name)
     config = dataclasses.replace(config, micro_batch=micro_batch or config.micro_batch)
     model = dataclasses.replace(config.model, layers=layers or config.model.layers, attention="xla")
-    warm = {"warm_start": True, "power_iterations": 0} if optimizer_name == WARM else {}
-    matrix = dataclasses.replace(config.matrix, bfloat16=bfloat16 or config.matrix.bfloat16, **warm)
-    name = "normpre_l" if optimizer_name == WARM else optimizer_name
-    config = dataclasses.replace(config, model=model, matrix=matrix, optimizer=name, mesh="")
+    matrix = dataclasses.replace(config.matrix, bfloat16=bfloat16 or config.matrix.bfloat16)
+    config = dataclasses.replace(config, model=model, matrix=matrix, optimizer=optimizer_name, mesh="")
     vocabulary = model.vocabulary or config.data.vocabulary
     build = lambda: models.build(model, vocabulary, dtype=jnp.dtype(jnp.bfloat16), seed=0)  # noqa: E731
     graphdef, variables = nnx.split(nnx.eval_shape(build))
@@ -273,10 +271,7 @@ def result_of(options: Options, target: str, rows: dict[str, dict[str, Any]]) ->
 
 def assumptions(machine: machine_cost.Machine) -> str:
     """In words."""
-    return (
-        f"{machine.assumptions} Loops whose bounds are data turn {TURNS} times. Branches in the scope "
-        f"`rare` count as not taken; rare ms is what they would add. Collectives cost nothing here."
-    )
+    return f"{machine.assumptions} Loops whose bounds are data turn {TURNS} times. Collectives cost nothing here."
 
 
 def command(options: Options, target: str) -> str:
@@ -291,7 +286,7 @@ def command(options: Options, target: str) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The report as tables: the rows, and where their time goes."""
+    """The report as a table."""
     versions, gpu = result["versions"], MACHINES[result["target"]].platform == "cuda"
     compilers = ", ".join(f"{name} {version}" for name, version in versions.items() if name not in ("python", "numpy"))
     layers = f"layers of {result['model']}: {result['layers']}" if result["layers"] else result["model"]
@@ -303,10 +298,6 @@ def markdown(result: dict[str, Any]) -> str:
         f"{step[0].upper()}{step[1:]} on one {result['chip']}, {layers}: **{result['what']}.** {result['assumptions']}",
         "",
         *report.table("", {title: f for title, f in columns(gpu).items() if title not in _hidden(result)}, rows),
-        "",
-        f"Where the time goes, ms ({'kernels' if gpu else 'cycles'} and eigh), by the scope that an operation has:",
-        "",
-        *report.table("", {stage: _stage_ms(stage) for stage in (*machine_cost.STAGES, "other")}, rows),
     ]
     unpriced = [
         f"{name}: " + ", ".join(f"{what} x {times:g}" for what, times in row["unpriced"].items())
@@ -329,7 +320,6 @@ def columns(gpu: bool) -> dict[str, Callable[[dict], str]]:
         "kernels ms" if gpu else "cycles ms": figure("compute_ms"),
         "HBM ms": figure("hbm_ms"),
         "eigh ms": figure("eigh_ms"),
-        "rare ms": figure("rare_ms"),
         **({"kernels": lambda row: f"{row['kernels']:,.0f}"} if gpu else {}),
         "/ AdamW": figure("over_adamw"),
         "/ optax Muon": figure(f"over_{BASELINE}"),
@@ -351,17 +341,13 @@ def _hidden(result: dict[str, Any]) -> set[str]:
     return {"peak GB", "arguments GB", "temporaries GB"}
 
 
-def _stage_ms(stage: str) -> Callable[[dict], str]:
-    return lambda row: report.number(row["stages"][stage]["compute_ms"] + row["stages"][stage]["eigh_ms"])
-
-
 def chosen_names(options: Options) -> list[str]:
     """The optimizers to estimate.
 
     Raises:
         SystemExit: where a target, model, configuration or optimizer is not known, or there are no such layers.
     """
-    known = {*TRAINED, WARM} if options.train_step else {*optimizer_step.KNOWN, PRODUCT}
+    known = set(TRAINED) if options.train_step else {*optimizer_step.KNOWN, PRODUCT}
     names = list(options.optimizers)
     if options.optimizers == Options.optimizers:  # optax's, for one, is not among those of the pretraining program
         names = [name for name in names if name in known]

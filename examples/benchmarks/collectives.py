@@ -48,11 +48,9 @@ def optax_dims(params: Any) -> Any:
     return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1), params)
 
 
-def oriented(factory: Callable, **options) -> tuple[Callable, ...]:
+def oriented(factory: Callable) -> tuple[Callable, ...]:
     """NormPre in the orientation of even and of odd steps."""
-    return tuple(
-        functools.partial(factory, 1e-3, orientation=o, matrix_dims=last_two, **options) for o in ("rows", "columns")
-    )
+    return tuple(functools.partial(factory, 1e-3, orientation=o, matrix_dims=last_two) for o in ("rows", "columns"))
 
 
 OPTIMIZERS = {
@@ -60,9 +58,7 @@ OPTIMIZERS = {
     BASELINE: (functools.partial(optax.contrib.muon, 1e-3, muon_weight_dimension_numbers=optax_dims),),
     "muon": (functools.partial(muon, 1e-3, matrix_dims=last_two),),
     "normpre_g": oriented(normpre_g),
-    "normpre_g, divide=False": oriented(normpre_g, divide=False),
     "normpre_l": oriented(normpre_l),
-    "normpre_l, warm_start": oriented(normpre_l, warm_start=True, power_iterations=0),
 }
 
 
@@ -126,7 +122,7 @@ def count(model: str, tx: optax.GradientTransformation, mesh: jax.sharding.Mesh,
 
     params = placed(jax.eval_shape(lambda: shapes.matrices(model)))
     state = jax.eval_shape(tx.init, params)
-    # With Explicit axes the state says itself where it lies.
+    # With Explicit axes the state knows its sharding.
     if AxisType.Auto in mesh.axis_types:
         state = placed(state)
     else:

@@ -2,9 +2,9 @@
 """What one device does in a compiled program, read off its text.
 
 ``parse`` turns the text into computations of instructions. ``executed`` walks them from the entry: a loop counts as
-often as it turns, of a conditional's branches the dearest one counts, and what stands in the scope ``rare`` is set
-apart. What an instruction costs is the caller's matter: ``cost`` adds up bytes of collectives and operations of
-products, ``machine_cost`` the time on a TPU or GPU, from ``products`` and from what ``traffic`` counts.
+often as it turns, and of a conditional's branches the most expensive counts. The caller says what an
+instruction costs: ``cost`` adds up bytes of collectives and operations of products, ``machine_cost`` the time on a TPU
+or GPU, from ``products`` and from what ``traffic`` counts.
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ import numpy as np
 
 # The last is how TPUs of one slice get something from those of another: by their hosts.
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "recv")
-RARE = "rare"
 # What names, groups or waits for values, and does not compute any.
 FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier"),
@@ -60,12 +59,11 @@ class Program(NamedTuple):
 
 
 class Executed(NamedTuple):
-    """An instruction that is launched, in its computation, how often, and whether only in the scope ``rare``."""
+    """An instruction that is launched, in its computation, and how often."""
 
     instruction: Instruction
     computation: Computation
     times: float
-    rare: bool
 
 
 class Array(NamedTuple):
@@ -141,8 +139,8 @@ def cost(text: str, turns: float | None = None, group: int | None = None) -> Cos
 
 
 def total(done: list[Executed], price: Callable[[Instruction, Computation], float]) -> float:
-    """The sum of ``price`` over all but what is rare."""
-    return sum(e.times * price(e.instruction, e.computation) for e in done if not e.rare)
+    """The sum of ``price`` over all instructions."""
+    return sum(e.times * price(e.instruction, e.computation) for e in done)
 
 
 # --- Reading -----------------------------------------------------------------------------------------------------
@@ -232,9 +230,7 @@ def executed(
 ) -> list[Executed]:
     """What a run launches.
 
-    A branch, or a loop that data end, in the scope ``rare`` counts as not taken; what it would run is in the list,
-    marked. Of branches that are all rare the cheapest is taken. Conditions of loops that say how often they turn cost
-    nothing.
+    Conditions of loops that say how often they turn cost nothing.
 
     Args:
         program: what runs.
@@ -242,7 +238,7 @@ def executed(
         turns: how often loops turn on average whose bounds are data.
 
     Raises:
-        ValueError: if such a loop has any weight, is not rare, and ``turns`` is None.
+        ValueError: if such a loop has any weight and ``turns`` is None.
     """
     return _Walk(program, weight, turns).computation(program.entry, {})
 
@@ -265,7 +261,7 @@ class _Walk:
                 handed = _tuple_constants(i, body, constants) if len(i.operands) == 1 else {}
                 found += self.computation(called(i) or "", handed)
             elif i.operation not in FREE:
-                found.append(Executed(i, body, 1, False))
+                found.append(Executed(i, body, 1))
         return found
 
     def loop(self, i: Instruction, body: Computation, constants: dict[int, int]) -> list[Executed]:
@@ -279,8 +275,6 @@ class _Walk:
         if count is not None:
             return _times(once, count)
         checks = self.computation(condition, kept)
-        if in_scope(i, RARE):
-            return checks + [e._replace(times=e.times * (self.turns or 1), rare=True) for e in once]
         if self.turns is None and total(once, self.weight):
             raise ValueError(f"loop {i.name} does not say how often it turns")
         turns = self.turns or 0
@@ -289,37 +283,12 @@ class _Walk:
     def branches(self, i: Instruction) -> list[Executed]:
         listed = attribute(i, r"branch_computations=\{([^}]*)\}")
         names = listed.split(",") if listed else re.findall(r"(?:true|false)_computation=([^,\s]+)", i.rest)
-        names = [name.strip().lstrip("%") for name in names]
-        runs = {name: self.computation(name, {}) for name in names}
-        price = {name: total(run, self.weight) for name, run in runs.items()}
-        rare = [name for name in names if self.is_rare(name)]
-        usual = [name for name in names if name not in rare] or [min(names, key=price.__getitem__)]
-        found = runs[max(usual, key=price.__getitem__)]
-        if rare:
-            found = found + [e._replace(rare=True) for e in runs[max(rare, key=price.__getitem__)]]
-        return found
-
-    def is_rare(self, name: str) -> bool:
-        named = [i for i in self.program.computations[name].values() if i.operation not in FREE and i.op_name]
-        return bool(named) and all(in_scope(i, RARE) for i in named)
+        runs = [self.computation(name.strip().lstrip("%"), {}) for name in names]
+        return max(runs, key=lambda run: total(run, self.weight))
 
 
 def _times(done: list[Executed], n: float) -> list[Executed]:
     return [e._replace(times=e.times * n) for e in done]
-
-
-def in_scope(instruction: Instruction, scope: str) -> bool:
-    """Whether ``jax.named_scope(scope)`` stood around it."""
-    return scope in scopes(instruction)
-
-
-def scopes(instruction: Instruction) -> list[str]:
-    """The names that make up ``op_name``, out of what transformations put around them: ``vmap(rows)`` is rows.
-
-    Names of jitted functions are left out.
-    """
-    parts = [part for part in instruction.op_name.split("/") if "jit(" not in part]
-    return [re.sub(r"^(?:\w+\()*|\)*$", "", part) for part in parts]
 
 
 def trips(program: Program, loop: Instruction, starts: dict[int, int], kept: dict[int, int]) -> int | None:

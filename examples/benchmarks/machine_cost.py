@@ -2,7 +2,7 @@
 """What a compiled program costs on a TPU or GPU that is not there: a model of the machine.
 
 ``hlo`` says what is executed, ``traffic`` what it moves. ``Tpu`` and ``Gpu`` hold a machine's published figures and
-price an instruction with them; ``meter`` adds the prices up over a run, by stage of the algorithm, and ``assumptions``
+price an instruction with them; ``meter`` adds the prices up over a run, and ``assumptions``
 says what they rest on. Nothing runs, so the figures are free of noise: they rank programs. They leave out what the
 compiler's text does not show: the cache of a GPU (every kernel reads and writes main memory), kernels that overlap,
 and collectives, which are counted in bytes only.
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from examples.benchmarks import hlo, traffic
 
-STAGES = ("rows", "spectral", "small")
 TOP = 10
 # Of a Jacobi eigendecomposition on a TPU: sweeps, and cycles that one round of one matrix takes. No estimate exists.
 EIGH_SWEEPS, EIGH_CYCLES = 8, 150
@@ -274,10 +273,9 @@ def meter(text: str, machine: Machine, turns: float | None = None) -> dict[str, 
         turns: how often loops turn on average whose bounds are data.
 
     Returns:
-        ``ms``, the estimate; what it is made of: ``compute_ms``, ``hbm_ms``, ``eigh_ms``; ``rare_ms``, what the scope
-        ``rare`` would add if taken; ``hbm_bytes``; ``kernels``; ``flops`` by type and precision of operands;
-        ``collectives``, their output bytes; ``unpriced``, instructions that no time is known for, by name; ``stages``,
-        milliseconds and bytes by the last of ``STAGES`` in an instruction's scopes; ``top``, the ten dearest origins.
+        ``ms``, the estimate; what it is made of: ``compute_ms``, ``hbm_ms``, ``eigh_ms``;
+        ``hbm_bytes``; ``kernels``; ``flops`` by type and precision of operands; ``collectives``, their output bytes;
+        ``unpriced``, instructions that no time is known for, by name; ``top``, the ten most expensive origins.
 
     Raises:
         ValueError: if a loop whose bounds are data costs anything and ``turns`` is None.
@@ -298,16 +296,12 @@ def meter(text: str, machine: Machine, turns: float | None = None) -> dict[str, 
         return machine.total_ms(one.compute_ms, one.bytes, one.eigh_ms)
 
     done = hlo.executed(program, weight, turns)
-    usual, rare = ([e for e in done if e.rare == kind] for kind in (False, True))
-    sums = functools.partial(_sums, machine, price)
     return {
-        **sums(usual),
-        "rare_ms": sums(rare)["ms"],
-        "flops": _flops(program, usual),
-        "collectives": _collectives(usual),
-        "unpriced": _unpriced(price, usual),
-        "stages": {stage: sums(part) for stage, part in _by_stage(usual).items()},
-        "top": _top(price, machine, usual),
+        **_sums(machine, price, done),
+        "flops": _flops(program, done),
+        "collectives": _collectives(done),
+        "unpriced": _unpriced(price, done),
+        "top": _top(price, machine, done),
     }
 
 
@@ -351,14 +345,6 @@ def _unpriced(price: Callable[..., Price], done: list[hlo.Executed]) -> dict[str
         if name:
             found[name] += e.times
     return dict(sorted(found.items()))
-
-
-def _by_stage(done: list[hlo.Executed]) -> dict[str, list[hlo.Executed]]:
-    found: dict[str, list[hlo.Executed]] = {stage: [] for stage in (*STAGES, "other")}
-    for e in done:
-        named = [scope for scope in hlo.scopes(e.instruction) if scope in STAGES]
-        found[named[-1] if named else "other"].append(e)
-    return {stage: part for stage, part in found.items() if part}
 
 
 def _top(price: Callable[..., Price], machine: Machine, done: list[hlo.Executed]) -> list[dict[str, Any]]:

@@ -69,7 +69,6 @@ OPTIMIZERS: dict[str, Callable[[jnp.dtype | None], optax.GradientTransformation]
     "mano": lambda dtype: mano(RATE),
     "normpre_g": lambda dtype: normpre_g(RATE, compute_dtype=dtype),
     "normpre_l": lambda dtype: normpre_l(RATE, compute_dtype=dtype),
-    "normpre_l_warm": lambda dtype: normpre_l(RATE, power_iterations=0, warm_start=True, compute_dtype=dtype),
 }
 TORCH = "torch_muon"
 
@@ -81,10 +80,7 @@ def relative(factory: Callable) -> Callable[[jnp.dtype | None], optax.GradientTr
 
 
 RELATIVES = {name: relative(factory) for name, factory in families().items() if name not in OPTIMIZERS}
-CONTROLS = {
-    f"muoneq_{control}": relative(functools.partial(muoneq, norm_control=control))
-    for control in ("brake", "hyperball", "row_gains")
-}
+CONTROLS = {"muoneq_hyperball": relative(functools.partial(muoneq, norm_control="hyperball"))}
 QUARTER = {"rank": 0.25, "threshold": 0.125}
 CLIPPED = {
     "normpre_l_products": relative(functools.partial(normpre_l, method="products")),
@@ -101,9 +97,8 @@ class Options:
     model: str = "gpt2_small"
     """Shapes: one of tiny, gpt2_small, llama_130m, llama_350m, llama_1p3b, llama_1p3b_layer, qwen3_0p6b, qwen3_1p7b."""
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = tuple(OPTIMIZERS)
-    """Which to measure, in which order; others are torch_muon, the rest of normpre_optax.families() and
-    muoneq_brake, muoneq_hyperball, muoneq_row_gains, normpre_l_products, normpre_l_quarter and
-    normpre_l_quarter_products."""
+    """Which to measure, in which order; others are torch_muon, the rest of normpre_optax.families(), muoneq_hyperball,
+    normpre_l_products, normpre_l_quarter and normpre_l_quarter_products."""
     compile_only: bool = False
     """Compile, and run nothing."""
     repeats: int = 5

@@ -31,8 +31,7 @@ from .variants import Variant
 class Options:
     """Change one choice in NormPre at a time. Any flag of ``train`` may follow and holds for every arm.
 
-    NAME is tangent, orientation, source, rank (the paper's), sketch, newton_schulz, rms, momentum, layers, radial; or
-    all.
+    NAME is tangent, orientation, source, rank (the paper's), sketch, newton_schulz, rms, momentum, layers; or all.
     """
 
     config: str = "nano"
@@ -141,7 +140,6 @@ def ablations(config: Config) -> dict[str, Ablation]:
                 "o 8, p 2": ("matrix.power_iterations=2",),
                 "o 16, p 1": ("matrix.oversample=16",),
                 "exact": ("matrix.method=exact",),
-                "warm start, p 0": ("matrix.warm_start", "matrix.power_iterations=0"),
             },
             "o 8, p 1",
             (L,),
@@ -177,19 +175,6 @@ def ablations(config: Config) -> dict[str, Ablation]:
                 "all": (),
             },
             "all",
-            (G,),
-        ),
-        "radial": Ablation(
-            "What becomes of the radial part of the momentum",
-            {
-                "relaxed": (),
-                "radius 1.5": ("matrix.tangent_radius=1.5",),
-                "radius 2": ("matrix.tangent_radius=2",),
-                "radius 3": ("matrix.tangent_radius=3",),
-                "bounded": ("matrix.tangent=bounded",),
-                "no tangent": ("matrix.tangent=none",),
-            },
-            "relaxed",
             (G,),
         ),
     }

@@ -1,132 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of NormPre that exist to be compared with it.
+"""Variants of NormPre for comparison with it.
 
-``normpre_g_from_x`` and ``normpre_l_from_x`` build the preconditioner from X instead of Psi. The paper's ablation on
-the source of interaction geometry applies a preconditioner to the same normalised update ``Psi`` and builds it from the
-update before normalisation, ``X``. It does not say how a threshold of one, or a whole spectrum, is to be read off a
-matrix that has no unit rows; here
+``normpre_from_x`` builds the preconditioner from X instead of Psi. The paper's ablation on the source of interaction
+geometry applies a preconditioner to the same normalized update ``Psi`` and builds it from the update before
+normalization, ``X``. It does not say how to read a threshold of one, or a whole spectrum, from a matrix without unit
+rows. In our implementation
 
 - ``Gram(X)`` is scaled to the trace of ``Gram(Psi)``, as in the paper's figures of spectra;
 - NormPre-G's preconditioner is the polynomial that Newton-Schulz would apply to ``X``, on the range of ``X``;
 - NormPre-L's is that of the exact eigenspace.
 
-Where ``X`` has rows of equal length, both give what NormPre-G and NormPre-L (``method="exact"``) do.
+If all rows of ``X`` have the same norm, both equal NormPre-G and NormPre-L (``method="exact"``).
 
-``normpre_g_tangent_on`` has the tangent stage on steps of rows only, or on those of columns.
+``normpre_g_tangent_on`` applies the tangent projection only on steps that normalize rows, or only on those that
+normalize columns.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Literal, Unpack
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax import (
-    alternate_orientation,
-    as_matrices,
-    chain,
-    hybrid,
-    normalize_rows,
-    project_to_tangent,
-    scale_to_rms,
-)
-from normpre_optax.directions import orthogonalize
-from normpre_optax.linalg.lapack import svd
-from normpre_optax.linalg.newton_schulz import coefficient_table, unit_frobenius
-from normpre_optax.linalg.rows import unit_rows
-from normpre_optax.options import (
-    NewtonSchulzOptions,
-    NormPreGOptimizer,
-    NormPreLOptimizer,
-    NormPreOptimizer,
-    RestOptions,
-    pick,
-    with_options,
-)
-from normpre_optax.transforms.checks import count_or_share
-from normpre_optax.transforms.wrappers import fixed_orientation
+from normpre_optax import direction, normalize_tangent, precondition_globally, scale_to_rms
+from normpre_optax.linalg.newton_schulz import coefficient_table, one_at_a_time
+from normpre_optax.linalg.rows import tangent_rows, unit_rows
+from normpre_optax.optimizer import complete
+from normpre_optax.options import checked
+from normpre_optax.parameters.dims import from_matrices, to_matrices
+from normpre_optax.stages.base import CountState, init_count, map_matrices
+from normpre_optax.stages.rows import Tangent
+
+Alternating = Literal["alternating"]
 
 
-@with_options
-def normpre_g_from_x(
-    learning_rate: optax.ScalarOrSchedule, **options: Unpack[NormPreGOptimizer]
+@checked
+def scale_by_normpre_from_x(
+    *,
+    variant: Literal["normpre_g", "normpre_l"] = "normpre_g",
+    rank: int | float = 32,
+    momentum: float = 0.95,
+    nesterov: bool = False,
+    tangent: Tangent = "relaxed",
+    orientation: Alternating = "alternating",
+    rms: float | None = 0.2,
+    ns_steps: int = 5,
+    ns_coefficients: str = "muon",
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """NormPre-G whose preconditioner is built from ``X``."""
-    if options["ns_steps"] is None:
-        raise ValueError("ns_steps=None: this variant is a polynomial")
-    table = coefficient_table(options["ns_coefficients"], options["ns_steps"])
+    """NormPre whose preconditioner is built from ``X``."""
 
-    def factors(s: jax.Array) -> jax.Array:
-        start = s / jnp.where(s.any(axis=-1, keepdims=True), jnp.linalg.norm(s, axis=-1, keepdims=True), 1)
-        y = start
-        for a, b, c in table:
+    def polynomial(s: jax.Array) -> jax.Array:
+        start = y = s / jnp.where(s.any(), jnp.linalg.norm(s), 1)
+        for a, b, c in coefficient_table(ns_coefficients, ns_steps):
             y = a * y + b * y**3 + c * y**5
         return jnp.where(start > 0, y / jnp.where(start > 0, start, 1), 0)
 
-    def precondition(u: jax.Array, s: jax.Array, psi: jax.Array) -> jax.Array:
-        return u @ (factors(s)[..., None] * (u.mT @ psi))
-
-    return _finished(learning_rate, _from_x(precondition, options), options)
-
-
-@with_options
-def normpre_l_from_x(
-    learning_rate: optax.ScalarOrSchedule, **options: Unpack[NormPreLOptimizer]
-) -> optax.GradientTransformationExtraArgs:
-    """NormPre-L whose preconditioner is built from ``X``."""
-    budget = count_or_share("rank", options["rank"])
+    def clipping(s: jax.Array) -> jax.Array:
+        return jnp.where(jnp.arange(len(s)) < modes(rank, len(s)), 1 / jnp.maximum(s, 1), 1)
 
     def precondition(u: jax.Array, s: jax.Array, psi: jax.Array) -> jax.Array:
-        rank = budget(s.shape[-1])
-        s, u = s[..., :rank], u[..., :rank]
-        change = jnp.where(s > 1, 1 / jnp.maximum(s, 1) - 1, 0)
-        return psi + u @ (change[..., None] * (u.mT @ psi))
+        if variant == "normpre_g":
+            return u @ (polynomial(s)[:, None] * (u.T @ psi))
+        return psi + u @ ((clipping(s) - 1)[:, None] * (u.T @ psi))
 
-    return _finished(learning_rate, _from_x(precondition, options), options)
-
-
-FROM_X = {"normpre_g": normpre_g_from_x, "normpre_l": normpre_l_from_x}
+    stages = optax.trace(momentum, nesterov, mu_dtype), _from_x(precondition, tangent), scale_to_rms(rms)
+    return direction(*stages, matrix_dims=matrix_dims)
 
 
-@with_options
-def normpre_g_tangent_on(
-    learning_rate: optax.ScalarOrSchedule, tangent_on: Literal["rows", "columns"], **options: Unpack[NormPreGOptimizer]
+def modes(rank: int | float, side: int) -> int:
+    """Return how many modes of a matrix with this smaller dimension a ``rank`` (a number or a share) selects."""
+    return min(rank, side) if isinstance(rank, int) else max(1, round(rank * side))
+
+
+def _from_x(precondition: Callable, tangent: Tangent) -> optax.GradientTransformationExtraArgs:
+    """Apply ``precondition(u, s, psi)``: left singular vectors and values of X, scaled to the Frobenius norm of Psi."""
+
+    def of_rows(m: jax.Array, w: jax.Array) -> jax.Array:
+        x = tangent_rows(m, w, (1,), tangent)
+        psi = unit_rows(x, (1,))
+        u, s, _ = one_at_a_time(lambda x: tuple(jnp.linalg.svd(x, full_matrices=False)))(x)
+        return precondition(u, s * (jnp.linalg.norm(psi) / jnp.where(s.any(), jnp.linalg.norm(s), 1)), psi)
+
+    def update(updates, state, params=None, *, matrix_dims=None, **extra_args):
+        def one(m, w, dims):
+            stacks = (to_matrices(x, dims) for x in (m, w))
+            rows, columns = jax.vmap(of_rows), jax.vmap(lambda m, w: of_rows(m.T, w.T).T)
+            return from_matrices(jax.lax.cond(state.count % 2 == 0, rows, columns, *stacks), dims, m.shape)
+
+        new = map_matrices(one, updates, params, matrix_dims)
+        return new, CountState(jnp.asarray(optax.safe_increment(state.count)))
+
+    return optax.GradientTransformationExtraArgs(init_count, update)
+
+
+@checked
+def scale_by_normpre_g_tangent_on(
+    *,
+    tangent_on: Literal["rows", "columns"] = "rows",
+    momentum: float = 0.95,
+    nesterov: bool = False,
+    tangent: Tangent = "relaxed",
+    orientation: Alternating = "alternating",
+    rms: float | None = 0.2,
+    ns_steps: int | None = 5,
+    ns_coefficients: str = "muon",
+    compute_dtype: Any = None,
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """NormPre-G that leaves the radial part alone on the steps that normalise the others, rows or columns."""
+    """NormPre-G without the tangent projection on the steps of the other orientation."""
 
-    def turn(orientation: Literal["rows", "columns"], number: int) -> optax.GradientTransformation:
-        tangent = options["tangent"] if orientation == tangent_on else "none"
-        stage = chain(project_to_tangent(tangent, options["tangent_radius"]), normalize_rows())
-        its_turn = lambda step, **_: jnp.mod(step, 2) == number  # noqa: E731
-        return optax.conditionally_transform(fixed_orientation(stage, orientation), its_turn)
+    def turn(side: Literal["rows", "columns"], number: int) -> optax.GradientTransformation:
+        stage = normalize_tangent(tangent if side == tangent_on else "none", side)
+        return optax.conditionally_transform(stage, lambda step, **_: jnp.mod(step, 2) == number)
 
-    spectral = orthogonalize(**pick(NewtonSchulzOptions, options))
-    stages = optax.chain(turn("rows", 0), turn("columns", 1), spectral)
-    return _finished(learning_rate, stages, options)
-
-
-def _from_x(precondition: Callable, options: NormPreOptimizer) -> optax.GradientTransformation:
-    """``precondition(u, s, psi)`` with the left singular vectors and values of X, its Gram's trace matched to Psi's."""
-
-    def stage(x: jax.Array) -> jax.Array:
-        psi = unit_rows(x)
-        u, s, _ = svd(unit_frobenius(x))
-        return precondition(u, s * jnp.linalg.norm(psi, axis=(-2, -1))[..., None], psi)
-
-    spectral = optax.stateless(lambda updates, params: jax.tree.map(stage, updates))
-    return alternate_orientation(chain(project_to_tangent(options["tangent"], options["tangent_radius"]), spectral))
+    return direction(
+        optax.trace(momentum, nesterov, mu_dtype),
+        turn("rows", 0),
+        turn("columns", 1),
+        precondition_globally(ns_steps, ns_coefficients, compute_dtype, rms),
+        matrix_dims=matrix_dims,
+    )
 
 
-def _finished(
-    learning_rate: optax.ScalarOrSchedule, stages: optax.GradientTransformation, options: NormPreOptimizer
-) -> optax.GradientTransformationExtraArgs:
-    """Algorithm 1 with ``stages`` between momentum and scale."""
-    if options["orientation"] != "alternating":
-        raise ValueError(f"orientation={options['orientation']!r}: this variant alternates")
-    momentum = optax.trace(options["momentum"], options["nesterov"], options["mu_dtype"])
-
-    def direction(matrix_dims) -> optax.GradientTransformation:
-        return optax.chain(momentum, as_matrices(matrix_dims, chain(stages, scale_to_rms(options["rms"]))))
-
-    return hybrid(direction, learning_rate, **pick(RestOptions, options))
+normpre_g_tangent_on = complete(scale_by_normpre_g_tangent_on)
+normpre_from_x = complete(scale_by_normpre_from_x)
+FROM_X = {name: functools.partial(normpre_from_x, variant=name) for name in ("normpre_g", "normpre_l")}

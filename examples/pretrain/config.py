@@ -86,14 +86,10 @@ class MatrixConfig:
     momentum: float = 0.95
     """Momentum coefficient mu (all but adamw and swan)."""
     nesterov: bool | None = None
-    """Whether the update looks one gradient ahead (all but adamw, swan, rmnp, moga and dion); None: the optimizer's own
+    """Whether the update looks one gradient ahead (all but adamw, swan, rmnp and moga); None: the optimizer's own
     default."""
-    norm_control: Literal["none", "brake", "brake_matrix", "relax", "hold", "hold_rows", "hyperball", "row_gains"] = (
-        "none"
-    )
-    """What holds the lengths of weights, after everything else."""
-    cautious: bool = False
-    """Decay only entries that the update brings nearer to zero, of all parameters."""
+    norm_control: Literal["none", "hyperball"] = "none"
+    """hyperball keeps every matrix at its initial Frobenius norm."""
     version: Literal[1, 2] = 1
     """Of its authors' code (mano)."""
     mode: str = ""
@@ -104,7 +100,7 @@ class MatrixConfig:
     ns_coefficients: str = "muon"
     """Table of Newton-Schulz coefficients (the same)."""
     rank: int | float = 32
-    """Modes that are clipped, below 1 the share of the shorter side (normpre_l); directions that are found (dion)."""
+    """Singular values that are clipped; below 1 the share of the smaller dimension (normpre_l)."""
     oversample: int = 8
     """Further directions of the sketch (normpre_l)."""
     power_iterations: int = 1
@@ -113,14 +109,10 @@ class MatrixConfig:
     """How the modes are found (normpre_l)."""
     threshold: float | Literal["mean"] = 1.0
     """To what leading singular values are clipped: a number, or mean, the root mean square of all (normpre_l)."""
-    warm_start: bool = False
-    """Begin each sketch with the modes of the step before (normpre_l)."""
-    tangent: Literal["relaxed", "bounded", "strict", "none"] = "relaxed"
+    tangent: Literal["relaxed", "strict", "none"] = "relaxed"
     """What becomes of the radial part of the momentum (normpre_g, normpre_l)."""
     tangent_on: Literal["both", "rows", "columns"] = "both"
     """On which of the alternating steps it does (normpre_g)."""
-    tangent_radius: float = 1.0
-    """Row length at which the relaxed radial factor changes its sign (normpre_g, normpre_l)."""
     orientation: Literal["alternating", "rows", "columns", "both"] = "alternating"
     """What is normalised, step by step (normpre_g, normpre_l)."""
     source: Literal["psi", "x"] = "psi"
@@ -134,13 +126,12 @@ class MatrixConfig:
     """Scale of Muon's update: 0.2 sqrt(max(in, out)), or sqrt(max(1, out / in))."""
     muon_ratio: float = 1.0
     """Learning rate for matrices over --learning-rate, which stays that of AdamW's part (muon, rmnp, muon_plus,
-    normuon, moga, dion; updates of the others have the size of AdamW's)."""
+    normuon, moga; updates of the others have the size of AdamW's)."""
     momentum_in: Literal["float32", "bfloat16", "int8"] = "float32"
     """What momentum is kept in: bfloat16 that of AdamW's part too (all but adamw), int8 that of matrices (all but
-    adamw, swan and dion)."""
+    adamw and swan)."""
     bfloat16: bool = False
-    """bfloat16 products with float32 sums in the spectral stage, or bfloat16 rows where there is none (all but
-    adamw)."""
+    """bfloat16 products with float32 sums in the spectral stage (all but adamw, mano, rmnp and moga)."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +169,6 @@ class Config:
         "adamuon",
         "moga",
         "swan",
-        "dion",
         "normpre_g",
         "normpre_l",
     ] = "normpre_g"
@@ -195,8 +185,9 @@ class Config:
     adam_learning_rate: float | None = None
     """Peak learning rate of what is no hidden matrix, by AdamW under all optimizers; None: --learning-rate."""
     base_width: int | None = None
-    """Width of the model that rates and --model.hidden-std were tuned on: hidden matrices begin smaller by the square
-    root of the ratio, and their rates are those that the spectral condition gives (normpre_optax.rates_by_width)."""
+    """Width of the model that learning rates and --model.hidden-std were tuned on: the initial standard deviation of
+    hidden matrices is smaller by the root of the ratio, and learning rates are multiplied by
+    normpre_optax.multipliers_by_width."""
     warmup_steps: int = 80
     """Steps of linear warm-up; a cosine to 10 % of the peak follows. As many as --steps or more: a tenth of those."""
     weight_decay: float = 0.1
@@ -385,7 +376,7 @@ MAY_BE_ZERO = frozenset(
 POSITIVE = (
     *("learning_rate", "adam_learning_rate", "clip_norm"),
     *("model.rotary_base", "model.norm_epsilon", "model.hidden_std"),
-    *("matrix.rms", "matrix.tangent_radius", "matrix.muon_ratio"),
+    *("matrix.rms", "matrix.muon_ratio"),
 )
 
 

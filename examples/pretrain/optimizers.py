@@ -6,23 +6,22 @@ This file and ``ablations.py`` are those of the program that know ``normpre_opta
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from examples.research.quantized import quantize_momentum
 from normpre_optax import (
     MatrixDims,
+    decay_matrices_only,
     default_matrix_dims,
     explain,
     families,
-    hybrid,
-    no_gains_or_biases,
-    quantize_momentum,
-    rates_by_width,
+    multipliers_by_width,
 )
-from normpre_optax.options import RestOptions, with_options
+from normpre_optax.optimizer import complete
 from normpre_optax.parameters.dims import split_axes
 
 from .ablations import FROM_X, normpre_g_tangent_on
@@ -32,21 +31,15 @@ from .mesh import whole
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
 
-@with_options
-def adamw(
-    learning_rate: optax.ScalarOrSchedule, **options: Unpack[RestOptions]
-) -> optax.GradientTransformationExtraArgs:
-    """AdamW for every parameter: what the others use for embeddings, norms and biases, for hidden matrices, too."""
-    b1, b2 = options["adam_b1"], options["adam_b2"]
-    return hybrid(lambda matrix_dims: optax.scale_by_adam(b1, b2), learning_rate, **options)
+def scale_by_adamw(*, adam_b1: float = 0.9, adam_b2: float = 0.95, matrix_dims: Any = None) -> Any:
+    """AdamW for every parameter, hidden matrices included."""
+    return optax.scale_by_adam(adam_b1, adam_b2)
 
 
-OPTIMIZERS = {"adamw": adamw, **families()}
-# Rules whose updates are not scaled to the size of AdamW's, and want a learning rate of their own.
-OWN_RATE = frozenset({"muon", "rmnp", "muon_plus", "normuon", "moga", "dion"})
-
-
-NO_TRACE = frozenset({"adamw", "swan", "dion"})  # what keeps no momentum, or another kind
+OPTIMIZERS = {"adamw": complete(scale_by_adamw), **families()}
+# Optimizers whose updates do not have the size of AdamW's: they need a learning rate of their own.
+OWN_RATE = frozenset({"muon", "rmnp", "muon_plus", "normuon", "moga"})
+NO_TRACE = frozenset({"adamw", "swan"})  # optimizers without momentum of matrices in an optax.trace
 
 
 def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTransformationExtraArgs:
@@ -64,7 +57,7 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
     settings = {
         **vars(matrix),
         "weight_decay": config.weight_decay,
-        "weight_decay_mask": None if config.decay_gains else no_gains_or_biases,
+        "weight_decay_mask": None if config.decay_gains else decay_matrices_only,
         "adam_b1": config.adam_b1,
         "adam_b2": config.adam_b2,
         "seed": config.seed,
@@ -72,7 +65,7 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         "compute_dtype": jnp.bfloat16 if matrix.bfloat16 else None,
         "mu_dtype": jnp.bfloat16 if matrix.momentum_in == "bfloat16" else None,
         "matrix_dims": matrix_dims(matrix.layers),
-        "rate_multipliers": rate_multipliers(config),
+        "learning_rate_multipliers": learning_rate_multipliers(config),
     }
     for name in ("mode", "nesterov"):
         if settings[name] in ("", None):
@@ -109,16 +102,16 @@ def has_setting(optimizer: str, name: str) -> bool:
 
 
 KELLER = ("muon", "keller")
-# What ``rates_by_width`` has to know of an optimizer's steps.
+# Kinds of steps, for ``multipliers_by_width``.
 UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {
     "adamw": "elementwise",
     **dict.fromkeys(("muon", "muoneq", "adamuon", "normpre_g", "normpre_l"), "orthogonal"),
-    **dict.fromkeys(("muon_plus", "normuon", "dion"), "relative"),
+    **dict.fromkeys(("muon_plus", "normuon"), "relative"),
 }
 
 
-def rate_multipliers(config: Config) -> Callable[[Any], Any] | None:
-    """What the rates of a model of ``--base-width`` are multiplied by in this one; None where they are its own."""
+def learning_rate_multipliers(config: Config) -> Callable[[Any], Any] | None:
+    """Learning-rate multipliers of this model relative to one of ``--base-width``; None without that flag."""
     if config.base_width is None:
         return None
     narrower = config.base_width / config.model.width
@@ -127,7 +120,7 @@ def rate_multipliers(config: Config) -> Callable[[Any], Any] | None:
     elif config.optimizer in UPDATES:
         update = UPDATES[config.optimizer]
     else:
-        raise RunError(f"--base-width: how the rate of {config.optimizer} goes with the width is not known here")
+        raise RunError(f"--base-width: how the learning rate of {config.optimizer} depends on the width is unknown")
 
     def multipliers(params: Any) -> Any:
         hidden = hidden_matrices(params)
@@ -139,7 +132,7 @@ def rate_multipliers(config: Config) -> Callable[[Any], Any] | None:
             return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
 
         base = jax.tree.structure(params).unflatten([shape(*item) for item in by_name(params).items()])
-        return rates_by_width(params, base, update=update, matrix_dims=matrix_dims(config.matrix.layers))
+        return multipliers_by_width(params, base, update=update, matrix_dims=matrix_dims(config.matrix.layers))
 
     return multipliers
 
@@ -187,7 +180,7 @@ def parameter_table(params: Any, config: Config) -> tuple[str, str]:
         every = f"every parameter goes to AdamW{held} ({len(jax.tree.leaves(params))} leaves)"
         return every, f"every parameter by AdamW{held}"
     table = explain(params, matrix_dims(config.matrix.layers))
-    totals = [" ".join(line.split()) for line in table.rpartition("\n\n")[2].splitlines()]
+    totals = [" ".join(line.split()) for line in table.rpartition("\n\n")[2].splitlines() if "note:" not in line]
     return table, "; ".join(totals)
 
 

@@ -262,7 +262,7 @@ def remarks(config: Config) -> list[str]:
     unused = [name for name in changed(config) if not has_setting(config.optimizer, name)]
     notes = [f"Warm-up    {warmup} of these steps, not {config.warmup_steps}"] * (warmup != config.warmup_steps)
     notes += [f"Not used   {flag(f'matrix.{name}')}, which {config.optimizer} does not have" for name in unused]
-    if config.matrix.norm_control in ("hold", "hold_rows", "hyperball") and row < SHORT_ROW:
+    if config.matrix.norm_control == "hyperball" and row < SHORT_ROW:
         std = config.model.hidden_std * BEST_ROW / row
         notes.append(f"Rows       begin and stay {row:.2f} long; 0.5 to 0.8 is better: --model.hidden-std {std:.2g}")
     return notes

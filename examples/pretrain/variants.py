@@ -11,13 +11,13 @@ from . import configs
 from .config import MatrixConfig, RunError, check, flag
 from .optimizers import OPTIMIZERS, has_setting
 
-# What else a comparison may give to one optimizer alone: decay, rates of AdamW and by width, how long weights begin.
+# Other settings that a comparison may set for one optimizer alone.
 OWN = ("weight_decay", "adam_learning_rate", "base_width", "model.hidden_std")
 MATRIX = tuple(field.name for field in dataclasses.fields(MatrixConfig))
 
 
 class Variant(NamedTuple):
-    """An optimizer, and settings like ``matrix.rank=8`` or ``matrix.warm_start`` that tell it apart."""
+    """An optimizer, and settings like ``matrix.rank=8`` that tell it apart."""
 
     optimizer: str
     settings: tuple[str, ...] = ()

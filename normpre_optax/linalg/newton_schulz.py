@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz: an odd matrix polynomial, iterated, that brings every singular value near one.
+"""Newton-Schulz iterations: the matrix sign, the inverse root of a Gram matrix, clipped singular values.
 
-One step maps ``X`` to ``a X + (b A + c A^2) X`` with ``A = X X^T``, hence every singular value ``s`` to
-``a s + b s^3 + c s^5``, and leaves the singular vectors alone. It starts from ``X / ||X||_F``.
+One step maps ``X`` to ``a X + (b A + c A^2) X`` with ``A = X X^T``. It maps every singular value ``s`` to
+``a s + b s^3 + c s^5`` and keeps the singular vectors. All functions take one matrix; ``jax.vmap`` takes a stack.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from normpre_optax.linalg.precision import exact_product, product, working_dtype
-from normpre_optax.platforms import by_platform
+from normpre_optax.linalg.precision import exact_product, inverse_root, platform, product
 
 Triple = tuple[float, float, float]
-FORMS = ("auto", "plain", "gram")
 
 COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
-    # Keller Jordan, Muon (github.com/KellerJordan/Muon): steepest at zero, does not settle at one. Any number of steps.
+    # Keller Jordan, Muon (github.com/KellerJordan/Muon); for any number of steps.
     "muon": ((3.4445, -4.7750, 2.0315),),
-    # Jiacheng You's five-step set (in the run logs of github.com/KellerJordan/modded-nanogpt).
+    # Jiacheng You, five steps (run logs of github.com/KellerJordan/modded-nanogpt).
     "you": (
         (4.0848, -6.8946, 2.9270),
         (3.9505, -6.3029, 2.6377),
@@ -28,7 +28,7 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
-    # Amsel et al., The Polar Express (arXiv 2505.16932), cushion 2e-2, safety factor 1.02 baked in.
+    # Amsel et al., The Polar Express (arXiv 2505.16932), cushion 2e-2, safety factor 1.02 included.
     "polar_express": (
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -37,297 +37,188 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ),
 }
-# The start is divided by this too, so that rounding cannot push a singular value past the table's interval.
-_HEADROOM = {"polar_express": 1.02}
+# Polar Express diverges above its interval: divide by a little more than the Frobenius norm.
+HEADROOM = {"polar_express": 1.02}
+# With rounded operands and a first coefficient above this, the Gram form loses accuracy (docs/results/accuracy_cpu.md).
+_STEEP = 4.5
 
 
 def coefficient_table(coefficients: str | Sequence, steps: int) -> tuple[Triple, ...]:
-    """One triple a step: the named or given table, cut to ``steps`` or continued with its last triple.
-
-    Args:
-        coefficients: a name in ``COEFFICIENTS``, one triple, or a sequence of triples.
-        steps: number of iterations.
-
-    Returns:
-        ``steps`` triples ``(a, b, c)``.
+    """Return one triple per step: a named or given table, cut to ``steps`` or continued with its last triple.
 
     Raises:
-        ValueError: if the name is unknown or the table is not made of triples.
+        ValueError: if the name is unknown or the table does not consist of triples.
 
     Example:
         >>> from normpre_optax.linalg.newton_schulz import coefficient_table
         >>> coefficient_table((2.0, -1.5, 0.5), 2)
         ((2.0, -1.5, 0.5), (2.0, -1.5, 0.5))
     """
-    refusal = ValueError(
-        f"ns_coefficients={coefficients!r} is not one of {sorted(COEFFICIENTS)}, a triple, or a list of triples"
-    )
-    if isinstance(coefficients, str):
-        if coefficients not in COEFFICIENTS:
-            raise refusal
-        table = COEFFICIENTS[coefficients]
-    else:
-        if not isinstance(coefficients, Iterable):
-            raise refusal
-        given = tuple(coefficients)
-        table = (given,) if given and not isinstance(given[0], Sequence) else tuple(tuple(row) for row in given)
-        if not table or any(len(row) != 3 for row in table):
-            raise refusal
+    try:
+        table: Any = COEFFICIENTS[coefficients] if isinstance(coefficients, str) else tuple(coefficients)
+        table = tuple(map(tuple, table)) if isinstance(table[0], Sequence) else (table,)
+        table = tuple((float(a), float(b), float(c)) for a, b, c in table)
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise ValueError(
+            f"ns_coefficients={coefficients!r} is not one of {sorted(COEFFICIENTS)}, a triple, or a list of triples"
+        ) from None
     return tuple(table[min(i, len(table) - 1)] for i in range(steps))
 
 
 def newton_schulz(
     x: jax.Array,
-    steps: int = 5,
-    coefficients: str | Sequence = "muon",
-    compute_dtype: jax.typing.DTypeLike | None = None,
-    form: str = "auto",
-    bounded: bool = False,
-    unit: bool = False,
+    table: Sequence[Triple],
+    headroom: float = 1.0,
+    compute_dtype: Any = None,
+    rms: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
-    """Approximate ``msign(x) = U V^T`` by Newton-Schulz iterations on the shorter side.
+    """Approximate ``msign(x) = U V^T``.
+
+    The plain form iterates on the matrix. From an aspect ratio of 1.5 on, the Gram form needs fewer operations: it
+    iterates on ``R = X X^T`` and collects the factors in ``Q``; ``R`` is recomputed after two steps, because rounding
+    grows from step to step.
 
     Args:
-        x: matrices ``(..., m, n)``.
-        steps: number of iterations.
-        coefficients: a name in ``COEFFICIENTS``, one triple, or one triple a step.
-        compute_dtype: dtype of the products' operands (sums and everything between are kept in float32); None: the
-            device's usual product, see ``precision.product``.
-        form: ``"plain"`` iterates on the matrix, ``"gram"`` on its Gram matrix: fewer operations from an aspect of
-            about 1.5 on; ``"auto"`` chooses.
-        bounded: whether rows or columns are known to be of length one or zero, so that no square can overflow or
-            vanish: that saves two passes over the matrix.
-        unit: whether the result is divided by its Frobenius norm.
+        x: a matrix ``(m, n)`` in at least float32.
+        table: one triple ``(a, b, c)`` per step.
+        headroom: ``x`` is divided by this times its Frobenius norm.
+        compute_dtype: dtype of the products' operands; see ``precision.product``.
+        rms: if given, scale the result to this root mean square.
 
     Returns:
-        Matrices ``(..., m, n)``; a zero matrix stays zero.
-
-    Raises:
-        ValueError: if ``coefficients`` is not a table or ``form`` is unknown.
+        A matrix ``(m, n)``. A zero matrix stays zero.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.newton_schulz import newton_schulz
-        >>> x = newton_schulz(jnp.diag(jnp.array([1e-3, 2e-3])), 12, (1.5, -0.5, 0.0))
-        >>> print(x.round(3))
+        >>> print(newton_schulz(jnp.diag(jnp.array([1e-3, 2e-3])), [(1.5, -0.5, 0.0)] * 12).round(3))
         [[1. 0.]
          [0. 1.]]
 
     References:
         Jordan et al., Muon, 2024; Bernstein and Newhouse, arXiv 2409.20325.
     """
-    if form not in FORMS:
-        raise ValueError(f"{form=} is not one of {FORMS}")
-    table = coefficient_table(coefficients, steps)
-    headroom = _HEADROOM.get(coefficients, 1.0) if isinstance(coefficients, str) else 1.0
-    y = x.astype(working_dtype(x.dtype))
-    y = y if bounded else unit_frobenius(y)
-    plain, gram = (
-        functools.partial(f, headroom=headroom, table=table, operand_dtype=compute_dtype, unit=unit)
-        for f in (_iterate, _iterate_gram)
-    )
-    if form == "auto":
-        form = "gram" if table and max(x.shape[-2:]) >= 1.5 * min(x.shape[-2:]) else "plain"
-        if form == "gram" and table[0][0] > _STEEP and (compute_dtype is None or jnp.dtype(compute_dtype).itemsize < 4):
-            # Rounded operands and a steep first step: the Gram matrix loses what the step is to bring up.
-            half = compute_dtype is not None
-            return (plain(y) if half else by_platform(y, cpu=gram, default=plain)).astype(x.dtype)
-    return (gram if form == "gram" else plain)(y).astype(x.dtype)
-
-
-# With products in bfloat16 and a first coefficient of 3.4 the two forms end equally far from msign, with 4.1 the Gram
-# form up to 0.02 further on steep spectra, with 8.2 up to 0.2 (docs/results/accuracy_cpu.md).
-_STEEP = 4.5
-
-
-def _iterate(
-    y: jax.Array,
-    headroom: float,
-    table: Sequence[Triple],
-    operand_dtype: jax.typing.DTypeLike | None,
-    unit: bool,
-) -> jax.Array:
-    """``Y <- a Y + (b A + c A^2) Y`` with ``A = Y Y^T``: ``20 s^2 t + 10 s^3`` operations at five steps, s <= t."""
-    symmetric = functools.partial(symmetric_product, operand_dtype=operand_dtype)
-    for i, (a, b, c) in enumerate(table):
-        gram = symmetric(*_beside(y))
-        start = 1.0 if i else _inverse_norm(gram) / headroom
-        gram = gram * jnp.square(start)
-        y = (a * start) * y + _times(start * (b * gram + c * symmetric(gram, gram)), y, operand_dtype)
-    return _unit(y) if unit else y
-
-
-def _iterate_gram(
-    y: jax.Array,
-    headroom: float,
-    table: Sequence[Triple],
-    operand_dtype: jax.typing.DTypeLike | None,
-    unit: bool,
-) -> jax.Array:
-    """The same on ``R = Y Y^T``: with ``Z = b R + c R^2`` a step is ``Y <- a Y + Z Y``, ``R <- (a + Z) R (a + Z)``.
-
-    The factors are gathered in Q and applied at the end: ``8 s^2 t + 28 s^3`` operations at five steps, the small
-    products all with symmetric results. Rounding in R grows from step to step, so R is taken anew from Y after the
-    second one. On an accelerator the size of the result is taken from ``Q R Q``, without a pass over it; with rounded
-    operands that is off by a fifth for a matrix of rank one, by a thousandth where the others have a thousandth of it.
-    """
-    symmetric = functools.partial(symmetric_product, operand_dtype=operand_dtype)
-    identity = jnp.eye(min(y.shape[-2:]), dtype=y.dtype)
-    parts = [part for part in (table[:2], table[2:]) if part]
-    for part in parts:
-        r = symmetric(*_beside(y))
-        start = _inverse_norm(r) / headroom if part is parts[0] else 1.0
-        r = whole = r * jnp.square(start)
-        q = identity
-        for i, (a, b, c) in enumerate(part):
-            z = b * r + c * symmetric(r, r)
-            q = a * q + (symmetric(q, z) if i else z)
-            if i < len(part) - 1:
-                turned = a * r + symmetric(r, z)
-                r = a * turned + symmetric(z, turned)
-        if not unit or part is not parts[-1]:
-            y = _times(q * start, y, operand_dtype)
+    wide = x.shape[0] <= x.shape[1]
+    times = functools.partial(product, dtype=compute_dtype)
+    full = None if rms is None else rms * math.sqrt(x.size)  # the Frobenius norm of the result
+    for part in (parts := _parts(x.shape, table, compute_dtype)):
+        r = times(x, x.T) if wide else times(x.T, x)
+        start = inverse_root(jnp.trace(r)) / headroom if part is parts[0] else 1.0
+        r = first = r * jnp.square(start)
+        if len(part) == 1:
+            ((a, b, c),) = part
+            z = start * (b * r + c * times(r, r))
+            x = (a * start) * x + (times(z, x) if wide else times(x, z))
+            if part is parts[-1] and full is not None:
+                x = x * (full * inverse_root(jnp.sum(x * x)))
             continue
-
-        def measured(q: jax.Array, whole: jax.Array, y: jax.Array) -> jax.Array:
-            del whole
-            return _unit(_times(q, y, operand_dtype))
-
-        def known(q: jax.Array, whole: jax.Array, y: jax.Array) -> jax.Array:
-            squares = jnp.sum(symmetric(q, whole) * q, axis=(-2, -1), keepdims=True)
-            return _times(q * inverse_root(squares), y, operand_dtype)
-
-        y = by_platform(q * start, whole, y, cpu=measured, default=known)
-    return y
-
-
-def _unit(y: jax.Array) -> jax.Array:
-    return y * inverse_root(jnp.sum(y**2, axis=(-2, -1), keepdims=True))
+        q = jnp.eye(len(r), dtype=r.dtype)
+        for i, (a, b, c) in enumerate(part):
+            z = b * r + c * times(r, r)
+            q = a * q + (times(q, z) if i else z)
+            if i < len(part) - 1:
+                rz = a * r + times(r, z)
+                r = a * rz + times(z, rz)
+        scale = start
+        if part is parts[-1] and full is not None:  # ||q x||^2 from small matrices
+            scale = start * full * inverse_root(jnp.sum(times(q, first) * q))
+        x = times(q * scale, x) if wide else times(x, q * scale)
+    return x
 
 
-def _inverse_norm(gram: jax.Array) -> jax.Array:
-    """One over the Frobenius norm of a matrix, from its Gram matrix; 0 for a zero matrix."""
-    return inverse_root(jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None])
+def _parts(shape: tuple[int, ...], table: Sequence[Triple], compute_dtype: Any) -> list[tuple[Triple, ...]]:
+    """Split the steps where the Gram matrix is recomputed: after every step in the plain form."""
+    rounded = platform() != "cpu" if compute_dtype is None else jnp.dtype(compute_dtype).itemsize < 4
+    gram = max(shape) >= 1.5 * min(shape) and not (rounded and table[0][0] > _STEEP)
+    parts = (table[:2], table[2:]) if gram else [table[i : i + 1] for i in range(len(table))]
+    return [tuple(part) for part in parts if part]
 
 
-def inverse_root(squares: jax.Array) -> jax.Array:
-    """``squares^(-1/2)``, and 0 where there is nothing.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.newton_schulz import inverse_root
-        >>> print(inverse_root(jnp.array([4.0, 0.0])))
-        [0.5 0. ]
-    """
-    return jnp.where(squares <= 0, 0, 1 / jnp.sqrt(jnp.where(squares <= 0, 1, squares)))
-
-
-def _is_tall(y: jax.Array) -> bool:
-    return y.shape[-2] > y.shape[-1]
-
-
-def _beside(y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The factors of the Gram matrix of the shorter side."""
-    return (y.mT, y) if _is_tall(y) else (y, y.mT)
-
-
-def _times(small: jax.Array, y: jax.Array, operand_dtype: jax.typing.DTypeLike | None) -> jax.Array:
-    """``small`` times ``y``, along its shorter side."""
-    return product(y, small, operand_dtype) if _is_tall(y) else product(small, y, operand_dtype)
-
-
-def symmetric_product(a: jax.Array, b: jax.Array, operand_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """``a b`` where the result is known to be symmetric: on CPU, only its lower triangle is computed, in blocks.
-
-    Args:
-        a: matrices ``(..., s, k)``.
-        b: matrices ``(..., k, s)``.
-        operand_dtype: dtype to which the operands are rounded; None leaves them.
-
-    Returns:
-        Matrices ``(..., s, s)`` in at least float32.
+def exact_msign(x: jax.Array, rms: jax.typing.ArrayLike | None = None) -> jax.Array:
+    """Return ``U V^T`` over the nonzero singular values, by a singular value decomposition.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.newton_schulz import symmetric_product
-        >>> print(symmetric_product(jnp.array([[1.0, 2.0]]).T, jnp.array([[1.0, 2.0]])))
-        [[1. 2.]
-         [2. 4.]]
+        >>> from normpre_optax.linalg.newton_schulz import exact_msign
+        >>> print(exact_msign(jnp.array([[0.0, 5.0], [1e-3, 0.0]])))
+        [[0. 1.]
+         [1. 0.]]
     """
-    whole = functools.partial(product, operand_dtype=operand_dtype)
-    if a.shape[-2] < _LOWER_FROM:
-        return whole(a, b)
-    return by_platform(a, b, cpu=lambda a, b: _lower_blocks(a, b, whole), default=whole)
+    u, s, vt = one_at_a_time(lambda y: tuple(jnp.linalg.svd(y, full_matrices=False)))(x)
+    rounding = max(x.shape) * jnp.finfo(x.dtype).eps * s[0]
+    kept = jnp.where(s <= rounding, 0, 1).astype(x.dtype)
+    t = exact_product(u * kept[None], vt)
+    return t if rms is None else t * (rms * math.sqrt(x.size) * inverse_root(jnp.sum(t * t)))
 
 
-# Below this side half a product is too small to fill two cores.
-_LOWER_FROM = 384
+def one_at_a_time(f: Any) -> Any:
+    """Return ``f`` of one matrix, which on a CPU stays one matrix under ``jax.vmap``.
+
+    Batched LAPACK calls that run side by side can deadlock XLA's CPU thread pool (docs/cpu_hang.md).
+    """
+    return jax.custom_batching.sequential_vmap(f) if platform() == "cpu" else f
 
 
-def _lower_blocks(a: jax.Array, b: jax.Array, whole: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    half = (a.shape[-2] // 2 + 63) // 64 * 64
-    top = whole(a[..., :half, :], b[..., :half])
-    low = whole(a[..., half:, :], b[..., :half])
-    bottom = whole(a[..., half:, :], b[..., half:])
-    upper_rows = jnp.concatenate([top, low.mT], axis=-1)
-    return jnp.concatenate([upper_rows, jnp.concatenate([low, bottom], axis=-1)], axis=-2)
+def whiten(
+    x: jax.Array, steps: int = 6, compute_dtype: Any = None, rms: jax.typing.ArrayLike | None = None
+) -> jax.Array:
+    """Return ``Z x`` with ``Z`` close to ``(x x^T / ||x x^T||_F)^(-1/2)``.
 
-
-def unit_frobenius(x: jax.Array) -> jax.Array:
-    """Each matrix divided by its Frobenius norm; zero stays zero, and squares neither overflow nor vanish.
-
-    Args:
-        x: matrices ``(..., m, n)``.
-
-    Returns:
-        Matrices ``(..., m, n)`` of Frobenius norm 1 or 0.
+    ``Y = x x^T / ||x x^T||_F`` and ``Z = I``; each step sets ``Y <- Y (3 I - Z Y) / 2`` and
+    ``Z <- (3 I - Z Y) Z / 2``, both from the old values. The smaller dimension is used: ``Z x = x Z'`` with the
+    same ``Z'`` of ``x^T x``.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.newton_schulz import unit_frobenius
-        >>> print(unit_frobenius(jnp.array([[3e20, 4e20]])))
-        [[0.6 0.8]]
+        >>> from normpre_optax.linalg.newton_schulz import whiten
+        >>> x = whiten(jnp.diag(jnp.array([1.0, 2.0])), steps=12)
+        >>> print((x / x[0, 0]).round(4))
+        [[1. 0.]
+         [0. 1.]]
+
+    References:
+        Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148; Higham, Functions of Matrices, 2008, section 6.7.
     """
-    peak = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0)
-    kept = jnp.finfo(x.dtype)
-    x = x * jnp.clip(1 / jnp.where(peak == 0, 1, peak), kept.tiny, kept.max)  # cheap: fused, where a division is not
-    norm = jnp.sqrt(jnp.sum(x**2, axis=(-2, -1), keepdims=True))
-    return x * (1 / jnp.where(norm == 0, 1, norm))
+    wide = x.shape[0] <= x.shape[1]
+    times = functools.partial(product, dtype=compute_dtype)
+    unit = x * inverse_root(jnp.sum(x * x))
+    y = times(unit, unit.T) if wide else times(unit.T, unit)
+    y = y * inverse_root(jnp.sum(y * y))
+    z = identity = jnp.eye(len(y), dtype=y.dtype)
+    for _ in range(steps):
+        factor = 1.5 * identity - 0.5 * times(z, y)
+        y, z = times(y, factor), times(factor, z)
+    t = times(z, x) if wide else times(x, z)
+    return t if rms is None else t * (rms * math.sqrt(x.size) * inverse_root(jnp.sum(t * t)))
 
 
-# Polar Express from 1e-3 or so upwards, then the classical step, which settles at one.
-_SETTLING = (*COEFFICIENTS["polar_express"], *[(1.875, -1.25, 0.375)] * 3)
+# Polar Express for eigenvalues above 1e-3, then the classical step, which converges to one.
+_CONVERGING = (*COEFFICIENTS["polar_express"], *[(1.875, -1.25, 0.375)] * 3)
 
 
 def clipping_factor(gram: jax.Array) -> jax.Array:
-    """``min(gram^-1/2, 1) - 1`` of symmetric positive semidefinite matrices, by products alone.
+    """Return ``min(gram^(-1/2), 1) - 1`` of a symmetric positive semidefinite matrix, by products alone.
 
-    Eigenvalues above one are told by the sign of ``I - gram``; their inverse root is what Newton-Schulz multiplies a
-    matrix of that Gram matrix by. Where an eigenvalue is so near to one that its sign is not settled, both agree.
-
-    Args:
-        gram: ``X X^T``, ``(..., l, l)``.
-
-    Returns:
-        C, ``(..., l, l)``: ``X + C X`` has the singular values of X, those above one clipped to one.
+    The sign of ``I - gram`` selects the eigenvalues above one; their inverse root is the factor that Newton-Schulz
+    multiplies a matrix with that Gram matrix by.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.newton_schulz import clipping_factor
-        >>> factor = clipping_factor(jnp.diag(jnp.array([16.0, 4.0, 0.25])))
-        >>> print((1 + jnp.diag(factor)).round(3))
+        >>> print((1 + jnp.diag(clipping_factor(jnp.diag(jnp.array([16.0, 4.0, 0.25]))))).round(3))
         [0.25 0.5  1.  ]
 
     References:
-        Singular values clipped without a decomposition: MuCon, arXiv 2605.26459.
+        MuCon, arXiv 2605.26459, clips singular values in this way.
     """
-    whole = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
-    sign = _unit(whole - gram)
-    start = _inverse_norm(gram)
-    factor, rest = whole * start, gram * start**2
-    for a, b, c in _SETTLING:
+    identity = jnp.eye(len(gram), dtype=gram.dtype)
+    sign = identity - gram
+    sign = sign * inverse_root(jnp.sum(sign * sign))
+    start = inverse_root(jnp.trace(gram))
+    factor, rest = identity * start, gram * start**2
+    for a, b, c in _CONVERGING:
         square = exact_product(sign, sign)
         sign = a * sign + exact_product(b * square + c * exact_product(square, square), sign)
-        step = a * whole + b * rest + c * exact_product(rest, rest)
+        step = a * identity + b * rest + c * exact_product(rest, rest)
         factor, rest = exact_product(step, factor), exact_product(step, exact_product(step, rest))
-    return exact_product((whole - sign) / 2, factor - whole)
+    return exact_product((identity - sign) / 2, factor - identity)

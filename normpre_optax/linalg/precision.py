@@ -1,23 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Working precision: at least float32, whatever dtype the caller stores."""
+"""Matrix products by precision, and the platform a program is traced for.
 
-import functools
+Everything is computed in at least float32. ``compute_dtype`` is the dtype of the operands of large products; None is
+the platform's usual float32 product: one bfloat16 pass on a TPU, TF32 on a GPU, float32 on a CPU.
+"""
+
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
-from normpre_optax.platforms import by_platform
+# The platform inside of `on`. It is part of the key of jax's caches, so programs of two platforms are never mixed up.
+_platform = jax.make_user_context("")
 
 
-def working_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype to compute in: float32, or wider where the data is wider.
+def platform() -> str:
+    """Return "cpu", "tpu" or "gpu": what the surrounding ``by_platform`` traces for, else the default backend."""
+    name = _platform.value or jax.default_backend()
+    return name if name in ("cpu", "tpu") else "gpu"
 
-    Args:
-        dtype: dtype of the data.
 
-    Returns:
-        float32 for anything narrower, else ``dtype``.
+def on(name: str, f: Callable) -> Callable:
+    """Return ``f`` traced for one platform.
+
+    Example:
+        >>> from normpre_optax.linalg.precision import on, platform
+        >>> on("tpu", platform)()
+        'tpu'
+    """
+
+    def traced(*args: Any) -> Any:
+        with _platform(name):
+            return f(*args)
+
+    return traced
+
+
+def by_platform(f: Callable, *args: Any) -> Any:
+    """Return ``f(*args)``, traced once per platform; inside, ``platform()`` says which one.
+
+    A jitted program is thus right for every platform it may be lowered for. Outside of jit the arrays decide.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.precision import by_platform, platform
+        >>> print(by_platform(lambda x: x * (2 if platform() == "cpu" else 3), jnp.ones(2)))
+        [2. 2.]
+    """
+    arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+    if _platform.value or not arrays:
+        return f(*args)
+    if any(isinstance(x, Tracer) for x in arrays):
+        return jax.lax.platform_dependent(*args, cpu=on("cpu", f), tpu=on("tpu", f), default=on("gpu", f))
+    return on(next(iter(arrays[0].devices())).platform, f)(*args)
+
+
+def working_dtype(dtype: Any) -> jnp.dtype:
+    """Return the dtype to compute in: float32 for anything narrower, else ``dtype``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -29,42 +70,16 @@ def working_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
-def in_working_dtype(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Run ``f`` on arrays lifted to at least float32, and give the result back in the first array's dtype.
-
-    Args:
-        f: function of one or more arrays.
-
-    Returns:
-        The same function, safe for bfloat16 and float16 arrays.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.precision import in_working_dtype
-        >>> in_working_dtype(jnp.cumsum)(jnp.ones(3, jnp.bfloat16)).dtype
-        dtype(bfloat16)
-    """
-
-    @functools.wraps(f)
-    def lifted(first: jax.Array, *rest: jax.Array) -> jax.Array:
-        arrays = [x.astype(working_dtype(x.dtype)) for x in (first, *rest)]
-        return f(*arrays).astype(first.dtype)
-
-    return lifted
-
-
-def product(a: jax.Array, b: jax.Array, operand_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """Matrix product with sums in at least float32, at the speed that ``operand_dtype`` says.
+def product(a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:
+    """Return ``a b`` with sums in at least float32 and operands rounded to ``dtype``.
 
     Args:
         a: matrices ``(..., m, k)``.
         b: matrices ``(..., k, n)``.
-        operand_dtype: dtype to which the operands are rounded. float32 is true float32 on every device. None leaves
-            them to the device's usual product: of float32 operands one pass in bfloat16 on a TPU, TF32 on a GPU, true
-            float32 on a CPU (``jax.default_matmul_precision`` decides otherwise where it is set).
+        dtype: of the operands; float32 is true float32 on every platform, None the platform's usual product.
 
     Returns:
-        Matrices ``(..., m, n)`` in at least float32.
+        Matrices ``(..., m, n)``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -72,32 +87,27 @@ def product(a: jax.Array, b: jax.Array, operand_dtype: jax.typing.DTypeLike | No
         >>> print(product(jnp.ones((1, 300)), jnp.ones((300, 1)), jnp.bfloat16))
         [[300.]]
     """
-    if operand_dtype is not None:
-        a, b = a.astype(operand_dtype), b.astype(operand_dtype)
-        if a.dtype == working_dtype(a.dtype):
-            return exact_product(a, b)
+    if dtype is not None:
+        a, b = a.astype(dtype), b.astype(dtype)
     sums = working_dtype(a.dtype)
-    usual = functools.partial(jnp.matmul, preferred_element_type=sums)
-    if a.dtype == sums:
-        return usual(a, b)
-    # XLA's CPU backend has no half-precision products with float32 sums in every place where one may stand.
-    return by_platform(a, b, cpu=lambda a, b: exact_product(a.astype(sums), b.astype(sums)), default=usual)
+    if a.dtype != sums and platform() == "cpu":  # XLA's CPU backend lacks half-precision products with float32 sums.
+        a, b = a.astype(sums), b.astype(sums)
+    precision = jax.lax.Precision.HIGHEST if dtype is not None and a.dtype == sums else None
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=sums)
 
 
 def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Matrix product in the operands' own precision on every device: for small problems and yardsticks.
+    """Return ``a b`` in the operands' own precision on every platform."""
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
-    Args:
-        a: matrices ``(..., m, k)`` in at least float32.
-        b: matrices ``(..., k, n)`` likewise.
 
-    Returns:
-        Matrices ``(..., m, n)``.
+def inverse_root(squares: jax.Array) -> jax.Array:
+    """Return ``squares^(-1/2)``, and 0 where ``squares`` is 0; NaN stays NaN.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.precision import exact_product
-        >>> print(exact_product(jnp.array([[1.0, 1e-6]]), jnp.ones((2, 1))))
-        [[1.000001]]
+        >>> from normpre_optax.linalg.precision import inverse_root
+        >>> print(inverse_root(jnp.array([4.0, 0.0])))
+        [0.5 0. ]
     """
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return jnp.where(squares <= 0, 0, jax.lax.rsqrt(jnp.where(squares <= 0, 1, squares)))

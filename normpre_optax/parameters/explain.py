@@ -1,43 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of what becomes of every parameter, and on a mesh of who computes what."""
+"""Print which group every parameter is in, and why."""
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any, NamedTuple
+from collections import Counter, namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+import jax.numpy as jnp
 
-from normpre_optax.meshes.plan import in_words, stack_of
-from normpre_optax.meshes.specs import check_spec, matrix_spec, specs_of
-from normpre_optax.parameters.dims import matrix_shape
-from normpre_optax.parameters.leaves import Leaf, views
-from normpre_optax.parameters.repeats import repeated
-from normpre_optax.parameters.rules import Choice, Chooser, chooser, counted, decide, pieces
+from normpre_optax.parameters.dims import blocks_of, matrix_shape
+from normpre_optax.parameters.rules import Assignment, ParamSpec, Reading, default_reading, reader, warn_if_flattened
+from normpre_optax.parameters.tree import Leaf, leaves, repeated
+
+_HEADER: tuple[str, ...] = ("parameter", "shape", "optimizer", "matrices", "reason")
+_VOCABULARY = "has an axis of the vocabulary size"
 
 
-def explain(
-    params: Any, matrix_dims: Any = None, *, every_layer: bool = False, mesh: Any = None, shardings: Any = None
-) -> str:
-    """Shows what becomes of every parameter.
+_Row = namedtuple("_Row", "path leaf group matrices reason")
+
+
+def explain(params: Any, matrix_dims: Any = None, *, every_layer: bool = False) -> str:
+    """Return a table of which group every parameter is in, and why.
 
     Args:
-        params: the parameters, as the optimizer will see them.
+        params: the parameters, as the optimizer sees them.
         matrix_dims: as the optimizer takes it.
-        every_layer: whether layers that are alike in all their parameters are listed one by one, not once for all.
-        mesh: a `jax.sharding.Mesh` to say who computes what on it, and what that moves.
-        shardings: where the parameters lie on it, as the optimizer takes it; None asks the arrays.
+        every_layer: whether equal layers are listed one by one instead of in one line.
 
     Returns:
-        A plain-text table: path, shape, optimizer, matrices as count x (out x in), reason; then the totals, and with
-        `mesh` how the matrices are shared out. Where layers are alike, a line stands for all of them: its shape is that
-        of each, its matrices are those of all. A parameter for which the optimizer would raise is shown as such. A word
-        in quotes decided by itself, in a name that may mean something else (a rule can say so).
+        A plain-text table with path, shape, group, matrices as count x (out x in), and reason; then the totals, and
+        notes on what may be a mistake. Parameters of equal layers share a line, which has the shape of one of them and
+        the matrices of all. A parameter for which the optimizer would raise an error is shown as ERROR.
 
     Raises:
-        ValueError: `matrix_dims` is a tree that does not match, or two parameters have the same path.
-        TypeError: `matrix_dims` is none of the accepted kinds, or a leaf is no array.
+        ValueError: if ``matrix_dims`` is a tree that does not match, or two paths are equal.
+        TypeError: if ``matrix_dims`` is of no accepted kind, or a leaf is not an array.
 
     Example:
         >>> import jax.numpy as jnp
@@ -47,102 +45,71 @@ def explain(
         up/bias    (8,)    adamw                   bias
         up/kernel  (4, 8)  matrix     1 x (8 x 4)  (in, out)
         <BLANKLINE>
-        matrix: 32 numbers in 1 parameter, 1 matrix
-        adamw:  8 numbers in 1 parameter
+        matrix: 1 parameter, 32 elements, 1 matrix
+        adamw:  1 parameter, 8 elements
 
         >>> blocks = [{"up": {"kernel": jnp.zeros((4, 8))}} for _ in range(24)]
         >>> print(explain({"blocks": blocks}).splitlines()[1])
         blocks/{0..23}/up/kernel  24 x (4, 8)  matrix     24 x (8 x 4)  (in, out)
     """
-    choose = chooser(params, matrix_dims)
-    leaves = views(params)
-    rows = [_row(path, leaf, choose) for path, leaf in leaves.items()]
-    table = [row.cells for row in rows] if every_layer else _joined(rows)
-    lines = [*_aligned([_HEADER, *table]), "", *_totals(rows)]
-    if mesh is not None:
-        lines += ["", *_on_mesh(params, leaves, rows, mesh, shardings)]
-    elif shardings is not None:
-        raise ValueError("explain: shardings say nothing without mesh=")
-    return "\n".join(lines)
-
-
-def _on_mesh(params: Any, leaves: dict[str, Leaf], rows: list[_Row], mesh: Any, shardings: Any) -> list[str]:
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"explain: mesh must be a jax.sharding.Mesh or AbstractMesh, got {mesh!r}")
-    sizes, stacks = dict(mesh.shape), []
-    if shardings is None:
-        for path, x in zip(leaves, jax.tree.leaves(params), strict=True):
-            there = getattr(getattr(x, "sharding", None), "mesh", mesh)
-            if not there.empty and dict(there.shape) != sizes:
-                raise ValueError(f"explain: parameter {path!r} lies on another mesh: {dict(there.shape)}, not {sizes}")
-    for (path, leaf), row, spec in zip(leaves.items(), rows, specs_of(params, shardings), strict=True):
-        check_spec(path, leaf.shape, spec, sizes)
-        for one in [] if row.choice is None else pieces(row.choice._replace(spec=spec)):
-            if one.dims is not None:
-                where = matrix_spec(one.spec or PartitionSpec(), one.shape, one.dims)
-                stacks.append(stack_of(matrix_shape(one.shape, one.dims), "float32", where))
-    lines = in_words(sizes, stacks)
-    if stacks and shardings is None and AxisType.Explicit not in mesh.axis_types:
-        lines.append(
-            "  if they are told where the parameters lie, which JAX does not say on Auto axes: give them\n"
-            "  shardings=jax.tree.map(lambda x: x.sharding, params); untold, XLA gathers matrices for every product"
-        )
-    return lines
-
-
-_HEADER = ("parameter", "shape", "optimizer", "matrices", "reason")
-
-
-class _Row(NamedTuple):
-    cells: tuple[str, ...]
-    size: int
-    matrices: Counter[tuple[int, int]]
-    choice: Choice | None = None
-
-
-def _row(path: str, leaf: Leaf, choose: Chooser) -> _Row:
-    try:
-        choice = decide(path, leaf, choose)
-    except (ValueError, TypeError) as error:
-        return _Row((path, str(leaf.shape), "ERROR", "", getattr(error, "why", str(error))), leaf.size, Counter())
-    if choice.dims is None:
-        return _Row((path, str(leaf.shape), "adamw", "", choice.reason), leaf.size, Counter())
-    counts = Counter[tuple[int, int]]()
-    for one in pieces(choice):
-        if one.dims is not None:
-            batch, rows, columns = matrix_shape(one.shape, one.dims)
-            counts[rows, columns] += batch
-    return _Row((path, str(leaf.shape), "matrix", _in_words(counts), choice.reason), leaf.size, counts, choice)
-
-
-def _joined(rows: list[_Row]) -> list[tuple[str, ...]]:
-    """The cells of all rows, those of layers that are alike in one."""
-    by_path, cells = {row.cells[0]: row for row in rows}, []
-    for name, paths, (shape, label, _, reason) in repeated({row.cells[0]: row.cells[1:] for row in rows}):
+    read = default_reading if matrix_dims is None else reader(params, matrix_dims)
+    rows = [_row(path, leaf, read) for path, leaf in leaves(params).items()]
+    sizes = _vocabulary_sizes(rows)
+    for i, row in enumerate(rows):
+        if row.group == "matrix" and row.leaf.ndim == 2 and sizes.intersection(row.leaf.shape):
+            rows[i] = row._replace(reason=f"{row.reason}, {_VOCABULARY}")
+    by_path, table = {row.path: row for row in rows}, [_HEADER]
+    entries = {row.path: (row.leaf.shape, row.group, row.reason) for row in rows}
+    joined = [(path, (path,), entry) for path, entry in entries.items()] if every_layer else repeated(entries)
+    for name, paths, (shape, group, reason) in joined:
         matrices = sum((by_path[path].matrices for path in paths), Counter[tuple[int, int]]())
-        count = f"{len(paths)} x " if len(paths) > 1 else ""
-        cells.append((name, count + shape, label, _in_words(matrices), reason))
-    return cells
-
-
-def _in_words(matrices: Counter[tuple[int, int]]) -> str:
-    return ", ".join(f"{count} x ({rows} x {columns})" for (rows, columns), count in matrices.items())
-
-
-def _aligned(table: list[tuple[str, ...]]) -> list[str]:
+        counts = ", ".join(f"{count} x ({out} x {inputs})" for (out, inputs), count in matrices.items())
+        table.append((name, f"{len(paths)} x " * (len(paths) > 1) + str(shape), group, counts, reason))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+    return "\n".join([*lines, "", *_totals(rows), *_notes(rows)])
 
 
-def _totals(rows: list[_Row]) -> list[str]:
-    lines = []
-    for label in ("matrix", "adamw", "ERROR"):
-        chosen = [row for row in rows if row.cells[2] == label]
-        line = f"{label + ':':8}{sum(row.size for row in chosen):,} numbers in "
-        line += counted(len(chosen), "parameter", "parameters")
-        if label == "matrix":
-            line += ", " + counted(sum(row.matrices.total() for row in chosen), "matrix", "matrices")
-        lines += [line] if chosen or label != "ERROR" else []
-    if any("' in '" in row.cells[-1] for row in rows):
-        lines.append("note: a word in quotes decided by itself, in a name that may mean something else")
-    return lines
+def _row(path: str, leaf: Leaf, read: Callable[[str, Leaf], Reading]) -> _Row:
+    try:
+        dims, reason = read(path, leaf)
+    except (ValueError, TypeError) as error:
+        return _Row(path, leaf, "ERROR", Counter(), getattr(error, "short", str(error)))
+    if dims is None:
+        return _Row(path, leaf, "adamw", Counter(), reason)
+    matrices = Counter[tuple[int, int]]()
+    for _, one, shape in blocks_of(leaf.shape, dims):
+        count, *sizes = matrix_shape(shape, one)
+        matrices[sizes[0], sizes[1]] += count
+    return _Row(path, leaf, "matrix", matrices, reason)
+
+
+def _vocabulary_sizes(rows: list[_Row]) -> set[int]:
+    """Return the larger axes of the token embeddings, unless a norm or another embedding shows them to be a width."""
+    tables = [row.leaf.shape for row in rows if row.reason.startswith("embedding") and row.leaf.ndim == 2]
+    widths = {min(shape) for shape in tables}
+    widths.update(size for row in rows if row.reason == "norm or scale" for size in row.leaf.shape)
+    return {max(shape) for shape in tables} - widths
+
+
+def _totals(rows: list[_Row]) -> Iterator[str]:
+    for group in ("matrix", "adamw", "ERROR"):
+        found = [row for row in rows if row.group == group]
+        counts = [(len(found), "parameter", "parameters"), (sum(row.leaf.size for row in found), "element", "elements")]
+        if group == "matrix":
+            counts.append((sum(row.matrices.total() for row in found), "matrix", "matrices"))
+        if found or group != "ERROR":
+            yield f"{group + ':':8}" + ", ".join(f"{n:,} {one if n == 1 else many}" for n, one, many in counts)
+
+
+def _notes(rows: list[_Row]) -> Iterator[str]:
+    if any("' in '" in row.reason for row in rows):
+        yield "note: a word in quotes decided alone, in a name that may mean something else"
+    if any(row.reason.endswith(_VOCABULARY) for row in rows):
+        yield f"note: a matrix that {_VOCABULARY} may be an output head; if it is one, return None for it in a rule"
+    integers = sum(not jnp.issubdtype(row.leaf.dtype, jnp.inexact) for row in rows if row.group == "adamw")
+    if integers:
+        yield f"note: integer parameters ({integers}) are passed to AdamW; remove them from the tree (optax.masked)"
+    flattened = warn_if_flattened(Assignment({x.path: ParamSpec(x.path, x.leaf.shape, None, "") for x in rows}))
+    if flattened:
+        yield f"note: {flattened}"

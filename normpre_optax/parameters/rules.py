@@ -1,442 +1,447 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters are matrices, and along which axes: rules from a name and a shape to `MatrixDims`, or AdamW.
-
-`default_matrix_dims` reads one leaf by its name, its shape and what the tree around it shows; `resolve` applies the
-default or the user's `matrix_dims` to a whole tree; `parameters/explain.py` prints the outcome.
-"""
+"""Assign each parameter to the matrix group, with the axes of its matrices, or to the AdamW group."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+import math
+import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import tree_util
-from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
-from normpre_optax.parameters import attention
-from normpre_optax.parameters.dims import (
-    MatrixDims,
-    as_matrix_dims,
-    block_axis,
-    block_ends,
-    check_dims,
-    matrix_shape,
-)
-from normpre_optax.parameters.leaves import (
-    Leaf,
-    fits_bias,
-    is_box,
-    key_names,
-    named_leaves,
-    own_bias,
-    stack_depth,
-    views,
-)
-from normpre_optax.parameters.roles import (
-    adamw_role,
-    in_stacked_experts,
-    is_convolution,
-    is_depthwise,
-    is_output,
-    is_query,
-    is_weight,
-    word_set,
-)
-from normpre_optax.parameters.uncovered import UncoveredError, for_all, uncovered
+from normpre_optax.parameters import tree
+from normpre_optax.parameters import vocabulary as v
+from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, check_dims, matrix_shape, split_axes
+from normpre_optax.parameters.tree import Leaf, layer_depth
+from normpre_optax.parameters.vocabulary import words
 
-LAYER_AXES = {"layer", "layers", "block", "blocks", "stack", "scan", "stage", "stages", "pipe", "pipeline", "expert"}
-LAYER_AXES |= {"experts", "exp"}
-_AXIS_HEADS = {"heads", "kv", "head", "dim", "size", "q", "qkv", "per", "group"}
+Reading = tuple[MatrixDims | None, str]  # the axes, or None for AdamW, and the reason
+_GIVEN = "given by matrix_dims"
+_MAX_ASPECT_RATIO = 64  # of a three-axis attention kernel; heads in front of d, read as d, exceed it
 
 
-class Choice(NamedTuple):
-    """What `resolve` decided for one parameter; `dims=None` means AdamW.
-
-    Where anybody says so, `spec` is where it lies and `rate` how many times the learning rate it has.
-    """
+class ParamSpec(NamedTuple):
+    """The group of one parameter: ``dims`` are the axes of its matrices, None is AdamW."""
 
     path: str
     shape: tuple[int, ...]
     dims: MatrixDims | None
     reason: str
-    spec: PartitionSpec | None = None
-    rate: Any = 1.0
+    sharding: Any = None  # PartitionSpec, where the shardings= option says so
 
 
-def pieces(one: Choice) -> list[Choice]:
-    """The blocks of a parameter whose outputs are cut into blocks of given sizes, each as one of its own; or itself.
+class Assignment(dict[str, ParamSpec]):
+    """``ParamSpec`` by path. Computed on a full tree, it can be passed as ``matrix_dims`` for a part of it."""
+
+
+class UncoveredError(ValueError):
+    """No rule covers these leaves: ``cases`` are their (path, shape, why), ``short`` is the text for a table."""
+
+    def __init__(self, *cases: tuple[str, tuple[int, ...], str]):
+        lines, rule = [], ["    def rule(path, leaf):"]
+        for name, paths, (shape, why) in tree.repeated({path: (shape, why) for path, shape, why in cases}):
+            which, test = "parameter", f"path == {name!r}"
+            if len(paths) > 1:
+                which, start, end = f"{len(paths)} parameters", name.split("{")[0], name.split("}")[-1]
+                test = f"path.startswith({start!r}) and path.endswith({end!r}) and leaf.shape == {shape}"
+            lines.append(f"no rule covers {which} {name!r} of shape {shape}" + f": {why}" * bool(why))
+            rule += [f"        if {test}:", "            return MatrixDims(inputs=..., outputs=...)"]
+        how = (
+            "Replace the dots by the axes of inputs and outputs (all others are batch axes), or return None for AdamW."
+        )
+        how += " Pass matrix_dims=rule. Rules for known layouts are in normpre_optax.presets:"
+        super().__init__("\n".join([*lines, how, *rule, "        return default_matrix_dims(path, leaf)"]))
+        self.cases, self.short = cases, "no rule covers it" + f": {cases[0][2]}" * bool(cases[0][2])
+
+
+def assign(params: Any, matrix_dims: Any = None) -> Assignment:
+    """Assign every parameter to the matrix group, with axes, or to the AdamW group.
+
+    Args:
+        params: the full parameter tree: arrays, tracers or ``jax.ShapeDtypeStruct``, with or without boxes.
+        matrix_dims: None (the default rule); a rule ``(path, leaf) -> MatrixDims | None``; a function of ``params``
+            that returns a tree; a tree, or a prefix of one, of ``MatrixDims`` and None, matched by names; or the
+            ``Assignment`` of a larger tree. ``optax.contrib.MuonDimensionNumbers`` are accepted as ``MatrixDims``.
+
+    Returns:
+        ``ParamSpec`` by path, in the order in which jax flattens ``params``.
+
+    Raises:
+        ValueError: if no rule covers a leaf, axes do not fit, a tree does not match, or two paths are equal.
+        TypeError: if ``matrix_dims`` is of no accepted kind, or a leaf is not an array.
 
     Example:
-        >>> qkv = Choice("qkv", (8, 12), MatrixDims(inputs=0, outputs=1, output_blocks=(8, 2, 2)), "")
-        >>> [(piece.path, piece.shape) for piece in pieces(qkv)]
-        [('qkv/0', (8, 8)), ('qkv/1', (8, 2)), ('qkv/2', (8, 2))]
+        >>> from normpre_optax.parameters.rules import assign
+        >>> found = assign({"up": {"kernel": jnp.zeros((4, 8)), "bias": jnp.zeros(8)}})
+        >>> [(spec.path, spec.reason) for spec in found.values()]
+        [('up/bias', 'bias'), ('up/kernel', '(in, out)')]
     """
-    ends = [] if one.dims is None else block_ends(one.shape, one.dims)
-    if one.dims is None or not ends:
-        return [one]
-    axis = block_axis(len(one.shape), one.dims)
-    dims, spec = dataclasses.replace(one.dims, output_blocks=1), one.spec
-    if spec is not None:  # Blocks end where shares do not.
-        spec = PartitionSpec(*(None if at == axis else entry for at, entry in enumerate(spec)))
-    sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
-    shapes = [(*one.shape[:axis], size, *one.shape[axis + 1 :]) for size in sizes]
-    return [one._replace(path=f"{one.path}/{i}", shape=x, dims=dims, spec=spec) for i, x in enumerate(shapes)]
-
-
-def adams_inputs(one: Choice) -> int:
-    """Inputs of an output head, or of what a rule gave to AdamW although the default rule reads it as a matrix; else 1.
-
-    Example:
-        >>> adams_inputs(Choice("lm_head/kernel", (64, 100), None, "output head"))
-        64
-    """
-    dims = None
-    if one.reason == _GIVEN:
-        with contextlib.suppress(UncoveredError):
-            dims = default_matrix_dims(one.path, Leaf(one.shape, jnp.float32))
-    elif one.reason.startswith("output head") and len(one.shape) == 2:
-        dims = _two(one.path.split("/"), (0, 1))
-    return 1 if dims is None else max(1, matrix_shape(one.shape, dims)[2])
-
-
-class Choices(dict[str, Choice]):
-    """`Choice` by path. Decided on a whole tree, it stands for `matrix_dims` on a part of it."""
+    if isinstance(matrix_dims, Assignment):
+        return Assignment((path, matrix_dims[path]) for path in tree.leaf_paths(params))
+    read = default_reading if matrix_dims is None else reader(params, matrix_dims)
+    found, uncovered = Assignment(), []
+    for path, leaf in tree.leaves(params).items():
+        try:
+            found[path] = ParamSpec(path, leaf.shape, *read(path, leaf))
+        except UncoveredError as error:
+            uncovered += error.cases
+    if uncovered:
+        raise UncoveredError(*uncovered)
+    return found
 
 
 def default_matrix_dims(path: str, leaf: Any) -> MatrixDims | None:
-    """The default rule: how a parameter is read by its name and shape.
+    """Return the axes of a parameter's matrices by the default rule, or None for AdamW.
 
-    In this order:
+    The first that applies:
 
-    1. Biases, scales and norms, embeddings, positional tables, output heads, routers, LoRA pairs, a state space's
-       rates (`A_log`) and depthwise convolutions go to AdamW, however many axes they have.
-    2. Axes named by a box of Linen (`nn.with_partitioning`) or Haliax tell layers, experts and heads, wherever they
-       stand; inputs and outputs are exchanged where only that goes with the bias.
-    3. Layer axes in front are recognised by the biases and norms around a parameter (under `resolve`), else by a path
-       with a plural such as `layers` or `blocks` that no index follows. What is left with one axis is a vector.
-    4. Two axes are (in, out); (out, in) if the last name is `weight`, as in Equinox and PyTorch. Three axes are read
-       as (d, heads, size) for attention's query, key and value and as (heads, size, d) for its output.
-    5. Anything else with three or more axes is an error, and so is a reading that the parameter's own bias, or the
-       query and output of the same attention, contradict.
-
-    What it cannot know: a projection to the vocabulary that is not named one (`head`, `unembed`, `logits`, an `output`
-    at the top) is read as a matrix, and so is an embedding without a telling name or class. A `gate` is a router beside
-    `experts` or directly under `moe`, and half of a gated MLP otherwise. `weight` is taken for (out, in) even where a
-    library transposes it, and `kernel` for (in, out), unless a bias tells otherwise: square kernels kept as (out, in),
-    as Hugging Face's Flax GPT-2 has them, are misread. Layers stacked along another axis than the first are refused,
-    unless all the matrices of the stack are square and without biases: then nothing shows it. `explain` prints how each
-    parameter was read.
+    1. Biases, norms and scales, positional tables, output heads, embeddings, routers, LoRA pairs, rates of state
+       spaces and depthwise convolutions, by their names, and everything with fewer than two axes: AdamW.
+    2. Axes with names (Linen, Haliax): the names of layer, expert and head axes.
+    3. Layer axes in front, by the biases and norms nearby or by a name such as ``layers``: batch axes.
+    4. Two axes: (out, in) if the last name is ``weight``, else (in, out). GPT-2's ``c_attn/weight``, ``c_fc/weight``
+       and ``c_proj/weight`` are either: their shapes decide.
+    5. Three axes of attention: (d, heads, size) for query, key and value, (heads, size, d) for the output.
+    6. Everything else is an error; so is a bias of another size, or an aspect ratio beyond 64:1 in 5.
 
     Args:
-        path: the parameter's name, "/"-joined.
-        leaf: anything with `shape`, `ndim` and `dtype`; under `resolve` a `Leaf`, which knows its neighbours too.
+        path: the parameter's "/"-joined path.
+        leaf: an object with ``shape`` and ``dtype``. In an optimizer also its surroundings are known.
 
     Returns:
-        Its `MatrixDims`, or None for AdamW.
+        ``MatrixDims``, or None for AdamW.
 
     Raises:
-        ValueError: none of these covers the leaf. The error names it and shows the rule to write; that of an optimizer
-            names all such leaves.
+        ValueError: if the rule does not cover the leaf.
 
     Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import default_matrix_dims
         >>> default_matrix_dims("blocks/0/mlp/up/kernel", jnp.zeros((8, 32)))
         MatrixDims(inputs=0, outputs=1, output_blocks=1)
-        >>> default_matrix_dims("blocks/0/attn/out/kernel", jnp.zeros((2, 4, 8)))
-        MatrixDims(inputs=(0, 1), outputs=2, output_blocks=1)
         >>> default_matrix_dims("wte/embedding", jnp.zeros((100, 8))) is None
         True
     """
-    return default_choice(path, leaf)[0]
+    return default_reading(path, leaf)[0]
 
 
-def default_choice(path: str, leaf: Any) -> tuple[MatrixDims | None, str]:
-    """The default rule with its reason."""
+def default_reading(path: str, leaf: Any) -> Reading:
+    """Return what ``default_matrix_dims`` does, with the reason."""
     leaf = leaf if isinstance(leaf, Leaf) else Leaf(tuple(leaf.shape), leaf.dtype)
+    parts, shape = path.split("/"), leaf.shape
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return None, f"{leaf.dtype}, not real floating point"
-    role = adamw_role(path.split("/"), leaf)
-    if role:
-        return None, role
-    if leaf.ndim < 2 or not leaf.size:
-        return None, "empty" if not leaf.size else "vector" if leaf.ndim else "scalar"
-    return _by_axis_names(path, leaf) or _by_shape(path, leaf)
+        return None, f"{leaf.dtype}, not {'real ' * jnp.issubdtype(leaf.dtype, jnp.complexfloating)}floating point"
+    reason = tree.vector_kind(parts, leaf)
+    found = set(itertools.chain(*map(words, (*parts, leaf.class_name, *map(str, leaf.names or ())))))
+    for trigger, role in _ADAMW:
+        if not reason and (trigger & found if isinstance(trigger, set) else trigger.search(path)):
+            reason = role if isinstance(role, str) else role(parts, leaf)
+    if not reason and (len(shape) < 2 or 0 in shape):
+        reason = "empty" if 0 in shape else "vector" if shape else "scalar"
+    return (None, reason) if reason else _read_matrix(path, parts, leaf)
 
 
-def _by_axis_names(path: str, leaf: Leaf) -> tuple[MatrixDims | None, str] | None:
-    """Reads a boxed leaf by the names of its axes; None where they name no layer, expert or head axis."""
-    if not leaf.names:
-        return None
-    named = [word_set(str(name)) if name is not None else set() for name in leaf.names]
-    rest = tuple(axis for axis, found in enumerate(named) if not found & LAYER_AXES)
-    heads = tuple(axis for axis in rest if named[axis] and named[axis] <= _AXIS_HEADS)
-    if len(rest) == leaf.ndim and len(heads) < 2:
-        return None
-    reason = f"axes named {_names(leaf)}"
-    if len(rest) == 1:
-        return None, f"stacked vector, {reason}"
-    parts = path.split("/")
-    if len(rest) == 2:
-        return _as_its_bias(path, leaf, _two(parts, rest)), reason
-    dims = attention.usual(path, leaf, rest)
-    if len(heads) == len(rest) - 1:
-        (width,) = (axis for axis in rest if axis not in heads)
-        inward = is_output(parts, leaf) or (not is_query(parts, leaf) and (width > heads[0]) != is_weight(parts))
-        dims = MatrixDims(heads, width) if inward else MatrixDims(width, heads)
-    if dims is None:
-        raise uncovered(path, leaf, f"its axes are named {_names(leaf)}")
-    return _as_its_bias(path, leaf, dims), reason
+def _bias(parts: list[str], leaf: Leaf) -> str:
+    owner = words(parts[-2] if len(parts) > 1 else "") + words(leaf.class_name)
+    return "bias" if v.BIASES.intersection(owner) else ""
 
 
-def _as_its_bias(path: str, leaf: Leaf, dims: MatrixDims) -> MatrixDims:
-    """These axes, or turned where only that goes with the bias: Levanter's GPT-2 keeps `weight` as (in, out)."""
-    turned = MatrixDims(inputs=dims.outputs, outputs=dims.inputs)
-    return turned if not fits_bias(path, leaf, dims) and fits_bias(path, leaf, turned) else dims
+def _position(parts: list[str], leaf: Leaf) -> str:
+    near = [{*words(part)} for part in parts[-2:]]
+    return "positional table" if any(v.POSITIONS & found and not v.NOT_POSITIONS & found for found in near) else ""
 
 
-def _names(leaf: Leaf) -> str:
-    return "(" + ", ".join(str(name) for name in leaf.names or ()) + ")"
+def _head(parts: list[str], leaf: Leaf) -> str:
+    depth = layer_depth(parts)
+    if _in_attention(parts, leaf):
+        return ""
+    last = len(leaf.shape) == 2 and parts[depth - 1].lower() in v.LAST_LAYERS
+    if parts[-1] == "W_U" or (last and v.WHOLE_MODELS.issuperset(parts[: depth - 1])):
+        return "output head"
+    return _named("output head", v.HEADS, parts, parts)
 
 
-def _by_shape(path: str, leaf: Leaf) -> tuple[MatrixDims | None, str]:
-    parts = path.split("/")
-    if is_depthwise(parts, leaf):
-        return None, "depthwise convolution"
-    why = _unordered([*parts, leaf.holder]) or leaf.doubt if leaf.ndim > 2 else ""
+def _embedding(parts: list[str], leaf: Leaf) -> str:
+    vocabulary = any("vocab" in str(name) for name in leaf.names or ())
+    if parts[-1] == "W_E" or vocabulary or v.TOKENS.intersection(words(parts[-1])[-1:]):
+        return "embedding"
+    return _named("embedding", v.EMBEDDINGS, parts, [*parts[tree.block_depth(parts) :], leaf.class_name])
+
+
+def _named(reason: str, names: set[str], parts: list[str], candidates: list[str]) -> str:
+    """Return the reason if a part has one of the names, in quotes if that is not the last of the layer's own name."""
+    for part in reversed(candidates):
+        found = words(part)
+        for i, word in enumerate(found):
+            other = v.SIZES.intersection(found[i + 1 : i + 2]) or (word == "head" and v.NOT_HEADS & {*found})
+            if word in names and not other:
+                own = part in parts[layer_depth(parts) - 1 :] or part not in parts
+                plain = own and v.PLAIN_AFTER.issuperset(found[i + 1 :])
+                return reason if plain else f"{reason} ({word!r} in {part!r})"
+    return ""
+
+
+def _router(parts: list[str], leaf: Leaf) -> str:
+    """A router by name; or a gate beside the experts or directly in the mixture, and not beside ``up``."""
+    depth = layer_depth(parts)
+    layer, above = {*words(parts[depth - 1])}, {*words(parts[depth - 2] if depth > 1 else "")}
+    beside = set(itertools.chain(*map(words, tree.names_below(leaf, parts[: depth - 1]))))
+    gate = layer & v.GATES and not beside & {"up", "down"}
+    mixture = layer & v.EXPERTS or (layer <= v.GATES and ("moe" in above or beside & v.EXPERTS))
+    return "router" if (layer | above) & v.ROUTERS or (gate and mixture) else ""
+
+
+def _depthwise(parts: list[str], leaf: Leaf) -> str:
+    """Taps and channels, without a word for a dense layer; or an axis of one input channel."""
+    layer = set(itertools.chain(*map(words, parts[layer_depth(parts) - 1 :])))
+    layers, ndim = leaf.layers or 0, len(leaf.shape)
+    one_input = ndim - layers > 2 and leaf.shape[layers + 1 if "weight" in words(parts[-1]) else -2] == 1
+    depthwise = not layer & v.DENSE if ndim == 2 else one_input
+    return "depthwise convolution" if "conv" in layer and depthwise else ""
+
+
+# What AdamW updates because of its name: a reason if a regex is found in the path, or a function that is called if one
+# of the words is in the path, the class or the names of axes. The first reason counts.
+_ADAMW: tuple[tuple[re.Pattern[str] | set[str], str | Callable[[list[str], Leaf], str]], ...] = (
+    (v.BIASES, _bias),
+    (v.LAMBDA, "norm or scale"),
+    (v.STATE_SPACE, "rates of a state space"),
+    (v.LORA, "LoRA"),
+    (v.POSITIONS, _position),
+    (v.HEADS | {"out", "output", "u"}, _head),
+    (v.EMBEDDINGS | v.TOKENS | {"vocab", "e"}, _embedding),
+    (v.ROUTERS | v.GATES, _router),
+    ({"conv"}, _depthwise),
+)
+
+
+def _in_attention(parts: list[str], leaf: Leaf) -> bool:
+    above = parts[: layer_depth(parts) - 1]
+    beside = {name.lower() for name in tree.names_below(leaf, above)}
+    return len(v.QUERIES & beside) > 1 or bool(v.ATTENTION & set(itertools.chain(*map(words, above))))
+
+
+def _attention_role(parts: list[str], leaf: Leaf) -> str:
+    """Return "query" for attention's query, key and value, "output" for its output projection, else ""."""
+    layer, inside = parts[layer_depth(parts) - 1].lower(), _in_attention(parts, leaf)
+    if layer in v.QUERIES and (inside or len(layer) > 1):
+        return "query"
+    return "output" if layer in v.OUTPUTS and inside else ""
+
+
+def _weight_is_in_out(path: str, parts: list[str], leaf: Leaf, rest: tuple[int, ...]) -> bool:
+    """Return whether a ``weight`` of two axes is (in, out): of GPT-2's names only, by the shapes."""
+    layer, last = parts[layer_depth(parts) - 1], parts[-1]
+    if layer not in v.GPT2:
+        return False
+    near = ((other.split("/")[-2:], x.shape) for other, x in leaf.near.items() if len(x.shape) == len(leaf.shape))
+    wider = [shape for name, shape in near if name in (["c_attn", last], ["c_fc", last])]  # more outputs than inputs
+    for shape in (*wider, leaf.shape):
+        first, second = (shape[axis] for axis in rest)
+        if first != second:
+            return (first < second) != (layer == "c_proj" and shape not in wider)
+    why = "it is (in, out) in Hugging Face's GPT-2 and (out, in) in nanoGPT, and no c_attn beside it shows which"
+    raise UncoveredError((path, leaf.shape, why))
+
+
+def _bias_shape(path: str, leaf: Leaf) -> tuple[int, ...]:
+    """Return the shape of the bias that belongs to a weight, or ()."""
+    above, slash, last = path.rpartition("/")
+    names = (re.sub("^[wW]", "b", last), f"{last}_bias", re.sub("weight|kernel", "bias", last))
+    names = ("bias", "b") if last.lower() in v.WEIGHTS else names
+    found = (leaf.near.get(f"{above}{slash}{name}") for name in names if name != last)
+    return next((bias.shape for bias in found if bias is not None), ())
+
+
+def _wrong_bias(path: str, leaf: Leaf, dims: MatrixDims) -> str:
+    """Return "" or the bias that contradicts the axes. For a square matrix the parameters of its name count too."""
+    batch, outputs, inputs = split_axes(len(leaf.shape), dims)
+    examples = {path: leaf.shape}
+    if [leaf.shape[axis] for axis in outputs] == [leaf.shape[axis] for axis in inputs]:
+        near = ((other, x.shape) for other, x in leaf.near.items() if other.endswith("/" + path.rpartition("/")[2]))
+        examples |= ((other, shape) for other, shape in near if len(shape) == len(leaf.shape) and shape != leaf.shape)
+    order = list if batch == tuple(range(len(batch))) else sorted
+    for example, shape in examples.items():
+        bias = _bias_shape(example, leaf)
+        front, rows = ([shape[axis] for axis in axes] for axes in (batch, outputs))
+        fitting = [order(n for n in (*front, *sizes) if n > 1) for sizes in (rows, [math.prod(rows)])]
+        if bias and order(n for n in bias if n > 1) not in fitting:
+            return f"{'its bias' if example == path else f'the bias of {example!r}'} has shape {bias}"
+    return ""
+
+
+def _read_matrix(path: str, parts: list[str], leaf: Leaf) -> Reading:
+    """Read a leaf of two or more axes: which are of layers, by names of axes or the leaves nearby, then the others."""
+    ndim, weight, layers, note, why = len(leaf.shape), "weight" in words(parts[-1]), leaf.layers or 0, "", ""
+    named = f"axes named ({', '.join(map(str, leaf.names or ()))})"
+    rest, heads = _named_axes(leaf.names) if leaf.names else ((), ())
+    if rest:
+        note = named
+    elif ndim > 2:
+        why = _unknown_order(parts, leaf) or leaf.layers_error
+        layers = int(tree.stack_depth(parts) is not None) if leaf.layers is None else layers
+        if layers and leaf.names and leaf.names[0] is not None:
+            why = why or f"it looks stacked, but its {named.replace('axes', 'axes are')}"
     if why:
-        raise uncovered(path, leaf, why)
-    layers = _layer_axes(parts, leaf)
-    rest = tuple(range(layers, leaf.ndim))
-    stacked = f", {counted(layers, 'layer axis', 'layer axes')} in front" if layers else ""
+        raise UncoveredError((path, leaf.shape, why))
+    rest = rest or tuple(range(layers, ndim))
     if len(rest) < 2:
-        return None, "stacked vector"
-    if len(rest) > 2 and sum(leaf.shape[axis] > 1 for axis in rest) < 2:
+        return None, f"stacked vector, {note}" if note else "stacked vector"
+    if not note and len(rest) > 2 and sum(leaf.shape[axis] > 1 for axis in rest) < 2:
         return None, "vector"
+    role = _attention_role(parts, leaf) if len(rest) > 2 else ""
     if len(rest) == 2:
-        dims, layout = _two(parts, rest), "(out, in)" if is_weight(parts) else "(in, out)"
+        in_out = not weight or _weight_is_in_out(path, parts, leaf, rest)
+        dims, layout = MatrixDims(*(rest if in_out else rest[::-1])), "(in, out)" if in_out else "(out, in)"
+    elif len(heads) == len(rest) - 1:
+        (width,) = {*rest} - {*heads}
+        to_width = role == "output" or (not role and (width > min(heads)) != weight)
+        dims, layout = MatrixDims(*((heads, width) if to_width else (width, heads))), note
+    elif len(rest) == 3 and role and not weight:
+        dims = MatrixDims(rest[0], rest[1:]) if role == "query" else MatrixDims(rest[:2], rest[2])
+        layout = "attention (d, heads, size)" if role == "query" else "attention (heads, size, d)"
     else:
-        dims, why = attention.usual(path, leaf, rest), attention.doubt(path, leaf, rest)
-        layout = f"attention {'(d, heads, size)' if dims and isinstance(dims.inputs, int) else '(heads, size, d)'}"
-    if dims is None:
-        raise uncovered(path, leaf)
-    if not why and not fits_bias(path, leaf, dims):
-        bias = f"its bias has shape {own_bias(path, leaf.near)}"
-        why = f"it looks stacked, but not in front ({bias})" if layers else f"biases speak against {layout} ({bias})"
+        raise UncoveredError((path, leaf.shape, note and f"its {note}"))
+    wrong = _wrong_bias(path, leaf, dims)
+    if note:  # where axes have names, a bias decides which are outputs, as in Levanter's GPT-2
+        swapped = MatrixDims(inputs=dims.outputs, outputs=dims.inputs)
+        return swapped if wrong and not _wrong_bias(path, leaf, swapped) else dims, note
+    if wrong:
+        why = f"it looks stacked, but not in front ({wrong})" if layers else f"a bias contradicts {layout} ({wrong})"
+    elif role and max(sides := matrix_shape(leaf.shape, dims)[1:]) > _MAX_ASPECT_RATIO * min(sides):
+        why = f"{layout} would be a {sides[0]} x {sides[1]} matrix"
     if why:
-        raise uncovered(path, leaf, why)
-    return dims, layout + stacked
+        raise UncoveredError((path, leaf.shape, why))
+    return dims, layout + f", {layers} layer {'axis' if layers == 1 else 'axes'} in front" * bool(layers)
 
 
-def counted(n: int, one: str, many: str) -> str:
-    """`n` things in words: "1 matrix", "48 matrices"."""
-    return f"{n:,} {one if n == 1 else many}"
+def _named_axes(names: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the axes that are not of layers or experts, and the heads among them; () if the names do not show it."""
+    named = [{*words(str(name))} if name is not None else set() for name in names]
+    rest = tuple(axis for axis, found in enumerate(named) if not found & v.LAYER_AXES)
+    heads = tuple(axis for axis in rest if named[axis] and named[axis] <= v.HEAD_AXES)
+    return ((), ()) if len(rest) == len(named) and len(heads) < 2 else (rest, heads)
 
 
-def _layer_axes(parts: list[str], leaf: Leaf) -> int:
-    named = leaf.ndim > 2 and stack_depth(parts) is not None
-    layers = int(named) if leaf.layers is None else leaf.layers
-    if layers and leaf.names and leaf.names[0] is not None:
-        raise uncovered("/".join(parts), leaf, f"it looks stacked, but its axes are named {_names(leaf)}")
-    return layers
+def _unknown_order(parts: list[str], leaf: Leaf) -> str:
+    """Return why axes in front may be something else than layers, for convolutions and stacked experts; else ""."""
+    found = set(itertools.chain(*map(words, (*parts, leaf.class_name))))
+    if "conv" in found:
+        return "a convolution can be read as a matrix in several ways"
+    stacked = found & v.EXPERTS and not v.COUNTED_EXPERT.search("/".join(parts))
+    return "experts may be stacked along any axis" if stacked else ""
 
 
-def _unordered(parts: list[str]) -> str:
-    """Why axes in front may be something other than layers: convolutions and experts, or ""."""
-    if is_convolution(parts):
-        return "a convolution has no one reading as a matrix"
-    return "experts may be stacked along any axis" if in_stacked_experts(parts) else ""
-
-
-def _two(parts: list[str], rest: tuple[int, ...]) -> MatrixDims:
-    first, second = rest
-    return MatrixDims(inputs=second, outputs=first) if is_weight(parts) else MatrixDims(inputs=first, outputs=second)
-
-
-def resolve(params: Any, matrix_dims: Any = None) -> Choices:
-    """Decides for every parameter whether it is a matrix, and along which axes.
-
-    Args:
-        params: the whole tree; arrays, tracers or `jax.ShapeDtypeStruct`s, boxed or not.
-        matrix_dims: None (the default rule); a rule `(path, leaf) -> MatrixDims | None`; a callable `(params) -> tree`;
-            or a (prefix) tree of `MatrixDims` / None. `optax.contrib.MuonDimensionNumbers` may stand for `MatrixDims`.
-            A rule is shown each parameter as a `Leaf`: its shape, ndim, size, dtype and axis names, not its values. A
-            tree is matched by the names along its paths, so it fits boxed and bare parameters alike. Or what this
-            function returned for a larger tree.
-
-    Returns:
-        A dict from path to `Choice`, in the order in which jax flattens `params`.
-
-    Raises:
-        ValueError: a leaf that no rule covers, axes that do not fit, a tree that does not match, or a path used twice.
-        TypeError: `matrix_dims` is none of these, or a leaf is no array.
-
-    Example:
-        >>> params = {"up": {"kernel": jnp.zeros((4, 8)), "bias": jnp.zeros(8)}}
-        >>> [(choice.path, choice.dims is not None) for choice in resolve(params).values()]
-        [('up/bias', False), ('up/kernel', True)]
-    """
-    if isinstance(matrix_dims, Choices):
-        paths = ["/".join(names) for names, *_ in named_leaves(params)]
-        return Choices({path: matrix_dims[path] for path in paths})
-    choose, leaves = chooser(params, matrix_dims), views(params)
-    return Choices(for_all(leaves, lambda path: decide(path, leaves[path], choose)))
-
-
-def no_gains_or_biases(params: Any) -> Any:
-    """Which parameters nanoGPT and its like decay: those of two or more axes, not counting an axis of stacked layers.
-
-    Args:
-        params: the whole tree.
-
-    Returns:
-        A tree of bools for `weight_decay_mask`: False for norms' scales, biases and other vectors.
-
-    Example:
-        >>> no_gains_or_biases({"up": {"kernel": jnp.zeros((4, 8)), "bias": jnp.zeros(8)}, "wte": jnp.zeros((9, 4))})
-        {'up': {'bias': False, 'kernel': True}, 'wte': True}
-    """
-
-    def decays(path: str, leaf: Leaf) -> bool:
-        try:
-            dims, reason = default_choice(path, leaf)
-        except UncoveredError:
-            return True
-        small = ("bias", "norm or scale", "rates", "vector", "stacked vector", "scalar")
-        return dims is not None or not reason.startswith(small)
-
-    return jax.tree.structure(params).unflatten([decays(path, leaf) for path, leaf in views(params).items()])
-
-
-Chooser = Callable[[str, Leaf], tuple[MatrixDims | None, str]]
-
-
-def decide(path: str, leaf: Leaf, choose: Chooser) -> Choice:
-    """One parameter's `Choice`, its axes checked."""
-    dims, reason = choose(path, leaf)
-    if dims is not None:
-        check_dims(path, leaf.shape, dims)
-    return Choice(path, leaf.shape, dims, reason)
-
-
-def chooser(params: Any, matrix_dims: Any) -> Chooser:
-    """What `matrix_dims` says of a parameter, and why, whichever of its kinds it is."""
-    if matrix_dims is None:
-        return default_choice
-    if _is_tree(matrix_dims):
-        return _from_tree(params, matrix_dims)
-    if not callable(matrix_dims):
-        raise TypeError(
-            f"matrix_dims={matrix_dims!r} is neither None, a rule (path, leaf), a callable (params) nor a tree of "
-            "MatrixDims and None"
-        )
-    count = _positional(matrix_dims)
-    if count == 1:
-        return _from_tree(params, matrix_dims(params))
-    if count == 2:
-        return _from_rule(matrix_dims)
-    raise TypeError(
-        "matrix_dims must be a rule of two parameters (path, leaf) or a callable of one (params); "
-        f"{matrix_dims!r} takes {count}"
-    )
+def reader(params: Any, matrix_dims: Any) -> Callable[[str, Leaf], Reading]:
+    """Return the function that reads a leaf by ``matrix_dims``, of any kind but None that a user can pass."""
+    entries, structure = jax.tree.flatten(matrix_dims, is_leaf=_is_entry)
+    # A container may be callable, as an Equinox module is; a callable may be a container, as jax's Partial.
+    container = _is_entry(matrix_dims) or not (jax.tree_util.treedef_is_leaf(structure) and entries)
+    if container and (not callable(matrix_dims) or (entries and all(map(_is_entry, entries)))):
+        return _tree_reader(params, matrix_dims)
+    arguments = inspect.signature(matrix_dims).parameters.values() if callable(matrix_dims) else ()
+    required = [x for x in arguments if x.default is x.empty and x.kind <= x.POSITIONAL_OR_KEYWORD]
+    if len(required) == 1:
+        return _tree_reader(params, matrix_dims(params))
+    if len(required) == 2:
+        return lambda path, leaf: _given(path, leaf, matrix_dims(path, leaf))
+    kinds = "None, a rule (path, leaf), a function of the parameters, or a tree of MatrixDims and None"
+    takes = f" of {len(required)} arguments" * bool(required)
+    raise TypeError(f"matrix_dims must be {kinds}; got {matrix_dims!r}{takes}")
 
 
 def _is_entry(value: Any) -> bool:
-    return value is None or isinstance(value, (MatrixDims, MuonDimensionNumbers))
+    return value is None or isinstance(value, MatrixDims | MuonDimensionNumbers)
 
 
-def _is_tree(value: Any) -> bool:
-    """Whether `matrix_dims` is a tree. A container may be callable too (an Equinox module): then its leaves decide."""
-    if _is_entry(value):
-        return True
-    leaves, treedef = jax.tree.flatten(value, is_leaf=_is_entry)
-    if tree_util.treedef_is_leaf(treedef) and leaves:
-        return False
-    return not callable(value) or (bool(leaves) and all(_is_entry(leaf) for leaf in leaves))
+def _given(path: str, leaf: Leaf, value: Any) -> Reading:
+    """Return a user's choice, checked. Its reason is the default rule's if both are equal."""
+    dims = as_matrix_dims(path, value)
+    if dims is not None:
+        check_dims(path, leaf.shape, dims)
+    with contextlib.suppress(UncoveredError):
+        default, reason = default_reading(path, leaf)
+        if dims == default:
+            return dims, reason
+    return dims, _GIVEN
 
 
-def _positional(function: Callable[..., Any]) -> int:
-    """Number of positional parameters without a default."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        message = f"matrix_dims: cannot read the signature of {function!r}; wrap it in lambda path, leaf: ..."
-        raise TypeError(message) from None
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in kinds and p.default is p.empty for p in parameters)
+def _tree_reader(params: Any, dims: Any) -> Callable[[str, Leaf], Reading]:
+    """Match a tree, or a prefix of one, to the parameters by paths, with or without boxes."""
+    wrong, entries = "matrix_dims does not match the parameters", {}
+    for path, node in tree.flatten(dims, _is_entry):
+        for value in jax.tree.leaves(node, is_leaf=_is_entry) if tree.is_box(node) else [node]:
+            entries[path] = as_matrix_dims(path, value)
+
+    def nearest(path: str) -> str:
+        while path and path not in entries:
+            path = path.rpartition("/")[0]
+        return path
+
+    # Where a parameter was removed, None or MaskedNode is in its place.
+    used = {nearest(path) for path, _ in tree.flatten(params, lambda x: x is None or isinstance(x, optax.MaskedNode))}
+    for path, entry in entries.items():
+        if entry is not None and path not in used:
+            raise ValueError(f"{wrong}: it has an entry at {path!r}, where there is no parameter")
+
+    def read(path: str, leaf: Leaf) -> Reading:
+        if nearest(path) not in entries:
+            raise ValueError(f"{wrong}: it has no entry for {path!r} or anything above it (None means AdamW)")
+        return _given(path, leaf, entries[nearest(path)])
+
+    return read
 
 
-def _from_rule(rule: Callable[[str, Leaf], Any]) -> Chooser:
-    def choose(path: str, leaf: Leaf) -> tuple[MatrixDims | None, str]:
-        return _given(path, leaf, _entry(path, rule(path, leaf)))
+def decay_matrices_only(params: Any) -> Any:
+    """Return a weight decay mask: True for parameters of two or more axes, not counting axes of stacked layers.
 
-    return choose
+    Args:
+        params: the full parameter tree.
 
+    Returns:
+        A tree of bools for ``weight_decay_mask``: False for norms and scales, biases and other vectors.
 
-def _given(path: str, leaf: Leaf, dims: MatrixDims | None) -> tuple[MatrixDims | None, str]:
-    """Gives a user's choice its reason: the default rule's, where that says the same."""
-    try:
-        default, reason = default_choice(path, leaf)
-    except UncoveredError:
-        return dims, _GIVEN
-    return dims, reason if dims == default else _GIVEN
-
-
-_GIVEN = "given by matrix_dims"
-
-
-def _entry(path: str, value: Any) -> MatrixDims | None:
-    try:
-        return as_matrix_dims(value)
-    except TypeError as error:
-        raise TypeError(f"matrix_dims for parameter {path!r}: {error}") from None
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import decay_matrices_only
+        >>> decay_matrices_only({"up": {"kernel": jnp.zeros((4, 8)), "bias": jnp.zeros(8)}, "wte": jnp.zeros((9, 4))})
+        {'up': {'bias': False, 'kernel': True}, 'wte': True}
+    """
+    masks, vectors = [], ("bias", "norm or scale", "rates", "vector", "stacked vector", "scalar")
+    for path, leaf in tree.leaves(params).items():
+        masks.append(True)
+        with contextlib.suppress(UncoveredError):
+            dims, reason = default_reading(path, leaf)
+            masks[-1] = dims is not None or not reason.startswith(vectors)
+    return jax.tree.structure(params).unflatten(masks)
 
 
-def _from_tree(params: Any, tree: Any) -> Chooser:
-    """Matches a (prefix) tree to the parameters by the names along their paths, so that boxes make no difference."""
-    entries = dict(_tree_entries(tree))
-    given: dict[str, MatrixDims | None] = {}
-    used: set[tuple[str, ...]] = set()
-    for names in _places(params):
-        prefix = next((names[:n] for n in range(len(names), -1, -1) if names[:n] in entries), None)
-        if prefix is not None:
-            used.add(prefix)
-            given["/".join(names)] = entries[prefix]
-    for names, dims in entries.items():
-        if dims is not None and names not in used:
-            raise ValueError(f"{_NO_PREFIX}: it has an entry at {'/'.join(names)!r}, where they have no parameter")
+def adamw_inputs(spec: ParamSpec) -> int:
+    """Return the inputs of an output head, or of a matrix that a rule gave to AdamW; 1 for other parameters.
 
-    def choose(path: str, leaf: Leaf) -> tuple[MatrixDims | None, str]:
-        if path not in given:
-            raise ValueError(f"{_NO_PREFIX}: it has no entry for {path!r} or anything above it (None means AdamW)")
-        return _given(path, leaf, given[path])
-
-    return choose
+    Example:
+        >>> from normpre_optax.parameters.rules import ParamSpec, adamw_inputs
+        >>> adamw_inputs(ParamSpec("lm_head/kernel", (64, 100), None, "output head"))
+        64
+    """
+    if spec.reason == _GIVEN:
+        with contextlib.suppress(UncoveredError):
+            dims = default_matrix_dims(spec.path, Leaf(spec.shape, jnp.float32))
+            return 1 if dims is None else max(1, matrix_shape(spec.shape, dims)[2])
+    if spec.reason.startswith("output head") and len(spec.shape) == 2:
+        return max(1, spec.shape["weight" in words(spec.path.split("/")[-1])])
+    return 1
 
 
-_NO_PREFIX = "matrix_dims is no prefix of the tree of parameters"
-
-
-def _tree_entries(tree: Any) -> Iterator[tuple[tuple[str, ...], MatrixDims | None]]:
-    for key_path, node in tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: _is_entry(x) or is_box(x))[0]:
-        names = key_names(key_path)
-        for value in jax.tree.leaves(node, is_leaf=_is_entry) if is_box(node) else [node]:
-            yield names, _entry("/".join(names), value)
-
-
-def _places(params: Any) -> Iterator[tuple[str, ...]]:
-    """Paths of all leaves, and of the None and MaskedNode that stand where a parameter was taken out."""
-
-    def is_gap(x: Any) -> bool:
-        return x is None or isinstance(x, optax.MaskedNode) or is_box(x)
-
-    yield from (names for names, *_ in named_leaves(params))
-    for key_path, node in tree_util.tree_flatten_with_path(params, is_leaf=is_gap)[0]:
-        if is_gap(node):
-            yield key_names(key_path)
+def warn_if_flattened(assignment: Assignment) -> str:
+    """Return a warning if the parameters are one vector without a name, as inside ``optax.flatten``; else ""."""
+    if [(path, len(spec.shape)) for path, spec in assignment.items()] != [("", 1)]:
+        return ""
+    return "the parameters are one vector without a name, updated by AdamW; optax.flatten hides the matrices: remove it"

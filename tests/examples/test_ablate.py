@@ -21,7 +21,7 @@ from examples.pretrain.compare import make_study
 from examples.pretrain.config import RunError, check
 from examples.pretrain.processes import lock
 from examples.pretrain.variants import Variant
-from normpre_optax import no_gains_or_biases, normpre_g, normpre_l
+from normpre_optax import decay_matrices_only, normpre_g, normpre_l
 from tests import reference
 
 SMALL, WIDE = (configs.load(name) for name in ("nano", "gpt2_small"))
@@ -223,11 +223,11 @@ def test_the_tangent_acts_on_the_steps_of_one_side_only(side):
 def test_variants_obey_what_every_optimizer_does(variant):
     """Decay that spares gains, a rate of AdamW's part, and no orientation but their own."""
     params = {"dense": {"kernel": jnp.ones((10, 6)), "bias": jnp.ones(6)}}
-    tx = variant(0.1, weight_decay_mask=no_gains_or_biases, adam_learning_rate=0.0)
+    tx = variant(0.1, weight_decay_mask=decay_matrices_only, adam_learning_rate=0.0)
     updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
     assert updates["dense"]["kernel"].any()
     assert not updates["dense"]["bias"].any()
-    with pytest.raises(ValueError, match="alternates"):
+    with pytest.raises(ValueError, match="orientation='rows' is not one of"):
         variant(0.1, orientation="rows")
 
 

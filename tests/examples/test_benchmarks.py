@@ -8,7 +8,7 @@ import math
 import pytest
 
 from examples.benchmarks import __main__ as everything
-from examples.benchmarks import accuracy, optimizer_step, shapes, stages
+from examples.benchmarks import accuracy, optimizer_step, shapes
 from normpre_optax import families
 
 pytestmark = pytest.mark.slow
@@ -67,13 +67,6 @@ def test_an_unknown_model_or_optimizer_is_named(tmp_path):
 def test_the_shapes_are_the_papers():
     count = {name: layers * len(matrices) for name, (layers, matrices) in shapes.MODELS.items()}
     assert (count["gpt2_small"], count["llama_1p3b"], count["qwen3_1p7b"]) == (48, 168, 196)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(48, 96), (96, 48)])
-def test_stages(tmp_path, rows, columns):
-    stages.main(stages.Options(rows=rows, columns=columns, repeats=2, out=tmp_path))
-    result = written(tmp_path, f"stages_{rows}x{columns}_cpu")
-    assert all(row["median_ms"] > 0 and row["floor_ms"] >= 0 for row in result["rows"].values())
 
 
 def test_accuracy(tmp_path):
@@ -142,7 +135,7 @@ def test_without_torch_the_train_step_is_left_out(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("tiny", [True, False])
 def test_the_suite_is_made_of_runs_that_exist(tmp_path, tiny, on_cpu):
     runs = everything.suite(everything.Options(out=tmp_path, tiny=tiny), on_cpu)
-    expected = {"optimizer_step", "stages", "accuracy"}
+    expected = {"optimizer_step", "accuracy"}
     if importlib.util.find_spec("torch"):
         expected.add("train_step")
     assert {run.__module__.rpartition(".")[2] for run, _ in runs} == expected

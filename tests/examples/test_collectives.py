@@ -136,9 +136,8 @@ def test_what_moves_while_the_device_computes(text, moved, overlapped):
 
 OPTIMIZERS = {
     "normpre_g": npo.normpre_g,
-    "normpre_l": functools.partial(npo.normpre_l, rank=2, oversample=2, warm_start=True),
+    "normpre_l": functools.partial(npo.normpre_l, rank=2, oversample=2),
     "muon-hyperball": functools.partial(npo.muon, norm_control="hyperball"),
-    "dion": functools.partial(npo.dion, rank=4),
 }
 
 

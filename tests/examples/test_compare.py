@@ -137,7 +137,7 @@ def test_every_optimizer_has_a_name_and_a_colour_of_its_own():
         (["--optimizers", "muon:8"], "settings of one are written muon:matrix.rank=8, got 'muon:8'"),
         (["--optimizers", "muon:steps=8"], "settings of one are written muon:matrix.rank=8"),
         (["--optimizers", "muon:matrix.rank="], "settings of one are written muon:matrix.rank=8"),
-        (["--optimizers", "dion:matrix.rank=0"], "--matrix.rank must be at least 1"),
+        (["--optimizers", "normpre_l:matrix.rank=0"], "--matrix.rank must be at least 1"),
         (["--optimizers", "muon:matrix.rank=8"], "muon has no matrix.rank, got 'muon:matrix.rank=8'"),
         (["--optimizers", "adamw:matrix.muon_ratio=8"], "adamw has no matrix.muon_ratio"),
         (["--optimizers", "muon:matrix.rang=8"], "there is no setting matrix.rang; matrix. has momentum, nesterov"),
@@ -171,13 +171,13 @@ def test_every_optimizer_can_be_compared(tmp_path):
 
 
 def test_an_optimizer_with_settings_of_its_own():
-    plain, own = read_variants("normpre_l, normpre_l:matrix.rank=8:matrix.warm_start", [])
+    plain, own = read_variants("normpre_l, normpre_l:matrix.rank=8:matrix.bfloat16", [])
     assert plain == Variant("normpre_l")
-    assert str(own) == "normpre_l:matrix.rank=8:matrix.warm_start"
+    assert str(own) == "normpre_l:matrix.rank=8:matrix.bfloat16"
     config = configs.parse(own.flags)
-    assert (config.optimizer, config.matrix.rank, config.matrix.warm_start) == ("normpre_l", 8, True)
-    assert arms.Arm(own, 1e-3, 2).name == "normpre_l,matrix.rank=8,matrix.warm_start-lr0.001-seed2"
-    assert comparison_report.label(str(own)) == "NormPre-L, rank 8, warm start"
+    assert (config.optimizer, config.matrix.rank, config.matrix.bfloat16) == ("normpre_l", 8, True)
+    assert arms.Arm(own, 1e-3, 2).name == "normpre_l,matrix.rank=8,matrix.bfloat16-lr0.001-seed2"
+    assert comparison_report.label(str(own)) == "NormPre-L, rank 8, bfloat16"
     (held,) = read_variants("muon:matrix.norm_control=hyperball:weight_decay=0:model.hidden_std=0.1", [])
     config = configs.parse(held.flags)
     assert (config.weight_decay, config.model.hidden_std, config.matrix.norm_control) == (0, 0.1, "hyperball")

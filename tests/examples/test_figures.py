@@ -24,7 +24,7 @@ from examples.pretrain.config import Config, MatrixConfig, ModelConfig, RunError
 from examples.pretrain.data import load, training_batches
 from examples.pretrain.evaluate import token_losses
 from examples.pretrain.logs import read_lines
-from normpre_optax import diagnostics
+from examples.research import diagnostics
 from tests import reference
 
 RANK, ORIENTATIONS = 4, ("rows", "columns")

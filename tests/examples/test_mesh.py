@@ -296,7 +296,7 @@ def test_a_run_on_a_mesh(flags, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_eight_devices_and_fewer(runs):
-    runs.flags += ["--optimizer", "normpre_l", "--matrix.warm-start"]
+    runs.flags += ["--optimizer", "normpre_l"]
     on_mesh = ["--mesh", "data=2,fsdp=2,tensor=2", "--micro-batch", "4"]
     one = runs.finish("one", "--micro-batch", "4")
     eight = runs.finish("eight", *on_mesh, devices=8)

@@ -66,7 +66,7 @@ def test_it_opens_with_a_title_and_uses_public_names_only(name):
     assert first["source"][0].startswith("# ")
     text = code(name)
     assert "from normpre_optax import" in text
-    assert not re.search(r"(?:from|import) (?:normpre_optax\.|examples)", text)
+    assert not re.search(r"(?:from|import) (?:normpre_optax\.|examples(?!\.research))", text)
 
 
 @pytest.mark.thorough

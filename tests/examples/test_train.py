@@ -132,7 +132,7 @@ def test_rates_and_first_weights_of_a_narrower_model(name, control, rate):
     matrix = MatrixConfig(norm_control=control)
     config = dataclasses.replace(Config(), optimizer=name, matrix=matrix, base_width=MODEL.width // 4, model=MODEL)
     _, params = model_and_params()
-    found = named(optimizers.rate_multipliers(config)(params))
+    found = named(optimizers.learning_rate_multipliers(config)(params))
     for path, value in found.items():
         np.testing.assert_allclose(value, rate if any(f"{m}/kernel" in path for m in MATRICES) else 1.0, err_msg=path)
     optimizer = optimizers.make_optimizer(config, lambda t: 1.0)
@@ -158,8 +158,8 @@ def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
         return factory(learning_rate, **settings)
 
     monkeypatch.setitem(optimizers.OPTIMIZERS, name, recorded)
-    values = {"momentum": 0.5, "ns_steps": 3, "rank": 7, "tangent": "none", "rms": 0.3, "warm_start": True}
-    values |= {"mode": {"muoneq": "RC", "muon_plus": "col", "moga": "columns"}.get(name, "R")}
+    values = {"momentum": 0.5, "ns_steps": 3, "rank": 7, "tangent": "none", "rms": 0.3, "method": "products"}
+    values |= {"mode": {"muoneq": "both", "muon_plus": "columns", "moga": "columns"}.get(name, "rows")}
     matrix = MatrixConfig(**values, muon_convention="keller", muon_ratio=3.0, bfloat16=True)
     config = dataclasses.replace(Config(), optimizer=name, seed=4, adam_b2=0.9, weight_decay=0.2, matrix=matrix)
     optimizers.make_optimizer(config, lambda t: 2.0)
@@ -172,7 +172,7 @@ def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
         key: value for key, value in expected.items() if key in accepted
     }
     assert given.keys() <= accepted.keys()
-    own_rate = name in ("muon", "rmnp", "muon_plus", "normuon", "moga", "dion")
+    own_rate = name in ("muon", "rmnp", "muon_plus", "normuon", "moga")
     assert given["learning_rate"](0) == (6.0 if own_rate else 2.0)
     if own_rate:
         assert given["adam_learning_rate"](0) == 2.0
@@ -263,7 +263,7 @@ def test_gradients_are_clipped_before_the_optimizer():
 def test_parameter_table_tells_matrices_from_the_rest():
     _, params = model_and_params()
     table, totals = optimizers.parameter_table(params, Config())
-    assert [line.split()[0] for line in table.splitlines() if " matrix " in line] == [
+    assert [line.split()[0] for line in table.splitlines() if "  matrix  " in line] == [
         f"blocks/0/{name}/kernel" for name in sorted(MATRICES)
     ]
     assert "\n" not in totals
@@ -275,7 +275,7 @@ def test_some_layers_only():
     _, params = model_and_params()
     config = dataclasses.replace(Config(), matrix=MatrixConfig(layers="attention/out+mlp"))
     table, _ = optimizers.parameter_table(params, config)
-    chosen = [line.split()[0] for line in table.splitlines() if " matrix " in line]
+    chosen = [line.split()[0] for line in table.splitlines() if "  matrix  " in line]
     assert chosen == [
         f"blocks/0/{name}/kernel" for name in sorted(MATRICES) if name == "attention/out" or "mlp" in name
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Working precision: float32 at least, and back to the dtype that came in."""
+"""Dtypes of products and sums, and the platform that a program is traced for."""
 
 import jax
 import jax.extend
@@ -7,32 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from normpre_optax.linalg.precision import exact_product, in_working_dtype, product, working_dtype
+from normpre_optax.linalg.precision import (
+    by_platform,
+    exact_product,
+    inverse_root,
+    on,
+    platform,
+    product,
+    working_dtype,
+)
 
 
 @pytest.mark.parametrize(
     ("stored", "working"),
     [(jnp.bfloat16, jnp.float32), (jnp.float16, jnp.float32), (jnp.float32, jnp.float32), (np.float64, np.float64)],
 )
-def test_working_dtype(stored, working):
-    with jax.enable_x64(True):
-        assert working_dtype(stored) == working
-
-
-def test_half_precision_is_lifted_before_and_rounded_after():
-    seen = []
-
-    def f(x, y):
-        seen.extend([x.dtype, y.dtype])
-        return x + y
-
-    out = in_working_dtype(f)(jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.float16))
-    assert seen == [jnp.float32, jnp.float32]
-    assert out.dtype == jnp.bfloat16
+def test_the_working_dtype_is_at_least_float32(x64, stored, working):
+    assert working_dtype(stored) == working
 
 
 def products(jaxpr):
-    """Every product of a program, inside its conditionals too."""
+    """Every product of a program, also inside its conditionals."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             yield eqn
@@ -40,21 +35,18 @@ def products(jaxpr):
             yield from products(inner)
 
 
-@pytest.mark.every_platform
+@pytest.mark.parametrize("where", ["cpu", "tpu", "gpu"])
 @pytest.mark.parametrize("operand", [None, jnp.bfloat16, jnp.float16, jnp.float32])
-def test_every_product_sums_in_float32_and_is_true_float32_where_that_is_asked_for(operand):
+def test_products_sum_in_float32_and_are_true_float32_on_request(operand, where):
     x = jnp.ones((3, 3))
-    found = list(products(jax.make_jaxpr(lambda a, b: product(a, b, operand))(x, x).jaxpr))
-    halves = [eqn for eqn in found if eqn.invars[0].aval.dtype == operand != jnp.float32]
-    wholes = [eqn for eqn in found if eqn.invars[0].aval.dtype == jnp.float32]
-    assert len(halves) == (operand in (jnp.bfloat16, jnp.float16))  # what an accelerator is given; the CPU lifts them
-    assert len(wholes) == 1
-    assert len(found) == len(halves) + len(wholes)
-    for eqn in found:
-        assert eqn.params["preferred_element_type"] == jnp.float32
-    highest = None if operand is None else (jax.lax.Precision.HIGHEST,) * 2  # None: as the device usually does
-    assert [eqn.params["precision"] for eqn in wholes] == [highest]
-    assert all(eqn.params["precision"] is None for eqn in halves)
+    (eqn,) = products(on(where, jax.make_jaxpr(lambda a, b: product(a, b, operand)))(x, x).jaxpr)
+    half = operand in (jnp.bfloat16, jnp.float16)
+    # XLA's CPU backend lacks half-precision products with float32 sums; operands are rounded and converted back.
+    assert eqn.invars[0].aval.dtype == (operand if half and where != "cpu" else jnp.float32)
+    assert eqn.params["preferred_element_type"] == jnp.float32
+    true_float32 = operand is not None and not (half and where != "cpu")
+    # None is the platform's usual product.
+    assert eqn.params["precision"] == ((jax.lax.Precision.HIGHEST,) * 2 if true_float32 else None)
 
 
 def test_the_usual_product_follows_the_default_matmul_precision():
@@ -65,8 +57,8 @@ def test_the_usual_product_follows_the_default_matmul_precision():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-def test_an_exact_product_is_in_the_operands_own_precision(x64, dtype):
-    """On every device: it has one branch, and a default that is lower does not reach it."""
+def test_an_exact_product_has_the_precision_of_its_operands(x64, dtype):
+    """On every platform, also under a lower default."""
     x = jnp.ones((2, 3, 3), dtype)
     with jax.default_matmul_precision("bfloat16"):
         (eqn,) = products(jax.make_jaxpr(exact_product)(x, x).jaxpr)
@@ -83,3 +75,43 @@ def test_operands_are_rounded_and_sums_are_not(operand, compiled):
     rounded = np.float64(a.astype(operand)) @ np.float64(b.astype(operand))
     np.testing.assert_allclose(got, rounded, atol=40 * 2e-7 * 10)  # forty roundings in float32 of sums up to ten
     assert np.abs(got - np.float64(a) @ np.float64(b)).max() > 1e-3
+
+
+def test_the_inverse_root_of_zero_is_zero_and_nan_stays():
+    found = inverse_root(jnp.array([4.0, 0.0, -1e-20, jnp.nan, 1e-30]))
+    np.testing.assert_allclose(found, [0.5, 0, 0, np.nan, 1e15], rtol=1e-6)
+
+
+def choice(x):
+    """Three branches, and three of them inside each."""
+
+    def deeper(x):
+        number = {"cpu": 1, "tpu": 2, "gpu": 3}[platform()]
+        return by_platform(lambda y: y + number * {"cpu": 1, "tpu": 10, "gpu": 100}[platform()], x)
+
+    return by_platform(deeper, x)
+
+
+@pytest.mark.every_platform
+def test_a_traced_platform_takes_its_branches_at_every_depth():
+    x, expected = jnp.zeros(()), {"cpu": 1, "tpu": 20, "gpu": 300}
+    assert {name: int(on(name, choice)(x)) for name in expected} == expected
+    # One jitted function: what was compiled for one platform is not used for another, nor for none.
+    program = jax.jit(choice)
+    for _ in range(2):
+        assert {name: int(on(name, program)(x)) for name in expected} == expected
+        assert int(program(x)) == 1
+    # Without a platform all three are in the program, and nested choices are made once: no combinations.
+    text = str(jax.make_jaxpr(choice)(x))
+    assert [text.count(f"{number:.1f}") for number in expected.values()] == [1, 1, 1]
+    assert text.count("= add") == 3
+    with pytest.raises(ZeroDivisionError):
+        on("tpu", lambda: 1 / 0)()
+    assert int(choice(x)) == 1  # the platform holds for the call only
+
+
+@pytest.mark.every_platform
+def test_without_arrays_and_with_unknown_backends():
+    assert by_platform(platform) == platform()
+    assert on("rocm", platform)() == "gpu"
+    assert on("gpu", lambda x: by_platform(lambda y: platform(), x))(jnp.ones(1)) == "gpu"

@@ -1,29 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table that `explain` prints; what it says of meshes is held by their tests."""
+"""The table that ``explain`` prints, and its notes."""
 
 import re
 
-import jax
 import jax.numpy as jnp
+import pytest
 
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.explain import explain
-
-
-def array(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+from tests.parameters.tables import array, tree
 
 
 def test_explain_prints_the_table():
-    params = {
-        "blocks": {
-            "attn": {"out": {"kernel": array(12, 12, 64, 768)}, "query": {"kernel": array(12, 768, 12, 64)}},
-            "ln": {"scale": array(12, 768)},
-            "mlp": {"fc": {"bias": array(12, 3072), "kernel": array(12, 768, 3072)}},
-        },
-        "lm_head": {"kernel": array(768, 50257)},
-        "wte": {"embedding": array(50257, 768)},
-    }
+    block = "attn/out/kernel 12x12x64x768; attn/query/kernel 12x768x12x64; ln/scale 12x768; mlp/fc/bias 12x3072"
+    params = tree(f"lm_head/kernel 768x50257; wte/embedding 50257x768; blocks: {block}; mlp/fc/kernel 12x768x3072")
     assert explain(params).splitlines() == [
         "parameter                 shape              optimizer  matrices           reason",
         "blocks/attn/out/kernel    (12, 12, 64, 768)  matrix     12 x (768 x 768)   "
@@ -36,8 +26,8 @@ def test_explain_prints_the_table():
         "lm_head/kernel            (768, 50257)       adamw                         output head",
         "wte/embedding             (50257, 768)       adamw                         embedding",
         "",
-        "matrix: 42,467,328 numbers in 3 parameters, 36 matrices",
-        "adamw:  77,240,832 numbers in 4 parameters",
+        "matrix: 3 parameters, 42,467,328 elements, 36 matrices",
+        "adamw:  4 parameters, 77,240,832 elements",
     ]
 
 
@@ -46,24 +36,17 @@ def test_explain_shows_what_would_fail():
     table = explain(params)
     assert re.search(r"^w +\(2, 3, 4\) +ERROR +no rule covers it$", table, re.MULTILINE)
     assert re.search(r"^up +\(3, 4\) +matrix +1 x \(4 x 3\) +\(in, out\)$", table, re.MULTILINE)
-    assert table.endswith("ERROR:  24 numbers in 1 parameter")
+    assert table.endswith("ERROR:  1 parameter, 24 elements")
     wrong = explain(params, {"w": MatrixDims(0, 3), "up": None})
     assert re.search(r"^w .* ERROR .* outputs=3 is out of range", wrong, re.MULTILINE)
     assert re.search(r"^up .* adamw +given by matrix_dims$", wrong, re.MULTILINE)
 
 
-def test_layers_that_are_alike_are_told_once():
+def test_equal_layers_have_one_line():
     """Experts inside of layers, layers in which one parameter differs, numbers of other things; and one by one."""
-    layers = {
-        f"layer_{i}": {
-            "norm1": {"scale": array(8)},
-            "norm2": {"scale": array(8)},
-            "fc": {"kernel": array(8, 16 if i % 2 else 32)},
-            "experts": [{"up": {"kernel": array(8, 4)}} for _ in range(4)],
-        }
-        for i in range(12)
-    }
-    params = {**layers, "deep": [{"up": {"kernel": array(8, 8)}} for _ in range(300)]}
+    layers = "norm{1,2}/scale 8; experts/{0,1,2,3}/up/kernel 8x4; fc/kernel 8x"
+    params = {f"layer_{i}": tree(layers + ("16" if i % 2 else "32")) for i in range(12)}
+    params |= {"deep": [tree("up/kernel 8x8") for _ in range(300)]}
     table = explain(params)
     assert [re.split(r"  +", line)[:4] for line in table.split("\n\n")[0].splitlines()[1:]] == [
         ["deep/{0..299}/up/kernel", "300 x (8, 8)", "matrix", "300 x (8 x 8)"],
@@ -84,14 +67,51 @@ def test_layers_that_are_alike_are_told_once():
     assert re.search(r"^deep/299/up/kernel +\(8, 8\) +matrix +1 x \(8 x 8\) +\(in, out\)$", every, re.MULTILINE)
 
 
-def test_a_word_that_decided_by_itself_is_noted():
-    table = explain({"policy_head": {"dense_0": {"kernel": array(8, 8)}}, "wte": {"embedding": array(9, 8)}})
-    assert re.search(r"^policy_head/dense_0/kernel .* output head \('head' in 'policy_head'\)$", table, re.MULTILINE)
-    assert table.endswith("note: a word in quotes decided by itself, in a name that may mean something else")
-    assert "note" not in explain({"wte": {"embedding": array(9, 8)}, "embed_tokens": {"kernel": array(9, 8)}})
-
-
 def test_explain_counts_the_matrices_of_a_fused_kernel():
-    params = {"qkv": {"kernel": array(2, 8, 24)}}
-    fused = explain(params, {"qkv": MatrixDims(inputs=1, outputs=2, output_blocks=3)})
+    kernel = {"qkv": {"kernel": array(2, 8, 24)}}
+    fused = explain(kernel, {"qkv": MatrixDims(inputs=1, outputs=2, output_blocks=3)})
     assert re.search(r"matrix +6 x \(8 x 8\) +given by matrix_dims", fused)
+    grouped = explain(kernel, {"qkv": MatrixDims(inputs=1, outputs=2, output_blocks=(16, 4, 4))})
+    assert re.search(r"matrix +2 x \(16 x 8\), 4 x \(4 x 8\) +given", grouped)
+
+
+VOCABULARY = "note: a matrix that has an axis of the vocabulary size may be an output head"
+INT8, INT32 = (array(8, 8, dtype=dtype) for dtype in (jnp.int8, jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("params", "reason", "note"),
+    [
+        (
+            "policy_head/dense_0/kernel 8x8",
+            "output head ('head' in 'policy_head')",
+            "note: a word in quotes decided alone",
+        ),
+        ("wte/embedding 9x8; embed_tokens/kernel 9x8", "embedding", ""),
+        ("Dense_0/kernel 8x50; Embed_0/embedding 50x8", "(in, out), has an axis of the vocabulary size", VOCABULARY),
+        ("Dense_0/kernel 8x50; pos_embed/embedding 50x8", "(in, out)", ""),
+        ("Dense_0/kernel 8x8; Embed_0/embedding 8x8", "(in, out)", ""),
+        ("word_embeddings/weight 90x8; token_type_embeddings/weight 2x8; up/weight 8x8", "embedding", ""),
+        ("ln/scale 8; type_embed/embedding 2x8; up/kernel 8x8", "norm or scale", ""),
+        (
+            {"up/kernel": INT32},
+            "int32, not floating point",
+            "note: integer parameters (1) are passed to AdamW; remove them",
+        ),
+        (
+            {"a/kernel": INT8, "b": INT32},
+            "int8, not floating point",
+            "note: integer parameters (2) are passed to AdamW",
+        ),
+        ({"up/kernel": array(8, 8, dtype=jnp.complex64)}, "complex64, not real floating point", ""),
+    ],
+)
+def test_notes(params, reason, note):
+    lines = explain(tree(params)).splitlines()
+    assert reason in lines[1]
+    assert [line[: len(note)] for line in lines if line.startswith("note")] == [note] * bool(note)
+
+
+def test_a_flattened_tree_is_noted():
+    assert "note: the parameters are one vector" in explain(array(12))
+    assert "note" not in explain(array(3, 4))

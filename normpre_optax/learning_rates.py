@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning rates that were tuned elsewhere: on a narrower model, or for another Muon."""
+
+import math
+from typing import Any, Literal
+
+import jax
+import optax
+
+from normpre_optax.parameters.dims import blocks_of, matrix_shape
+from normpre_optax.parameters.rules import ParamSpec, adamw_inputs, assign
+from normpre_optax.relatives.muon import CONVENTIONS
+
+
+def multipliers_by_width(
+    params: Any, base: Any, *, update: Literal["orthogonal", "relative", "elementwise"], matrix_dims: Any = None
+) -> Any:
+    """Return learning-rate multipliers for a model whose learning rate was tuned on a narrower one.
+
+    A matrix (out, in) = m x n changes its outputs alike at all widths if the spectral norm of its step scales as
+    ``sqrt(m / n)``. With m0 x n0 in the narrower model and t = max(m, n), the multiplier is
+
+    - ``"orthogonal"``: ``sqrt(m / (n t)) / sqrt(m0 / (n0 t0))``, for steps of one RMS with equal singular values:
+      ``normpre_g``, ``normpre_l``, ``muon``, ``muoneq``, ``adamuon``. It scales as the inverse root of the width;
+    - ``"relative"``: 1, for steps relative to the weights (``norm_control="hyperball"``) and for those of spectral norm
+      ``sqrt(max(1, m / n))`` (``muon(convention="keller")``, ``normuon``);
+    - ``"elementwise"``: ``n0 / n``, for steps of one RMS with few large singular values, as AdamW's.
+
+    In the AdamW group it is ``n0 / n`` for an untied output head and for matrices that a rule passes to AdamW, and 1
+    for embeddings, scales and biases. Initialize with standard deviations of ``c / sqrt(n)``.
+
+    Args:
+        params: the model's parameters, arrays or shapes.
+        base: those of the narrower model: the same tree.
+        update: kind of the matrix group's steps.
+        matrix_dims: which parameters are matrices; see ``normpre_g``. The largest of several output blocks decides.
+
+    Returns:
+        A tree of numbers, for ``learning_rate_multipliers`` of every optimizer.
+
+    Raises:
+        ValueError: if ``update`` is unknown, or the trees differ.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import multipliers_by_width
+        >>> wide, tuned = ({"up": {"kernel": jnp.zeros((d, 4 * d)), "bias": jnp.zeros(4 * d)}} for d in (256, 64))
+        >>> multipliers_by_width(wide, tuned, update="orthogonal")
+        {'up': {'bias': 1.0, 'kernel': 0.5}}
+
+    References:
+        Yang, Simon and Bernstein, A Spectral Condition for Feature Learning, arXiv 2310.17813.
+    """
+    slowness = {
+        "orthogonal": lambda m, n: math.sqrt(n * max(m, n) / m),
+        "relative": lambda m, n: 1.0,
+        "elementwise": lambda m, n: float(n),
+    }
+    if update not in slowness:
+        raise ValueError(f"update={update!r} is not one of {tuple(slowness)}")
+    here, there = assign(params, matrix_dims), assign(base, matrix_dims)
+    for path in here.keys() ^ there.keys():
+        raise ValueError(f"params and base are different trees: only one of them has {path!r}")
+
+    def of(spec: ParamSpec) -> float:
+        if spec.dims is None:
+            return float(adamw_inputs(spec))
+        _, dims, shape = max(blocks_of(spec.shape, spec.dims), key=lambda block: math.prod(block[2]))
+        return slowness[update](*matrix_shape(shape, dims)[1:])
+
+    for path, spec in here.items():
+        if len(spec.shape) != len(there[path].shape):
+            raise ValueError(f"parameter {path!r} has shape {spec.shape}, in base {there[path].shape}")
+    return jax.tree.structure(params).unflatten([of(there[path]) / of(spec) for path, spec in here.items()])
+
+
+def learning_rate_from_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: float,
+    *,
+    convention: Literal["keller", "original", "moonlight", "match_rms_adamw"] | float,
+    shape: tuple[int, int] | None = None,
+    rms: float = 0.2,
+) -> tuple[optax.ScalarOrSchedule, float]:
+    """Convert the learning rate and weight decay of another Muon, so that steps keep their size.
+
+    Muon's update is an orthogonal matrix (out, in) = m x n, of RMS ``max(m, n)^(-1/2)``, times the scale of its
+    convention: ``sqrt(max(1, m / n))`` for "keller" (Keller Jordan, ``optax.contrib.muon``) and "original" (the default
+    of ``torch.optim.Muon``); ``0.2 sqrt(max(m, n))`` for "moonlight" and torch's "match_rms_adamw"; a number is
+    ``consistent_rms`` of ``optax.contrib.muon``.
+
+    Args:
+        learning_rate: Muon's, number or schedule.
+        weight_decay: Muon's, decoupled and multiplied by the learning rate.
+        convention: of the other Muon.
+        shape: (out, in) of the matrices whose steps keep their size, needed for "keller" and "original": ``(d, d)`` in
+            a model of width d.
+        rms: of the update here: 0.2 for NormPre, ``muon`` and most relatives.
+
+    Returns:
+        The learning rate (a schedule if a schedule was given) and the weight decay; their product is unchanged.
+
+    Raises:
+        ValueError: if ``convention`` is unknown, or needs a ``shape``.
+
+    Example:
+        >>> from normpre_optax import learning_rate_from_muon
+        >>> lr, decay = learning_rate_from_muon(0.02, 0.1, convention="keller", shape=(768, 768))
+        >>> print(f"{lr:.1e}, {decay:.2f}")
+        3.6e-03, 0.55
+    """
+    if isinstance(convention, str):
+        name = {"original": "keller", "match_rms_adamw": "moonlight"}.get(convention, convention)
+        if name not in CONVENTIONS:
+            raise ValueError(f"convention={convention!r} is not 'keller', 'original', 'moonlight', 'match_rms_adamw'")
+        if shape is None and name == "keller":
+            raise ValueError(f"{convention=} depends on the shape of a matrix: pass shape=(outputs, inputs)")
+        m, n = shape or (1, 1)
+        rms_of_muon = CONVENTIONS[name](m, n) / math.sqrt(max(m, n))
+    else:
+        rms_of_muon = convention
+    times = rms_of_muon / rms
+    if callable(learning_rate):
+        return lambda step: times * learning_rate(step), weight_decay / times
+    return times * learning_rate, weight_decay / times

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clip the leading singular values of matrices, found by a randomized sketch (Algorithm 2) or exactly.
+
+With ``Q`` an orthonormal basis of a subspace of rows of ``Psi^T`` and ``B = Q Psi``, clipping adds ``Q^T F B`` to
+``Psi``: ``F`` is a small matrix, computed from the Gram matrices of ``Q`` and ``B``. The small problems of all
+matrices are solved in one batched call. Thin factors are stored as rows ``(l, s)`` and ``(l, n)``.
+"""
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from normpre_optax.linalg.newton_schulz import clipping_factor, one_at_a_time
+from normpre_optax.linalg.precision import exact_product, inverse_root, product, working_dtype
+
+Solve = Callable[..., list[Any]]
+
+
+def clip_by_sketch(
+    psis: Sequence[jax.Array],
+    omegas: Sequence[jax.Array],
+    ranks: Sequence[int],
+    levels: Sequence[jax.Array],
+    power_iterations: int = 1,
+    products: bool = False,
+    compute_dtype: Any = None,
+    solve: Solve | None = None,
+) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """Find what clips the leading singular values of wide matrices to ``sqrt(level)``: Algorithm 2.
+
+    ``Y = Psi Omega``; ``p`` times ``Y = Psi Psi^T Y``, with the basis orthonormalized in between (the same span);
+    then the eigenpairs of the sketched interaction matrix ``(Q Psi)(Q Psi)^T``.
+
+    Args:
+        psis: wide matrices ``(..., s, n)``, ``s <= n``.
+        omegas: Gaussian draws ``(..., l, n)``: the paper's ``Omega^T``.
+        ranks: how many singular values of each may be clipped.
+        levels: squared thresholds ``(..., 1, 1)``.
+        power_iterations: ``p``.
+        products: clip all ``l`` singular values of the sketch by matrix products alone, without an eigensolver.
+        compute_dtype: dtype of the operands of the products with ``Psi``.
+        solve: replaces ``solve_together`` for the eigenproblems on a mesh. The factorizations are then separate: their
+            results would have to be communicated.
+
+    Returns:
+        ``(left, right, removed)`` for each: the clipped matrix is ``psi + left^T right``, and its sum of squares is
+        smaller by ``removed``, ``(..., 1, 1)``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from normpre_optax.linalg.sketch import clip_by_sketch
+        >>> psi, one = jnp.diag(jnp.array([5.0, 3.0, 1.0])), jnp.ones((1, 1))
+        >>> ((left, right, _),) = clip_by_sketch([psi], [jax.random.normal(jax.random.key(0), (2, 3))], [1], [one], 4)
+        >>> print(jnp.diag(psi + left.T @ right).round(2))
+        [1. 3. 1.]
+
+    References:
+        Halko, Martinsson and Tropp, arXiv 0909.4061.
+    """
+    times = functools.partial(product, dtype=compute_dtype)
+    factor = solve_together if solve is None else solve_separately
+
+    def orthonormalized(ys: list[jax.Array]) -> list[jax.Array]:
+        inverses = factor(_inverse_cholesky, [(exact_product(y, y.mT),) for y in ys])
+        return [exact_product(inverse, y) for inverse, y in zip(inverses, ys, strict=True)]
+
+    ys = [times(omega, psi.mT) for omega, psi in zip(omegas, psis, strict=True)]
+    for _ in range(power_iterations):
+        back = [times(y, psi) for y, psi in zip(orthonormalized(ys), psis, strict=True)]
+        ys = [times(b, psi.mT) for b, psi in zip(orthonormalized(back), psis, strict=True)]
+    qs = orthonormalized(ys)
+    bs = [times(q, psi) for q, psi in zip(qs, psis, strict=True)]
+    grams = [(exact_product(q, q.mT), exact_product(b, b.mT)) for q, b in zip(qs, bs, strict=True)]
+    kept = [
+        jnp.broadcast_to(jnp.asarray(rank, level.dtype), level.shape) for rank, level in zip(ranks, levels, strict=True)
+    ]
+    problems = [(*pair, level, rank) for pair, level, rank in zip(grams, levels, kept, strict=True)]
+    solved = (solve or solve_together)(_factor_by_products if products else _factor_by_eigenvectors, problems)
+    return [(q, exact_product(factor, b), removed) for q, b, (factor, removed) in zip(qs, bs, solved, strict=True)]
+
+
+def clip_exactly(psi: jax.Array, rank: int, level: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same by an eigendecomposition of ``Psi Psi^T``, for one wide matrix.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.sketch import clip_exactly
+        >>> psi = jnp.diag(jnp.array([3.0, 2.0, 0.5]))
+        >>> left, right, removed = clip_exactly(psi, 1, jnp.ones((1, 1)))
+        >>> print(jnp.diag(psi + left.T @ right).round(3), removed.round(3))
+        [1.  2.  0.5] [[8.]]
+    """
+    identity = jnp.eye(len(psi), dtype=psi.dtype)
+    kept = jnp.full((1, 1), rank, psi.dtype)
+    factor, removed = _factor_by_eigenvectors(identity, exact_product(psi, psi.mT), level, kept)
+    return identity, exact_product(factor, psi), removed
+
+
+def _factor_by_eigenvectors(
+    gram: jax.Array, interaction: jax.Array, level: jax.Array, rank: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``F`` and the squares that it removes, from the Gram matrices of Q and B; the ``rank`` largest modes."""
+    inverse, interaction = _orthonormal(gram, interaction)
+    values, vectors = one_at_a_time(lambda x: tuple(jnp.linalg.eigh(x)))(interaction)
+    among = jnp.arange(len(values), dtype=rank.dtype) >= len(values) - rank[0, 0]  # eigh sorts in ascending order
+    over = jnp.where(among, jnp.maximum(values / level[0, 0], 1), 1)  # NaN stays NaN
+    over = jnp.where(jnp.isnan(values), values, over)
+    z = exact_product(vectors.T, inverse)
+    factor = exact_product(z.T * (jax.lax.rsqrt(over) - 1)[None], z)
+    return factor, level * jnp.sum(over - 1)
+
+
+def _factor_by_products(
+    gram: jax.Array, interaction: jax.Array, level: jax.Array, rank: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The same for all modes of the subspace, by products alone."""
+    del rank
+    inverse, interaction = _orthonormal(gram, interaction)
+    change = clipping_factor(interaction / level)
+    moved = exact_product(change, interaction)
+    removed = -2 * jnp.trace(moved) - jnp.sum(moved * change)
+    return exact_product(inverse.T, exact_product(change, inverse)), removed.reshape(1, 1)
+
+
+def _orthonormal(gram: jax.Array, interaction: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What orthonormalizes a basis with that Gram matrix, and the interaction matrix in the new basis.
+
+    Rows much shorter than one are rounding error of dependent rows: their interactions are noise and are left out.
+    """
+    short = jnp.diagonal(gram) < 1e-4
+    inverse = _inverse_cholesky(jnp.where(short[:, None] | short[None], 0, gram))
+    return inverse, exact_product(exact_product(inverse, interaction), inverse.T)
+
+
+def _inverse_cholesky(g: jax.Array) -> jax.Array:
+    """``L^-1`` of ``g = L L^T``, finite for every positive semidefinite matrix.
+
+    ``g`` is scaled to a unit diagonal and its other entries are reduced by ``2 l eps``, more than rounding can make the
+    matrix indefinite. Directions with less than that left come out too short; zero rows stay zero.
+    """
+    scale = inverse_root(jnp.diagonal(g))
+    identity = jnp.eye(len(g), dtype=g.dtype)
+    unit = scale[:, None] * g * scale[None] / (1 + 2 * len(g) * jnp.finfo(g.dtype).eps)
+    unit = jnp.where(identity == 1, jnp.where(jnp.isnan(g), g, 1), unit)
+
+    def solved(x: jax.Array) -> jax.Array:
+        lower = jax.lax.linalg.cholesky(x, symmetrize_input=False)
+        # Not `identity`: under vmap, a function of one matrix may not close over traced arrays.
+        return jax.lax.linalg.triangular_solve(lower, jnp.eye(len(x), dtype=x.dtype), left_side=True, lower=True)
+
+    return one_at_a_time(solved)(unit) * scale[None]
+
+
+def solve_together(f: Callable, problems: Sequence[tuple[jax.Array, ...]], batched: Callable = jax.vmap) -> list[Any]:
+    """Return ``f(*problem)`` for problems of arrays ``(..., a, b)``: one batched call for all of one size.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.sketch import solve_together
+        >>> print([x.shape for x in solve_together(jnp.transpose, [(jnp.ones((2, 3)),), (jnp.ones((4, 2, 3)),)])])
+        [(3, 2), (4, 3, 2)]
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, problem in enumerate(problems):
+        groups.setdefault(tuple(x.shape[-2:] for x in problem), []).append(i)
+    results: list[Any] = [None] * len(problems)
+    for members in groups.values():
+        leads = [problems[i][0].shape[:-2] for i in members]
+        if leads == [()]:
+            results[members[0]] = f(*problems[members[0]])
+            continue
+        parts = zip(*([x.reshape(-1, *x.shape[-2:]) for x in problems[i]] for i in members), strict=True)
+        solved = batched(f)(*(jnp.concatenate(xs) for xs in parts))
+        ends = np.cumsum([math.prod(lead) for lead in leads])
+        for i, lead, end in zip(members, leads, ends, strict=True):
+            start = end - math.prod(lead)
+            results[i] = jax.tree.map(lambda x, a=start, b=end, lead=lead: x[a:b].reshape(*lead, *x.shape[1:]), solved)
+    return results
+
+
+def solve_separately(f: Callable, problems: Sequence[tuple[jax.Array, ...]]) -> list[Any]:
+    """The same with one call per problem."""
+    results = []
+    for problem in problems:
+        g = f
+        for _ in problem[0].shape[:-2]:
+            g = jax.vmap(g)
+        results.append(g(*problem))
+    return results
+
+
+def draws(seed: int, step: jax.typing.ArrayLike, ids: Sequence[jax.Array], shapes: Sequence[tuple]) -> list[jax.Array]:
+    """Draw ``Omega^T`` for every matrix; it depends on seed, step, parameter and batch index, and on nothing else.
+
+    Args:
+        seed: of the optimizer.
+        step: number of updates before this one.
+        ids: ``matrix_ids`` of every stack, uint32 ``(..., 2)``.
+        shapes: ``(l, n)`` of every stack.
+
+    Returns:
+        float32 ``(..., l, n)`` for every stack. The same on every host and for every sharding.
+
+    Example:
+        >>> from normpre_optax.linalg.sketch import draws, matrix_ids
+        >>> [x.shape for x in draws(0, 0, [matrix_ids("up/kernel", 5)], [(2, 6)])]
+        [(5, 2, 6)]
+    """
+    # Threefry is the one generator whose draws do not depend on the sharding.
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+
+    def draw(own: jax.Array, shape: tuple[int, int]) -> jax.Array:
+        return jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, own[0, 0]), own[0, 1]), shape, jnp.float32)
+
+    results: list[Any] = [None] * len(ids)
+    for shape in dict.fromkeys(shapes):
+        members = [i for i, other in enumerate(shapes) if other == shape]
+        found = solve_together(functools.partial(draw, shape=shape), [(ids[i][..., None, :],) for i in members])
+        for i, x in zip(members, found, strict=True):
+            results[i] = x
+    return results
+
+
+def matrix_ids(path: str, batch: int) -> np.ndarray:
+    """Return uint32 ``(batch, 2)``: crc32 of a parameter's path, and the batch index of each of its matrices."""
+    return np.stack([np.full(batch, zlib.crc32(path.encode()), np.uint32), np.arange(batch, dtype=np.uint32)], axis=-1)
+
+
+def sum_of_squares(x: jax.Array) -> jax.Array:
+    """Return the squared Frobenius norm of every matrix, ``(..., 1, 1)``, in at least float32."""
+    return jnp.sum(jnp.square(x.astype(working_dtype(x.dtype))), axis=(-2, -1), keepdims=True)

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a direction for matrices to a complete optimizer: AdamW for the rest, weight decay and learning rates."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from normpre_optax.hyperball import _hyperball
+from normpre_optax.options import Number, checked, docstring, sections
+from normpre_optax.parameters.rules import Assignment, assign, warn_if_flattened
+from normpre_optax.sharding.placement import place_state, sharded_like, specs_from
+from normpre_optax.stages.base import at_least_float32
+
+NEEDS_PARAMS = (
+    "this optimizer needs the parameters: call update(grads, state, params). In an Equinox loop that is "
+    "optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array)); a loop that never passes params (brax) "
+    "needs that third argument"
+)
+SAME_OPTIMIZER = (
+    "The optimizer, its options and the parameters must be those that the state was created with; or start with a new "
+    "state, init(params)"
+)
+
+
+def with_adamw(
+    direction: Callable[..., optax.GradientTransformation],
+    learning_rate: Number | Callable,
+    *,
+    weight_decay: Number | Callable = 0.1,
+    weight_decay_mask: Any = None,
+    learning_rate_multipliers: Any = None,
+    norm_control: Literal["none", "hyperball"] = "none",
+    adam_learning_rate: Number | Callable | None = None,
+    adam_b1: Number = 0.9,
+    adam_b2: Number = 0.95,
+    adam_eps: Number = 1e-8,
+    adam_weight_decay: Number | Callable | None = None,
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
+    shardings: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Complete a direction: matrices use it, everything else uses AdamW.
+
+    ``W <- W - lr (direction(G) + wd W)``. The parameters that are matrices are assigned on the whole tree at every
+    ``init`` and ``update``, before it is partitioned.
+
+    Args:
+        direction: function that returns a direction when called with ``matrix_dims=``, such as ``scale_by_muon`` or
+            ``functools.partial(scale_by_muon, nesterov=False)``.
+        learning_rate: number or schedule.
+
+    Returns:
+        The optimizer; its state is that of ``optax.partition`` over "matrix" and "adamw".
+
+    Raises:
+        TypeError: if an option does not exist or has the wrong type.
+        ValueError: if a number is out of range; at ``init``, if no rule covers a parameter; at ``update``, if params
+            are missing, or the state belongs to another optimizer.
+
+    Example:
+        >>> import functools, jax.numpy as jnp
+        >>> from normpre_optax import scale_by_muon, with_adamw
+        >>> tx = with_adamw(functools.partial(scale_by_muon, nesterov=False), 1e-3, weight_decay=0.0)
+        >>> sorted(tx.init({"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}).inner_states)
+        ['adamw', 'matrix']
+    """
+    if not callable(direction) or not isinstance(direction(matrix_dims=None), optax.GradientTransformation):
+        raise TypeError(
+            "direction must be a function that returns an optax.GradientTransformation when called with matrix_dims=, "
+            f"such as scale_by_muon or functools.partial(scale_by_muon, nesterov=False); got {direction!r}"
+        )
+
+    def optimizer(params: Any) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of these parameters."""
+        found = assign(params, matrix_dims)
+        if shardings is not None:
+            specs = specs_from(list(found), params, shardings)
+            found = Assignment(
+                (path, spec._replace(sharding=s)) for (path, spec), s in zip(found.items(), specs, strict=True)
+            )
+        labels = jax.tree.structure(params).unflatten(["matrix" if s.dims else "adamw" for s in found.values()])
+        mask = _whole_tree("weight_decay_mask", weight_decay_mask, params, True)
+        times = None
+        if learning_rate_multipliers is not None:
+            times = _whole_tree("learning_rate_multipliers", learning_rate_multipliers, params, 1.0)
+
+        def finished(tx: optax.GradientTransformation, decay: Any, lr: Any) -> optax.GradientTransformation:
+            multiplied = [] if times is None else [_multiplied(found, times)]
+            decayed = optax.add_decayed_weights(decay, lambda _: mask)
+            return optax.chain(tx, *multiplied, decayed, optax.scale_by_learning_rate(lr))
+
+        matrix = direction(matrix_dims=found)
+        if norm_control == "hyperball":
+            of_leaf = None if times is None else functools.partial(_picked, found, times)
+            matrix = optax.chain(matrix, _hyperball(learning_rate, of_leaf, found))
+        else:
+            matrix = finished(matrix, weight_decay, learning_rate)
+        adam = finished(
+            optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=mu_dtype),
+            weight_decay if adam_weight_decay is None else adam_weight_decay,
+            learning_rate if adam_learning_rate is None else adam_learning_rate,
+        )
+        parts: dict[Hashable, optax.GradientTransformation] = {"matrix": matrix, "adamw": adam}
+        return optax.partition(parts, lambda _: labels)  # a tree of labels may be callable, such as an Equinox module
+
+    def init(params):
+        if note := warn_if_flattened(assign(params, matrix_dims)):
+            warnings.warn(note, stacklevel=2)
+        tx, params = optimizer(params), jax.tree.map(at_least_float32, params)
+        return place_state(tx, tx.init(params), params)
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(NEEDS_PARAMS)
+        _check_gradients(updates, params)
+        tx = optimizer(params)
+        _check_state(state, jax.eval_shape(lambda p: tx.init(jax.tree.map(at_least_float32, p)), params))
+        updates = jax.tree.map(lambda u, p: at_least_float32(sharded_like(jnp.asarray(u), p)), updates, params)
+        new, state = tx.update(updates, state, jax.tree.map(at_least_float32, params), **extra_args)
+        return jax.tree.map(lambda u, p: u.astype(jnp.asarray(p).dtype), new, params), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+with_adamw = checked(with_adamw)
+
+
+# Sections of a complete optimizer's docstring, from the name and the text of its direction.
+_COMPLETE = {
+    "": "{1}\n\nHidden matrices use ``scale_by_{0}``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.",
+    "Args": "    learning_rate: number or schedule.\n{2}",
+    "Returns": "    The complete optimizer; its state is that of ``optax.partition``.",
+    "Raises": "    TypeError: if an option does not exist or has the wrong type.\n"
+    "    ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.",
+    "Example": """    >>> import jax.numpy as jnp, normpre_optax as npo
+    >>> tx = npo.{0}(1e-3{3})
+    >>> params = {{"dense": {{"kernel": jnp.eye(4, 8), "bias": jnp.ones(8)}}}}
+    >>> updates, state = tx.update(params, tx.init(params), params)""",
+}
+
+
+def complete(direction: Callable[..., Any], more: str = "") -> Callable[..., optax.GradientTransformationExtraArgs]:
+    """Return the complete optimizer of a direction ``scale_by_x``: ``x(learning_rate, ...)`` with the options of both.
+
+    Its signature and docstring are those of the direction, with the options of ``with_adamw``; ``more`` are further
+    arguments in its example.
+    """
+    own = inspect.signature(direction).parameters
+    rest = {p.name: p for p in inspect.signature(with_adamw).parameters.values() if p.name != "direction"}
+    learning_rate = rest.pop("learning_rate").replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    added = [p for name, p in rest.items() if name not in own]
+
+    def optimizer(learning_rate: Any, *args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+        of_direction = {name: value for name, value in options.items() if name in own and name != "matrix_dims"}
+        of_rest = {name: value for name, value in options.items() if name in rest}
+        return with_adamw(functools.partial(direction, *args, **of_direction), learning_rate, **of_rest)
+
+    name, doc = direction.__name__.removeprefix("scale_by_"), sections(direction.__doc__)
+    optimizer.__name__ = optimizer.__qualname__ = name
+    optimizer.__module__ = direction.__module__
+    optimizer.__doc__ = docstring(
+        doc | {key: text.format(name, doc[""], doc.get("Args", ""), more) for key, text in _COMPLETE.items()}, ()
+    )
+    return checked(optimizer, inspect.Signature([learning_rate, *own.values(), *added]))
+
+
+def _picked(found: Assignment, tree: Any, params: Any) -> list[Any]:
+    """Leaves of a tree like all parameters for those in ``params``."""
+    by_path = dict(zip(found, jax.tree.leaves(tree), strict=True))
+    return [by_path[path] for path in assign(params, found)]
+
+
+def _multiplied(found: Assignment, times: Any) -> optax.GradientTransformation:
+    """Multiply the update of every parameter by its number."""
+
+    def f(updates: Any, params: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(updates)
+        return treedef.unflatten([x * u for x, u in zip(_picked(found, times, params), leaves, strict=True)])
+
+    return optax.stateless(f)
+
+
+def _whole_tree(name: str, given: Any, params: Any, default: Any) -> Any:
+    """Return an option that is a tree, or a function that returns one, for all parameters."""
+    if given is None:
+        return jax.tree.map(lambda _: default, params)
+    kinds = (bool, np.bool_) if default is True else (*get_args(Number), jax.Array)
+    is_tree = all(isinstance(x, kinds) for x in jax.tree.leaves(given))  # an Equinox module is callable
+    if not is_tree and not callable(given):
+        what = "bools" if default is True else "numbers"
+        raise TypeError(f"{name} must be a tree of {what} or a function (params) -> tree, got {given!r}")
+    try:
+        return jax.tree.broadcast(given if is_tree else given(params), params)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} must be a tree like the parameters, or a prefix of it: {error}") from error
+
+
+def _named(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _check_gradients(updates: Any, params: Any) -> None:
+    """Raise a ValueError where the gradients are not like the parameters."""
+    given, wanted = _named(updates), _named(params)
+    for name in given | wanted:
+        if given.get(name) != wanted.get(name):
+            shapes = [f"has shape {x[name]}" if name in x else "is missing" for x in (given, wanted)]
+            raise ValueError(
+                f"gradients and parameters differ at {name}: the gradient {shapes[0]}, the parameter {shapes[1]}. "
+                "Arguments are update(grads, state, params)"
+            )
+    _check_containers("gradients", updates, params, "use the same containers for both, for example flax.core.unfreeze")
+
+
+def _check_state(state: Any, own: Any) -> None:
+    """Raise a ValueError where a state is not what ``init`` returns."""
+    _check_containers("state", state, own, "restore the checkpoint with target=tx.init(params)")
+    given, wanted = _named(state), _named(own)
+    for name in given | wanted:
+        if given.get(name) != wanted.get(name):
+            here, there = (f"of shape {x[name]}" if name in x else "missing" for x in (given, wanted))
+            raise ValueError(f"state{name} is {here}, but this optimizer expects it {there}. {SAME_OPTIMIZER}")
+
+
+def _check_containers(what: str, given: Any, wanted: Any, fix: str, path: str = "") -> None:
+    """Raise a ValueError that names the first container of another type."""
+    if jax.tree.structure(given) == jax.tree.structure(wanted):
+        return
+    children = []
+    for tree in (given, wanted):
+        entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree)
+        children.append({jax.tree_util.keystr(key, simple=True): x for key, x in entries if key})
+    kinds = [type(tree) for tree in (given, wanted)]
+    if kinds[0] is not kinds[1] and children[0].keys() == children[1].keys() and children[0]:
+        raise ValueError(f"{what}{path} is a {kinds[0].__name__}, expected a {kinds[1].__name__}: {fix}")
+    for key in children[0].keys() & children[1].keys():
+        _check_containers(what, children[0][key], children[1][key], fix, f"{path}[{key}]")

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for known layouts, to be passed as ``matrix_dims=``. Everything else follows the default rule.
+
+Example:
+    >>> import jax.numpy as jnp
+    >>> from normpre_optax import explain, presets
+    >>> params = {"conv_0": {"kernel": jnp.zeros((3, 3, 8, 16))}}
+    >>> print(explain(params, matrix_dims=presets.convolutions).splitlines()[1])
+    conv_0/kernel  (3, 3, 8, 16)  matrix     1 x (16 x 72)  given by matrix_dims
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from normpre_optax.parameters.dims import MatrixDims
+from normpre_optax.parameters.rules import default_matrix_dims
+
+
+def experts_in_front(path: str, leaf: Any) -> MatrixDims | None:
+    """Read experts stored as (expert, in, out), also behind layer axes: gpt-oss, most models with arrays of experts.
+
+    Args:
+        path: the parameter's path.
+        leaf: an object with ``shape``, ``ndim`` and ``dtype``.
+
+    Returns:
+        ``MatrixDims``, or None for AdamW.
+
+    Raises:
+        ValueError: if neither this nor the default rule covers the leaf.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import presets
+        >>> presets.experts_in_front("mlp/experts/down_proj", jnp.zeros((4, 32, 8)))
+        MatrixDims(inputs=-2, outputs=-1, output_blocks=1)
+    """
+    if "experts/" in path and leaf.ndim > 2 and "bias" not in path:
+        return MatrixDims(inputs=-2, outputs=-1)
+    return default_matrix_dims(path, leaf)
+
+
+def maxtext(path: str, leaf: Any) -> MatrixDims | None:
+    """Read MaxText: layers scanned along axis 1, experts in front of them, and projections from MLA's latents.
+
+    Args:
+        path: the parameter's path.
+        leaf: an object with ``shape``, ``ndim`` and ``dtype``.
+
+    Returns:
+        ``MatrixDims``, or None for AdamW.
+
+    Raises:
+        ValueError: if neither this nor the default rule covers the leaf.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import presets
+        >>> presets.maxtext("decoder/layers/mlp/wi_0/kernel", jnp.zeros((8, 2, 32)))  # (in, layer, out)
+        MatrixDims(inputs=0, outputs=2, output_blocks=1)
+    """
+    module, last = ["", *path.split("/")][-2:]
+    if last in ("wi_0", "wi_1", "wo"):  # (expert, layer, in, out)
+        return MatrixDims(inputs=-2, outputs=-1)
+    if last != "kernel" or module == "gate" or leaf.ndim < 3:
+        return default_matrix_dims(path, leaf)
+    if "layers/" in path and leaf.ndim == 3:  # not layers_0/, which is a single layer
+        return MatrixDims(inputs=0, outputs=2)
+    if module == "out":  # (heads, layer, size, d)
+        return MatrixDims(inputs=(0, leaf.ndim - 2), outputs=-1)
+    return MatrixDims(inputs=0, outputs=(-2, -1))  # (d, layer, heads, size)
+
+
+def gemma(path: str, leaf: Any) -> MatrixDims | None:
+    """Read the einsums of Gemma 2 and 3. Gemma 1 has its ``gating_einsum`` as (2, d, hidden): inputs=1, outputs=2.
+
+    Args:
+        path: the parameter's path.
+        leaf: an object with ``shape``, ``ndim`` and ``dtype``.
+
+    Returns:
+        ``MatrixDims``, or None for AdamW.
+
+    Raises:
+        ValueError: if neither this nor the default rule covers the leaf.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import presets
+        >>> presets.gemma("layer_0/attn/q_einsum/w", jnp.zeros((2, 16, 8)))  # (heads, d, size)
+        MatrixDims(inputs=1, outputs=(0, 2), output_blocks=1)
+    """
+    einsums = {
+        "q_einsum/w": MatrixDims(inputs=1, outputs=(0, 2)),  # (heads, d, size)
+        "kv_einsum/w": MatrixDims(inputs=2, outputs=(1, 3)),  # (2, heads, d, size)
+        "gating_einsum/w": MatrixDims(inputs=2, outputs=1),  # (2, hidden, d)
+    }
+    return einsums.get("/".join(path.split("/")[-2:])) or default_matrix_dims(path, leaf)
+
+
+def kernels_out_in(path: str, leaf: Any) -> MatrixDims | None:
+    """Read kernels stored as (out, in) in the layers under ``h``: Hugging Face's Flax GPT-2.
+
+    Args:
+        path: the parameter's path.
+        leaf: an object with ``shape``, ``ndim`` and ``dtype``.
+
+    Returns:
+        ``MatrixDims``, or None for AdamW.
+
+    Raises:
+        ValueError: if neither this nor the default rule covers the leaf.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import presets
+        >>> presets.kernels_out_in("transformer/h/0/attn/c_attn/kernel", jnp.zeros((24, 8)))
+        MatrixDims(inputs=1, outputs=0, output_blocks=1)
+    """
+    if path.endswith("kernel") and leaf.ndim == 2 and "/h/" in f"/{path}":
+        return MatrixDims(inputs=1, outputs=0)
+    return default_matrix_dims(path, leaf)
+
+
+def convolutions(path: str, leaf: Any) -> MatrixDims | None:
+    """Read a convolution with all its taps as one matrix: a weight is (out, in, taps), a kernel (taps, in, out).
+
+    Args:
+        path: the parameter's path.
+        leaf: an object with ``shape``, ``ndim`` and ``dtype``.
+
+    Returns:
+        ``MatrixDims``, or None for AdamW.
+
+    Raises:
+        ValueError: if neither this nor the default rule covers the leaf.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import presets
+        >>> presets.convolutions("encoder/conv1/kernel", jnp.zeros((3, 80, 768)))
+        MatrixDims(inputs=(0, 1), outputs=2, output_blocks=1)
+    """
+    if "conv" in path.lower() and leaf.ndim > 2 and min(leaf.shape) > 1:
+        first, *others, last = range(leaf.ndim)
+        if path.endswith("weight"):
+            return MatrixDims(inputs=(*others, last), outputs=first)
+        return MatrixDims(inputs=(first, *others), outputs=last)
+    return default_matrix_dims(path, leaf)

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The leaves of a parameter tree: their paths, what a rule sees of them, and how many layers are stacked in front."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import tree_util
+
+from normpre_optax.parameters import vocabulary as v
+from normpre_optax.parameters.vocabulary import words
+
+_BOXES = {("flax", "Variable"), ("flax", "VariableState"), ("flax", "AxisMetadata"), ("haliax", "NamedArray")}
+
+
+@dataclasses.dataclass
+class Leaf:
+    """What a rule ``(path, leaf)`` sees of a parameter: everything but its values.
+
+    Args:
+        shape: its shape.
+        dtype: its dtype.
+        names: names of its axes, if a box has them (Linen's ``with_partitioning``, Haliax); else None.
+        class_name: class of the object that has it as an attribute ("Embedding", "LayerNorm"); else "".
+        layers: number of layer axes in front, as the parameters around it show; None if they do not show it.
+        layers_error: why an axis of layers is expected but is not in front; else "".
+        is_vector: whether its name is that of a bias or norm, of one axis unless layers are stacked.
+        near: leaves of its own module and of those beside it, by path.
+
+    Example:
+        >>> from normpre_optax.parameters.tree import leaves
+        >>> leaves({"blocks": {"w": np.zeros((4, 8, 16)), "b": np.zeros((4, 16))}})["blocks/w"].layers
+        1
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    names: tuple[Any, ...] | None = None
+    class_name: str = ""
+    layers: int | None = None
+    layers_error: str = ""
+    is_vector: bool = False
+    near: Mapping[str, Leaf] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def is_box(node: Any) -> bool:
+    """Return whether a node is a box of Flax or Haliax around an array. The packages are not imported."""
+    return any((cls.__module__.split(".")[0], cls.__name__) in _BOXES for cls in type(node).__mro__)
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+    """Return (path, node) for every leaf and box of a tree, in jax's order."""
+    found = tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: is_leaf(node) or is_box(node))[0]
+    return [(tree_util.keystr(keys, simple=True, separator="/"), node) for keys, node in found]
+
+
+def named_leaves(tree: Any) -> Iterator[tuple[str, Any, Any, tuple[Any, ...]]]:
+    """Yield (path, array, its box or None, key path) in jax's order. A path is the same with and without a box."""
+    for keys, node in tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]:
+        boxed = is_box(node)
+        inner = tree_util.tree_flatten_with_path(node)[0] if boxed else [((), node)]
+        for inner_keys, array in inner:
+            path = tree_util.keystr(keys + inner_keys if len(inner) > 1 else keys, simple=True, separator="/")
+            yield path, array, node if boxed else None, keys
+
+
+def leaf_paths(tree: Any) -> list[str]:
+    """Return the "/"-joined paths of all arrays, in jax's order.
+
+    Example:
+        >>> from normpre_optax.parameters.tree import leaf_paths
+        >>> leaf_paths({"up": {"kernel": 1.0, "bias": 2.0}, "layers": [3.0]})
+        ['layers/0', 'up/bias', 'up/kernel']
+    """
+    return [path for path, *_ in named_leaves(tree)]
+
+
+def leaves(params: Any) -> dict[str, Leaf]:
+    """Return a ``Leaf`` for every array, by path, in jax's order."""
+    found: dict[str, Leaf] = {}
+    below: dict[str, dict[str, Leaf]] = {}  # all leaves below a path
+    for path, array, box, keys in named_leaves(params):
+        if path in found:
+            raise ValueError(f"two parameters have the path {path!r}: rename one of them")
+        array = np.asarray(array) if isinstance(array, (bool, int, float, complex)) else array
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            arrays = "Pass only the arrays; those of an Equinox model are eqx.filter(model, eqx.is_inexact_array)"
+            raise TypeError(f"parameter {path!r} is {array!r}, which is not an array. {arrays}")
+        if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+            raise TypeError(f"parameter {path!r} has dtype {array.dtype}: keep random keys out of the parameters")
+        names = None if box is None else _axis_names(box, len(array.shape))
+        owner = _class_name(params, keys) if keys and isinstance(keys[-1], tree_util.GetAttrKey) else ""
+        found[path] = Leaf(tuple(array.shape), array.dtype, names, owner)
+        parts = path.split("/")
+        for depth in range(len(parts)):
+            below.setdefault("/".join(parts[:depth]), {})[path] = found[path]
+    for path, leaf in found.items():
+        parts = path.split("/")
+        leaf.near = below["/".join(parts[: layer_depth(parts) - 1])]
+        leaf.is_vector = parts[-2:][0].lower() not in v.QUERIES and vector_kind(parts, leaf) != ""
+    for path, leaf in found.items():
+        leaf.layers, leaf.layers_error = _layer_axes(path.split("/"), below)
+    return found
+
+
+def _axis_names(box: Any, ndim: int) -> tuple[Any, ...] | None:
+    names = getattr(box, "names", None) or tuple(getattr(axis, "name", None) for axis in getattr(box, "axes", ()))
+    return names if isinstance(names, tuple) and len(names) == ndim > 0 else None
+
+
+def _class_name(node: Any, keys: tuple[Any, ...]) -> str:
+    with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):
+        for key in keys[:-1]:
+            attribute = isinstance(key, tree_util.GetAttrKey)
+            node = getattr(node, key.name) if attribute else node[getattr(key, "key", getattr(key, "idx", None))]
+        return type(node).__name__
+    return ""
+
+
+def names_below(leaf: Leaf, parts: list[str]) -> set[str]:
+    """Return the names directly below a path, of the leaves near a leaf."""
+    others = (other.split("/") for other in leaf.near)
+    return {other[len(parts)] for other in others if other[: len(parts)] == parts}
+
+
+def layer_depth(parts: list[str]) -> int:
+    """Return how many parts of a path name the layer: all but a generic last one such as "kernel"."""
+    return max(1, len(parts) - (parts[-1].lower() in v.GENERIC))
+
+
+def vector_kind(parts: list[str], leaf: Leaf) -> str:
+    """Return "bias" or "norm or scale" for a parameter that has one axis unless it is stacked; else ""."""
+    last, module = words(parts[-1]), parts[-2] if len(parts) > 1 else ""
+    short = parts[-1].lower()
+    if v.SHORT_BIAS.fullmatch(short):  # in a known tree a bias has its "w" beside it
+        beside = {name.lower() for name in names_below(leaf, parts[:-1])}
+        if f"w{short[1:]}" in beside if beside else module:
+            return "bias"
+    if v.BIASES.intersection(last):
+        return "bias"
+    norm = v.SCALES.intersection(last) or v.NORMS.intersection(last + words(module) + words(leaf.class_name))
+    return "norm or scale" if norm else ""
+
+
+def stack_depth(parts: list[str]) -> int | None:
+    """Return how many parts lead to the last name under which layers are stacked, or None."""
+    for depth in range(len(parts), 0, -1):
+        part, found = parts[depth - 1], {*words(parts[depth - 1])}
+        stacked = found & v.STACKS and (found & v.ALWAYS_STACKS or not part[-1:].isdigit())
+        following = parts[depth] if depth < len(parts) else ""
+        counted = following[-1:].isdigit() and v.UNITS.difference(v.ALWAYS_STACKS).issuperset(words(following))
+        if (stacked or found == {"h"}) and not counted:
+            return depth
+    return None
+
+
+def block_depth(parts: list[str]) -> int:
+    """Return how many parts lead into the innermost layer: past "blocks", "block" before "0", "TransformerBlock_0"."""
+    for depth in range(len(parts) - 1, 0, -1):
+        part, found = parts[depth - 1], v.UNITS.intersection(words(parts[depth - 1]))
+        if found and (found & v.STACKS or found == {"h"} or part[-1:].isdigit() or parts[depth].isdigit()):
+            return depth
+    return 0
+
+
+def _layer_axes(parts: list[str], below: dict[str, dict[str, Leaf]]) -> tuple[int | None, str]:
+    """Return the number of layer axes in front, as the nearest biases and norms show it, and why it is not in front."""
+    root = stack_depth(parts)
+    for depth in range(len(parts) - 1, (root or 0) - 1, -1):
+        path = "/".join(parts[:depth])
+        counts = [len(x.shape) - 1 for x in below[path].values() if x.is_vector and x.shape]
+        if counts and max(counts) == 0:
+            return 0, ""
+        if counts and min(counts) > 0:
+            errors = [_different_starts(below[path], count) for count in range(1, min(counts) + 1)]
+            unrelated = root is None and depth < len(parts) - 1
+            return errors.count("") or None, "" if unrelated or not errors[0] else errors[0]
+    group = below.get("/".join(parts[:root]), {}) if root else {}
+    if all(len(leaf.shape) < 3 for leaf in group.values()):
+        return None, ""
+    error = _different_starts(group, 1)
+    return None if error else 1, error
+
+
+def _different_starts(group: dict[str, Leaf], count: int) -> str:
+    """Return "" if the first ``count`` axes of all leaves have equal sizes, else which two differ."""
+    starts: dict[tuple[int, ...], str] = {}
+    for path, leaf in group.items():
+        starts.setdefault(leaf.shape[:count], path)
+    (a, first), (b, second) = [*starts.items(), ((), "")][:2]
+    differ = f"it looks stacked, but not in front ({first!r} begins with {a}, {second!r} with {b})"
+    return differ if len(starts) > 1 else ""
+
+
+Row = tuple[str, tuple[str, ...], Any]  # the common name of parameters, their paths, and the entry of a table
+
+
+def repeated(table: Mapping[str, Any]) -> list[Row]:
+    """Join the entries of layers that are alike in every parameter below them.
+
+    A layer is a part of a path that is a number; or that ends in one and is named as a layer, a block, an expert or,
+    as Linen does, after its class.
+
+    Example:
+        >>> from normpre_optax.parameters.tree import repeated
+        >>> table = {f"blocks/{i}/{name}": name for i in range(12) for name in ("up", "down")}
+        >>> [(name, len(paths)) for name, paths, _ in repeated(table)]
+        [('blocks/{0..11}/up', 12), ('blocks/{0..11}/down', 12)]
+        >>> [name for name, *_ in repeated({"layer_0/up": 8, "layer_1/up": 8, "layer_2/up": 16})]
+        ['layer_{0,1}/up', 'layer_2/up']
+    """
+    return _joined([(path, (path,), entry) for path, entry in table.items()])
+
+
+def _joined(rows: list[Row]) -> list[Row]:
+    below: dict[str, list[Row]] = {}
+    for name, paths, entry in rows:
+        first, _, rest = name.partition("/")
+        below.setdefault(first, []).append((rest, paths, entry))
+    alike: dict[Hashable, list[tuple[str, list[Row]]]] = {}
+    for first, inner in below.items():
+        inner = _joined(inner) if inner[0][0] else inner
+        stem, found = first.rstrip("0123456789"), words(first)
+        layer = not found or (v.UNITS | v.EXPERTS).intersection(found) or (first[0].isupper() and stem[-1] == "_")
+        content = tuple((name, len(paths), entry) for name, paths, entry in inner)
+        alike.setdefault((stem, content) if layer and stem != first else first, []).append((first, inner))
+    joined: list[Row] = []
+    for group in alike.values():
+        label = _label([first for first, _ in group])
+        for same in zip(*(inner for _, inner in group), strict=True):
+            rest, _, entry = same[0]
+            paths = tuple(path for _, paths, _ in same for path in paths)
+            joined.append((f"{label}/{rest}" if rest else label, paths, entry))
+    return joined
+
+
+def _label(names: list[str]) -> str:
+    """Return one name for several that differ in their last number: "layer_{0..3,7}"."""
+    stem = names[0].rstrip("0123456789")
+    if len(names) == 1:
+        return names[0]
+    numbers = enumerate(sorted(int(name[len(stem) :]) for name in names))
+    runs = [[n for _, n in run] for _, run in itertools.groupby(numbers, lambda pair: pair[1] - pair[0])]
+    found = ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return f"{stem}{{{found}}}"
+
+
+def without_boxes(tree: Any) -> Any:
+    """Return the tree with each box replaced by its array, or by ``MaskedNode`` if it has none."""
+
+    def array(node: Any) -> Any:
+        return next(iter(jax.tree.leaves(node)), optax.MaskedNode()) if is_box(node) else node
+
+    return jax.tree.map(array, tree, is_leaf=is_box)

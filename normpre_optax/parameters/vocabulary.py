@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names that the default rule knows: what parameters, layers and axes are called in common code bases."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+# Last parts of a path.
+WEIGHTS = {"kernel", "w", "weight", "weights"}
+GENERIC = WEIGHTS | {"bias", "b", "scale", "embedding", "embeddings"}  # the layer is the part before these
+SHORT_BIAS = re.compile(r"b(\d+|[qkvo])?|b_.*")
+LAMBDA = re.compile(r"(?i)(^|[^a-z])lambdas?([^a-z/][^/]*)?$")
+STATE_SPACE = re.compile(r"(?i)(^|/)(a_logs?|log_a|a_real|a_imag|log_a_real|log_dt|time_decay|time_first)$")
+LORA = re.compile(r"(^|[/_])lora_?([abAB]|up|down)(/[^/]*){0,2}$|(?i:lora).*/[abAB](/[^/]*){0,2}$")
+COUNTED_EXPERT = re.compile(r"(?i)expert[^/]*\d(/|$)|(expert|moe)[^/]*/\d+(/|$)")
+
+# Names of layers, in lower case.
+QUERIES = {f"{a}{b}" for a in ("query", "key", "value", "q", "k", "v") for b in ("", "_proj", "_projection")}
+QUERIES |= {f"{a}{b}" for a in ("w", "w_", "to_") for b in ("q", "k", "v")}
+OUTPUTS = {"out", "output", "o", "o_proj", "out_proj", "output_proj", "proj", "c_proj", "to_out", "wo", "w_o"}
+OUTPUTS |= {"attn_vec_einsum"}
+GPT2 = {"c_attn", "q_attn", "c_fc", "c_proj"}  # (in, out) by Hugging Face's Conv1D, (out, in) by nanoGPT's Linear
+LAST_LAYERS = {"out", "output", "out_proj", "output_proj", "output_projection", "output_layer", "proj_out"}
+WHOLE_MODELS = {"params", "model", "transformer", "decoder", "lm", "net", "backbone", "module"}
+
+# Words, as `words` splits them.
+STACKS = {"layers", "blocks", "stack", "stacked", "scan", "scanned", "cells", "repeat", "repeats", "stages"}
+UNITS = {"layer", "block", "cell", "stage", "unit", "encoderblock", "decoderblock", "h", "l"} | STACKS
+ALWAYS_STACKS = {"scan", "stack"}  # a number after these counts modules, not layers: ScanBlock_0
+BIASES = {"bias", "biases"}
+SCALES = {"scale", "scales", "gamma", "beta", "offset", "gain"}
+NORMS = {"norm", "norms", "ln", "layernorm", "rmsnorm", "rms", "groupnorm", "batchnorm", "bn", "gn", "normalization"}
+ATTENTION = {"attn", "attention", "mha", "mhsa", "msa", "mqa", "gqa", "multihead", "sa"}
+ATTENTION |= {"selfattn", "crossattn", "selfattention", "crossattention"}
+EMBEDDINGS = {"embed", "embeds", "embedder", "embedding", "embeddings", "emb", "embs", "wte"}
+TOKENS = {"token", "tokens", "cls"}
+SIZES = {"dim", "dims", "size", "width"}  # embed_dim is a size, no embedding
+POSITIONS = {"wpe", "pos", "position", "positions", "positional", "posemb", "posembed", "relpos", "rope", "rotary"}
+NOT_POSITIONS = {"mlp", "ffn", "ff", "feedforward", "feed", "wise", "forward", "proj", "projection"}
+NOT_POSITIONS |= {"query", "key", "q", "k"}
+HEADS = {"unembed", "unembedding", "unembedder", "logit", "logits", "lmhead", "classifier", "readout", "vocab"}
+HEADS |= {"head"}
+NOT_HEADS = {"multi", "attn", "attention", "per", "dim"}
+PLAIN_AFTER = {"token", "tokens", "tok", "in", "out", "input", "output", "dense", "proj", "table", "positions", "layer"}
+ROUTERS = {"router", "routers", "routing"}
+GATES = {"gate", "gating"}
+EXPERTS = {"expert", "experts", "moe"}
+DENSE = {"point", "pointwise", "pw", "proj", "projection", "dense", "linear"}
+
+# Words in the names of axes.
+LAYER_AXES = {"layer", "layers", "block", "blocks", "stack", "scan", "stage", "stages", "pipe", "pipeline"}
+LAYER_AXES |= {"expert", "experts", "exp"}
+HEAD_AXES = {"heads", "kv", "head", "dim", "size", "q", "qkv", "per", "group"}
+
+
+@functools.cache
+def words(part: str) -> tuple[str, ...]:
+    """Split a part of a path into lower-case words, at anything but letters and in camel case.
+
+    Example:
+        >>> from normpre_optax.parameters.vocabulary import words
+        >>> words("RMSNorm_0"), words("token_embedder"), words("ln1")
+        (('rms', 'norm'), ('token', 'embedder'), ('ln',))
+    """
+    return tuple(word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part))

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon+: Muon with rows and columns normalized afterwards."""
+
+from typing import Any, Literal
+
+import optax
+
+from normpre_optax.optimizer import complete
+from normpre_optax.options import Coefficients, Number, checked
+from normpre_optax.stages import direction, normalize_rows, precondition_globally, scale_by_shape
+
+ORDERS = {"rows": ("rows",), "columns": ("columns",), "both": ("rows", "columns"), "columns_rows": ("columns", "rows")}
+
+
+@checked
+def scale_by_muon_plus(
+    *,
+    mode: Literal["rows", "columns", "both", "columns_rows"] = "both",
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    ns_steps: int | None = 5,
+    ns_coefficients: Coefficients = "muon",
+    compute_dtype: Any = None,
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon+: orthogonalized, then normalized momentum.
+
+    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), ``O = NS5(U)``; then ``O / sqrt(sum O^2 + 1e-7)`` over rows, columns,
+    or one after the other; the direction is ``sqrt(m / n) O`` for W (out, in) = m x n. The learning rate is about 0.02,
+    with an ``adam_learning_rate`` of its own.
+
+    Args:
+        mode: "rows", "columns", "both" (rows, then columns, the authors' default) or "columns_rows".
+
+    References:
+        Muon+, 2026 (github.com/K1seki221/MuonPlus).
+    """
+    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype)
+    stages = *(normalize_rows(side, 1e-7) for side in ORDERS[mode]), scale_by_shape(lambda m, n: (m / n) ** 0.5)
+    return direction(optax.trace(momentum, nesterov, mu_dtype), spectral, *stages, matrix_dims=matrix_dims)
+
+
+muon_plus = complete(scale_by_muon_plus)

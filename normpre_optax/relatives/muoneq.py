@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MuonEq: Muon after a normalization of rows, columns or both."""
+
+from typing import Any, Literal
+
+import optax
+
+from normpre_optax.optimizer import complete
+from normpre_optax.options import Coefficients, Number, checked
+from normpre_optax.stages import MOONLIGHT, direction, normalize_rows, precondition_globally, scale_by_shape
+
+
+@checked
+def scale_by_muoneq(
+    *,
+    mode: Literal["rows", "columns", "both"] = "rows",
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    ns_steps: int | None = 5,
+    ns_coefficients: Coefficients = "muon",
+    compute_dtype: Any = None,
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """MuonEq: normalized, then orthogonalized momentum.
+
+    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for W (out, in) = m x n the direction
+    ``0.2 sqrt(max(m, n)) NS5(E(U))``, where ``E`` divides every row by its norm, every column, or every entry by the
+    norms of both. At AdamW's learning rate. The authors add 1e-8 to squared norms; without it, as here, the direction
+    does not depend on the scale of the gradient.
+
+    Args:
+        mode: "rows" (R in the authors' code), "columns" (C) or "both" (RC).
+
+    References:
+        Chang et al., MuonEq, 2026 (github.com/MaeChd/muon-eq).
+    """
+    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype)
+    stages = normalize_rows(mode), spectral, scale_by_shape(MOONLIGHT)
+    return direction(optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims)
+
+
+muoneq = complete(scale_by_muoneq)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMNP: rows of the momentum, normalized."""
+
+from typing import Any
+
+import optax
+
+from normpre_optax.optimizer import complete
+from normpre_optax.options import Number, checked
+from normpre_optax.stages import KELLER, direction, normalize_rows, scale_by_shape
+
+
+@checked
+def scale_by_rmnp(
+    *, momentum: Number = 0.95, nesterov: bool = True, mu_dtype: Any = None, matrix_dims: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """RMNP: every row of the momentum divided by its norm.
+
+    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for every row i of W (out, in) = m x n the direction
+    ``sqrt(max(1, m / n)) U_i / ||U_i||``. The learning rate is about 0.02, with an ``adam_learning_rate`` of its own;
+    the authors' weight decay is 0.
+
+    References:
+        RMNP, arXiv 2603.20527 (github.com/Dominator-Index/RMNP).
+    """
+    stages = normalize_rows(), scale_by_shape(KELLER)
+    return direction(optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims)
+
+
+rmnp = complete(scale_by_rmnp)

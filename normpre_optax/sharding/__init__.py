@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes: how parameters are sharded, and which device computes which matrix."""

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computation on a mesh by sharding constraints: XLA decides what is communicated."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from normpre_optax.linalg.sketch import solve_separately, solve_together
+from normpre_optax.sharding.placement import largest_axis, replicated
+
+
+def in_auto_axes(f: Callable, mesh: AbstractMesh, out: Any) -> Callable:
+    """Return ``f`` with Auto axes inside and results sharded by ``out``, for arrays with Explicit axes."""
+
+    def on_mesh(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.sharding.auto_axes(f, out_sharding=out)(*args)
+
+    return jax.jit(on_mesh)  # jit, so that callers need no mesh in context: the arguments bring theirs
+
+
+def over_devices(f: Callable, stacks: list, mesh: AbstractMesh) -> list[jax.Array]:
+    """Compute every matrix on one device, wherever the parameters are placed.
+
+    The stack of a shape is sharded over its batch axis, and XLA communicates it by all-to-alls. Only the largest mesh
+    axis shares the work: with several, XLA gathers every matrix. Tall matrices are transposed, so that a shape has more
+    of them.
+    """
+    axis = largest_axis(mesh)
+    devices = mesh.shape[axis]
+    place = functools.partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, PartitionSpec(axis)))
+    groups: dict[Any, list[int]] = {}
+    for i, stack in enumerate(stacks):
+        groups.setdefault(tuple(sorted(stack.x.shape[-2:])), []).append(i)
+    results: list[Any] = [None] * len(stacks)
+    for shape, members in groups.items():
+        wide = [_turned(stacks[i].x, shape).reshape(-1, *shape) for i in members]
+        count = sum(map(len, wide))
+        padding = jnp.zeros((-count % devices, *shape), wide[0].dtype)
+        x = place(jnp.concatenate([*wide, padding]))
+        (t,) = f([stacks[members[0]]._replace(x=x)])
+        t, start = place(t), 0
+        for i, x in zip(members, wide, strict=True):
+            results[i] = _turned(t[start : start + len(x)], stacks[i].x.shape[-2:]).reshape(stacks[i].x.shape)
+            start += len(x)
+    return results
+
+
+def _turned(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x if x.shape[-2:] == shape else x.mT
+
+
+def solve_shared(shared: Sequence[bool], axes: tuple[str, ...], f: Callable, problems: Sequence) -> list[Any]:
+    """Solve small problems on a mesh: ``sketch.solve_together``, with the work shared along these axes.
+
+    Problems that are not ``shared`` come from parameters whose batch axes are sharded: each device solves its own.
+    """
+    own = iter(solve_separately(f, [problem for problem, s in zip(problems, shared, strict=True) if not s]))
+    rest = [problem for problem, s in zip(problems, shared, strict=True) if s]
+    together = iter(solve_together(f, rest, batched=functools.partial(_shared_vmap, axes=axes)))
+    return [next(together if s else own) for s in shared]
+
+
+def _shared_vmap(f: Callable, axes: tuple[str, ...]) -> Callable:
+    """Return ``jax.vmap(f)`` of replicated stacks, with the work shared by the devices along these axes of the mesh."""
+    if not axes:
+        return jax.vmap(f)
+
+    def run(*stacks: jax.Array) -> Any:
+        mesh, count = jax.typeof(stacks[0]).sharding.mesh, len(stacks[0])
+        places = jnp.arange(count + -count % math.prod(mesh.shape[a] for a in axes)) % count
+        spec = PartitionSpec(axes)
+        mapped = jax.shard_map(jax.vmap(f), mesh=mesh, in_specs=spec, out_specs=spec)
+        # Replicated before and after, or XLA shards what the stacks are made of.
+        found = mapped(*(replicated(x)[places] for x in stacks))
+        return jax.tree.map(lambda x: replicated(x)[:count], found)
+
+    return run

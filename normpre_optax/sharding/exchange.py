@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device computes which matrix, where the sharding of the parameters is known.
+
+A matrix is owned by one device: it is assembled there from its shards by one all-to-all, computed, and sent back by
+another one. Mesh axes play three parts for a parameter: they shard its batch axes (each device has its own matrices),
+its rows and columns (each device has a piece of every matrix), or neither (each device has a copy).
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from normpre_optax.linalg.precision import platform
+from normpre_optax.parameters.dims import MatrixDims, from_matrices, is_stored_transposed, split_axes, to_matrices
+from normpre_optax.sharding.placement import axes_of
+
+Axes = tuple[str, ...]
+LANES = 128  # of a TPU's vector units: pieces are communicated in lines of this many elements
+
+
+class Shard(NamedTuple):
+    """One device's part of a parameter, as a stack of pieces ``(count, rows, columns)``."""
+
+    count: int
+    rows: int
+    columns: int
+    grid: tuple[int, int]  # pieces of a matrix along rows and columns
+    batch: Axes  # mesh axes that shard its batch axes
+    pieces: Axes  # mesh axes that shard its rows, then its columns
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of a whole matrix."""
+        return self.rows * self.grid[0], self.columns * self.grid[1]
+
+    @property
+    def lines(self) -> int:
+        """Lines of ``LANES`` elements that a piece fills."""
+        return -(-self.rows * self.columns // LANES)
+
+    @property
+    def work(self) -> float:
+        """Operations of five Newton-Schulz steps, in the Gram form where that needs fewer."""
+        short, long = sorted(self.shape)
+        return float(short**2 * min(20 * long + 10 * short, 8 * long + 28 * short))
+
+
+class Team(NamedTuple):
+    """Parameters that are sharded over the same axes; their pieces share one buffer.
+
+    ``owned`` lists, for every device along ``copies`` and ``pieces``, the (parameter, index) of the matrices it owns;
+    ``length`` is the number of lines of the longest list.
+    """
+
+    members: list[int]
+    copies: Axes
+    pieces: Axes
+    grid: tuple[int, int]
+    owned: list[list[tuple[int, int]]]
+    length: int
+
+
+def exchange(
+    compute: Callable[[list[jax.Array], Any], list[jax.Array]],
+    operands: Any,
+    arrays: Sequence[jax.Array],
+    dims: Sequence[MatrixDims],
+    specs: Sequence[PartitionSpec],
+    mesh: AbstractMesh,
+    rounded: bool = False,
+) -> list[jax.Array]:
+    """Compute every matrix on one device.
+
+    Args:
+        compute: maps stacks of matrices ``(count, m, n)`` and the operands to stacks of the same shapes, each matrix by
+            itself. It must commute with transposition and with permutations of rows and columns.
+        operands: a tree of replicated arrays and numbers.
+        arrays: parameters.
+        dims: their axes.
+        specs: their shardings.
+        mesh: of the parameters.
+        rounded: communicate in bfloat16 on a TPU, whose products round their operands to it anyway.
+
+    Returns:
+        Arrays with the shapes and shardings of ``arrays``.
+    """
+    sizes = dict(mesh.shape)
+    transposed = [is_stored_transposed(x.ndim, d) for x, d in zip(arrays, dims, strict=True)]
+    each = list(zip(arrays, dims, specs, transposed, strict=True))
+    shards = [_shard(x.shape, d, spec, t, sizes) for x, d, spec, t in each]
+    teams = plan(sizes, shards)
+    local = [team for team in teams if len(team.owned) == 1]
+    moving = [team for team in teams if len(team.owned) > 1]
+    kinds, kind_of = _kinds(sizes, shards, moving)
+    dtype = jnp.bfloat16 if rounded and platform() == "tpu" and arrays[0].dtype == jnp.float32 else arrays[0].dtype
+
+    def on_device(parts: list[jax.Array], operands: Any) -> list[jax.Array]:
+        own = lambda stacks: compute(stacks, operands)  # noqa: E731
+        at = {a: jax.lax.axis_index(a) for a in sizes}
+        stacks = [to_matrices(x, d, t) for x, (_, d, _, t) in zip(parts, each, strict=True)]
+        at_home = [i for team in local for i in team.members]
+        new = dict(zip(at_home, own([stacks[i] for i in at_home]), strict=True))
+        if moving:
+            lines = [to_lines(x.astype(dtype)) for x in stacks]
+            arrived = [_to_owners(team, lines, at, sizes) for team in moving]
+            branches = [functools.partial(_computed, own, kind, shards, moving, parts[0].dtype) for kind in kinds]
+            done = jax.lax.switch(jnp.asarray(kind_of)[_flat(at, sizes, tuple(sizes))], branches, arrived)
+            for team, buffer in zip(moving, done, strict=True):
+                new |= _to_holders(team, buffer, shards, sizes)
+        return [
+            from_matrices(new[i].astype(x.dtype), d, x.shape, t)
+            for i, (x, (_, d, _, t)) in enumerate(zip(parts, each, strict=True))
+        ]
+
+    # Results that are gathered along copies are the same on all of them, which JAX cannot check.
+    in_specs = (list(specs), PartitionSpec())
+    return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=list(specs), check_vma=False)(
+        list(arrays), operands
+    )
+
+
+def _shard(shape: tuple[int, ...], dims: MatrixDims, spec: Any, transposed: bool, sizes: dict[str, int]) -> Shard:
+    batch, rows, columns = split_axes(len(shape), dims)
+    rows, columns = (columns, rows) if transposed else (rows, columns)
+    entries = [axes_of(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
+    named = [sum((entries[axis] for axis in side), ()) for side in (batch, rows, columns)]
+    counts = [math.prod(sizes[a] for a in names) for names in named]
+    whole = [math.prod(shape[axis] for axis in side) for side in (batch, rows, columns)]
+    count, m, n = (size // devices for size, devices in zip(whole, counts, strict=True))
+    return Shard(count, m, n, (counts[1], counts[2]), named[0], named[1] + named[2])
+
+
+def plan(sizes: dict[str, int], shards: Sequence[Shard]) -> list[Team]:
+    """Assign matrices to owners: the most expensive first, each to the device with the least work.
+
+    Copies along an axis that shards other parameters share the work if that relieves the busiest device. Along a pure
+    data-parallel axis every device computes the same, and nothing is communicated; only if no parameter is sharded at
+    all do all axes share the work.
+    """
+    sharding = {a for s in shards for a in s.batch + s.pieces} or set(sizes)
+    free = [a for a in sizes if a in sharding and sizes[a] > 1 and any(a not in s.batch + s.pieces for s in shards)]
+    choices = itertools.chain(*(itertools.combinations(free, n) for n in range(len(free) + 1)))
+    return min((_plan(sizes, shards, frozenset(chosen)) for chosen in choices), key=lambda found: found[0])[1]
+
+
+def _plan(sizes: dict[str, int], shards: Sequence[Shard], sharing: frozenset[str]) -> tuple[tuple, list[Team]]:
+    """The plan in which copies along ``sharing`` share the work; before it its cost: largest load, lines sent."""
+    loads = np.zeros(tuple(sizes.values()))
+    teams: dict[Hashable, Team] = {}
+    lengths: dict[Hashable, np.ndarray] = {}
+    for i in sorted(range(len(shards)), key=lambda i: (-shards[i].work, shards[i].shape, i)):
+        shard = shards[i]
+        copies = tuple(a for a in sizes if a in sharing and a not in shard.batch + shard.pieces)
+        key, count = (shard.batch, shard.pieces, shard.grid), math.prod(sizes[a] for a in copies + shard.pieces)
+        team = teams.setdefault(key, Team([], copies, shard.pieces, shard.grid, [[] for _ in range(count)], 0))
+        length = lengths.setdefault(key, np.zeros(count, int))
+        team.members.append(i)
+        # Loads as (devices of the team, teams): those of a place are of the busiest device that has it in any team.
+        others = tuple(a for a in sizes if a not in copies + shard.pieces)
+        by_place = loads.transpose([list(sizes).index(a) for a in copies + shard.pieces + others])
+        for j in range(shard.count):
+            busiest = by_place.reshape(count, -1).max(axis=1)
+            owner = int(np.lexsort((length, busiest))[0])
+            team.owned[owner].append((i, j))
+            length[owner] += shard.lines
+            by_place[np.unravel_index(owner, by_place.shape[: len(copies + shard.pieces)])] += shard.work
+    found = [team._replace(length=int(lengths[key].max())) for key, team in teams.items()]
+    for team in found:
+        for own in team.owned:
+            own.sort(key=lambda item: (shards[item[0]].shape, item))
+    sent = sum(len(team.owned) * team.length for team in found if len(team.owned) > 1)
+    return (loads.max(), sent), found
+
+
+def _kinds(sizes: dict[str, int], shards: Sequence[Shard], teams: list[Team]) -> tuple[list[Any], np.ndarray]:
+    """What devices have to compute, as lists of owned shapes per team, and which of these each device has."""
+    kinds: dict[Any, int] = {}
+    kind_of = []
+    for device in np.ndindex(*sizes.values()):
+        at = dict(zip(sizes, device, strict=True))
+        own = [team.owned[_flat(at, sizes, team.copies + team.pieces)] for team in teams]
+        kind = tuple(tuple((shards[i].shape, shards[i].rows, shards[i].columns) for i, _ in items) for items in own)
+        kind_of.append(kinds.setdefault(kind, len(kinds)))
+    return list(kinds), np.array(kind_of, np.int32)
+
+
+def _flat(at: dict[str, Any], sizes: dict[str, int], axes: Axes) -> Any:
+    """Index along several mesh axes taken as one, the first one the slowest."""
+    return functools.reduce(lambda index, a: index * sizes[a] + at[a], axes, 0)
+
+
+def _to_owners(team: Team, lines: list[jax.Array], at: dict[str, Any], sizes: dict[str, int]) -> jax.Array:
+    """Send pieces to the owners of their matrices; returns ``(pieces, length, LANES)`` of this device's matrices."""
+
+    def packed(own: list[tuple[int, int]]) -> jax.Array:
+        parts = [lines[i][j] for i, j in own]
+        missing = team.length - sum(map(len, parts))
+        return jnp.concatenate([*parts, jnp.zeros((missing, LANES), lines[team.members[0]].dtype)])
+
+    pieces = math.prod(team.grid)
+    outgoing = jnp.stack([packed(own) for own in team.owned]).reshape(-1, pieces, team.length, LANES)
+    outgoing = outgoing[_flat(at, sizes, team.copies)] if team.copies else outgoing[0]
+    return _all_to_all(outgoing, team)
+
+
+def _all_to_all(lines: jax.Array, team: Team) -> jax.Array:
+    if math.prod(team.grid) == 1:
+        return lines
+    # Without the barrier, XLA's CPU backend gives parts of a transposed array different layouts and then fails.
+    lines = jax.lax.optimization_barrier(lines)
+    return jax.lax.all_to_all(lines, team.pieces, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _computed(compute: Callable, kind: Any, shards: Any, teams: list[Team], dtype: Any, arrived: list[jax.Array]):
+    """One device's work: assemble its matrices, compute those of one shape together, and cut them into pieces."""
+    whole, places = [], []
+    for k, (team, items, pieces) in enumerate(zip(teams, kind, arrived, strict=True)):
+        start = 0
+        for shape, rows, columns in dict.fromkeys(items):
+            count = items.count((shape, rows, columns))
+            end = start + count * -(-rows * columns // LANES)
+            lines = pieces[:, start:end].reshape(*team.grid, count, -1, LANES)
+            pieces_of = from_lines(lines, rows, columns).transpose(2, 0, 3, 1, 4)
+            whole.append(pieces_of.reshape(count, *shape).astype(dtype))
+            places.append((k, count, rows, columns))
+            start = end
+    results: list[list[jax.Array]] = [[] for _ in teams]
+    for t, (k, count, rows, columns) in zip(compute(whole), places, strict=True):
+        cut = t.astype(arrived[k].dtype).reshape(count, teams[k].grid[0], rows, teams[k].grid[1], columns)
+        results[k].append(to_lines(cut.transpose(1, 3, 0, 2, 4)).reshape(math.prod(teams[k].grid), -1, LANES))
+    for k, team in enumerate(teams):
+        missing = team.length - sum(x.shape[1] for x in results[k])
+        results[k].append(jnp.zeros((math.prod(team.grid), missing, LANES), arrived[k].dtype))
+    return [jnp.concatenate(parts, axis=1) for parts in results]
+
+
+def _to_holders(team: Team, buffer: jax.Array, shards: Sequence[Shard], sizes: dict[str, int]) -> dict[int, jax.Array]:
+    """Send results back to where the pieces came from; returns this device's stack of every parameter of the team."""
+    buffer = _all_to_all(buffer, team)
+    if math.prod(sizes[a] for a in team.copies) > 1:
+        buffer = jax.lax.all_gather(buffer, team.copies)
+    found: dict[tuple[int, int], jax.Array] = {}
+    for lines, own in zip(buffer.reshape(len(team.owned), team.length, LANES), team.owned, strict=True):
+        start = 0
+        for i, j in own:
+            found[i, j], start = lines[start : start + shards[i].lines], start + shards[i].lines
+    return {
+        i: from_lines(jnp.stack([found[i, j] for j in range(shards[i].count)]), shards[i].rows, shards[i].columns)
+        for i in team.members
+    }
+
+
+def to_lines(x: jax.Array) -> jax.Array:
+    """Reshape pieces ``(..., rows, columns)`` to lines ``(..., n, LANES)``: blocks of LANES columns or rows, or padded.
+
+    A TPU stores arrays in such blocks, so that no data is reordered within them.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.sharding.exchange import to_lines
+        >>> [to_lines(jnp.ones(shape)).shape for shape in ((48, 256), (256, 48), (3, 5))]
+        [(96, 128), (96, 128), (1, 128)]
+    """
+    *lead, rows, columns = x.shape
+    if columns % LANES and rows % LANES:
+        flat = x.reshape(*lead, rows * columns)
+        missing = -rows * columns % LANES
+        return jnp.pad(flat, [(0, 0)] * len(lead) + [(0, missing)]).reshape(*lead, -1, LANES)
+    upright = x.mT if columns % LANES else x
+    blocks = upright.reshape(*lead, upright.shape[-2], -1, LANES)
+    return jnp.swapaxes(blocks, -3, -2).reshape(*lead, -1, LANES)
+
+
+def from_lines(lines: jax.Array, rows: int, columns: int) -> jax.Array:
+    """Invert ``to_lines``."""
+    lead = lines.shape[:-2]
+    if columns % LANES and rows % LANES:
+        return lines.reshape(*lead, -1)[..., : rows * columns].reshape(*lead, rows, columns)
+    upright = (columns, rows) if columns % LANES else (rows, columns)
+    blocks = lines.reshape(*lead, upright[1] // LANES, upright[0], LANES)
+    x = jnp.swapaxes(blocks, -3, -2).reshape(*lead, *upright)
+    return x.mT if columns % LANES else x

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How parameters, gradients and optimizer state are sharded over a mesh."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from normpre_optax.parameters.dims import MatrixDims, split_axes
+
+
+def mesh_of(arrays: Any) -> AbstractMesh | None:
+    """Return the mesh of a tree of arrays; None on one device and inside a ``jax.shard_map`` over all of its axes.
+
+    Raises:
+        ValueError: if some axes of the mesh are Manual (in ``jax.shard_map``) and others Explicit, or the arrays
+            are on several meshes.
+    """
+    mesh = None
+    for x in jax.tree.leaves(arrays):
+        own = jax.typeof(x).sharding.mesh
+        if own.empty or (own.size == 1 and AxisType.Explicit not in own.axis_types):
+            continue
+        if mesh is not None and own != mesh:
+            raise ValueError(f"parameters are on two meshes, {mesh} and {own}: put all of them on one")
+        mesh = own
+    if mesh is None or AxisType.Manual not in mesh.axis_types:
+        return mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    manual = [name for name, kind in kinds.items() if kind == AxisType.Manual]
+    if AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            f"update was called inside jax.shard_map over the axes {manual} of a mesh whose other axes are Explicit: "
+            "use jax.shard_map over all axes of the mesh, or give the other axes the type AxisType.Auto"
+        )
+    return None
+
+
+def spec_of(x: jax.Array) -> PartitionSpec:
+    """Return how the Explicit axes of a mesh shard an array."""
+    return jax.typeof(x).sharding.spec
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """Return one entry of a ``PartitionSpec`` as a tuple of axis names.
+
+    Example:
+        >>> from normpre_optax.sharding.placement import axes_of
+        >>> axes_of("data"), axes_of(None), axes_of(("data", "fsdp"))
+        (('data',), (), ('data', 'fsdp'))
+    """
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def is_explicit(x: jax.Array) -> bool:
+    """Return whether an array is on a mesh with Explicit axes."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def unsharded(x: jax.Array, axis: int) -> jax.Array:
+    """Return the array with this axis gathered, if an Explicit axis shards it."""
+    if not is_explicit(x) or spec_of(x)[axis] is None:
+        return x
+    kept = [None if i == axis else entry for i, entry in enumerate(spec_of(x))]
+    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*kept)))
+
+
+def sharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Return ``x`` sharded as ``other``, if that is on a mesh with Explicit axes."""
+    target = jax.typeof(other).sharding
+    if not is_explicit(other) or jax.typeof(x).sharding == target:
+        return x
+    traced = isinstance(x, Tracer) or isinstance(other, Tracer)
+    return jax.sharding.reshard(x, target) if traced else jax.device_put(x, other.sharding)
+
+
+def replicated(x: jax.Array) -> jax.Array:
+    """Return ``x``, replicated if it is on a mesh with Auto axes: XLA would choose another sharding for every model."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def specs_from(paths: Sequence[str], params: Any, shardings: Any) -> list[PartitionSpec]:
+    """Return the ``PartitionSpec`` of every parameter from the ``shardings=`` option.
+
+    Args:
+        paths: names of the parameters, for errors.
+        params: the parameters.
+        shardings: a tree like them (or prefix) of ``NamedSharding``, ``PartitionSpec`` or None (replicated), or a
+            callable ``(params) -> tree``.
+
+    Raises:
+        ValueError: if the tree does not match, or a sharding does not fit its parameter.
+    """
+
+    def is_entry(x: Any) -> bool:
+        return x is None or isinstance(x, NamedSharding | PartitionSpec)
+
+    tree = shardings
+    if callable(tree) and not all(map(is_entry, jax.tree.leaves(tree, is_leaf=is_entry))):
+        tree = tree(params)
+    odd = [x for x in jax.tree.leaves(tree, is_leaf=is_entry) if not is_entry(x)]
+    if odd:
+        raise ValueError(f"shardings: every leaf must be a NamedSharding, PartitionSpec or None, got {odd[0]!r}")
+    try:
+        entries = jax.tree.broadcast(tree, params, is_leaf=is_entry)
+    except ValueError as error:
+        raise ValueError(f"shardings: the tree does not match the parameters: {str(error).splitlines()[0]}") from None
+    found = [getattr(x, "spec", x) or PartitionSpec() for x in jax.tree.leaves(entries, is_leaf=is_entry)]
+    for path, x, spec in zip(paths, jax.tree.leaves(params), found, strict=True):
+        if len(spec) > x.ndim:
+            raise ValueError(f"shardings: {tuple(spec)} has more entries than parameter {path!r} of shape {x.shape}")
+    return found
+
+
+def check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> None:
+    """Raise a ValueError that names the parameter if a mesh with axes of these sizes cannot shard it so."""
+    for axis, entry in enumerate(spec):
+        missing = [name for name in axes_of(entry) if name not in sizes]
+        if missing or shape[axis] % math.prod(sizes[name] for name in axes_of(entry)):
+            why = f"the mesh has no axis {missing[0]!r}" if missing else f"{entry!r} does not divide axis {axis}"
+            raise ValueError(f"shardings: parameter {path!r} of shape {shape}: {why}; its axes are {sizes}")
+
+
+class AxesInUse(NamedTuple):
+    """How a mesh is used.
+
+    Attributes:
+        all: axes of more than one device that shard some parameter.
+        matrices: axes that share small problems: those that shard rows or columns of some matrix and the batch of none.
+            Along others devices have other matrices, or are far away.
+        shared: for every parameter, whether its small problems are the same on all devices: no batch axis is sharded.
+    """
+
+    all: tuple[str, ...]
+    matrices: tuple[str, ...]
+    shared: list[bool]
+
+
+def axes_in_use(
+    mesh: AbstractMesh,
+    names: Sequence[str],
+    arrays: Sequence[jax.Array],
+    dims: Sequence[MatrixDims],
+    specs: Sequence[PartitionSpec | None],
+) -> AxesInUse:
+    """Return how a mesh is used. Where specs are unknown (None), the largest axis is taken to shard all matrices."""
+    sizes, matrices, batches, shared = dict(mesh.shape), set(), set(), []
+    if any(spec is None for spec in specs):
+        one = (largest_axis(mesh),)
+        return AxesInUse(one, one, [not split_axes(x.ndim, d)[0] for x, d in zip(arrays, dims, strict=True)])
+    for name, x, d, spec in zip(names, arrays, dims, specs, strict=True):
+        assert spec is not None
+        check_spec(name, x.shape, spec, sizes)
+        used = [{a for a in axes_of(entry) if sizes[a] > 1} for entry in spec]
+        batch = set().union(*(used[axis] for axis in split_axes(x.ndim, d)[0] if axis < len(spec)))
+        shared.append(not batch)
+        batches |= batch
+        matrices |= set().union(*used) - batch
+    return AxesInUse(tuple(matrices | batches), tuple(a for a in sizes if a in matrices - batches), shared)
+
+
+def largest_axis(mesh: AbstractMesh) -> str:
+    """Return the mesh axis with the most devices."""
+    return max(mesh.shape, key=lambda name: mesh.shape[name])
+
+
+def place_state(tx: optax.GradientTransformation, state: Any, params: Any) -> Any:
+    """Place a new state where the first update leaves it, so that one compilation serves all steps.
+
+    State of the shape of a parameter is sharded as the parameter, and smaller state along the axes that the two share;
+    on a mesh with Auto axes smaller state is replicated (see ``replicated``), and counters are everywhere.
+    """
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    meshes = {x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding)}
+    if len(meshes) != 1:
+        return state
+    (mesh,) = meshes
+
+    def place(tree: Any, params: Any) -> Any:
+        """Place a tree like the parameters, in which other groups are masked."""
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+        return treedef.unflatten([one(s, p) for s, p in zip(leaves, jax.tree.leaves(params), strict=True)])
+
+    def one(s: Any, p: jax.Array) -> Any:
+        if isinstance(s, optax.MaskedNode):
+            return s
+        own = p.sharding.spec if isinstance(p.sharding, NamedSharding) else PartitionSpec()
+        entries = (*own, *[None] * (s.ndim - len(own)))
+        spec = [entry if n == m else None for entry, n, m in zip(entries, s.shape, p.shape, strict=True)]
+        if AxisType.Explicit not in mesh.axis_types:
+            spec = own if s.shape == p.shape else ()
+        return jax.device_put(s, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    everywhere = functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec()))
+    whole = lambda _: True  # noqa: E731
+    return optax.tree.map_params(tx, place, state, params, transform_non_params=everywhere, is_leaf=whole)

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages: optax transformations on the parameter tree, in the parameters' own layout."""
+
+from normpre_optax.stages.base import direction, per_parameter
+from normpre_optax.stages.rows import normalize_rows, normalize_tangent, project_to_tangent, standardize_rows
+from normpre_optax.stages.scale import KELLER, MOONLIGHT, scale_by_row_moment, scale_by_shape, scale_to_rms
+from normpre_optax.stages.spectral import precondition_globally, precondition_locally, whiten
+
+__all__ = [
+    "KELLER",
+    "MOONLIGHT",
+    "direction",
+    "normalize_rows",
+    "normalize_tangent",
+    "per_parameter",
+    "precondition_globally",
+    "precondition_locally",
+    "project_to_tangent",
+    "scale_by_row_moment",
+    "scale_by_shape",
+    "scale_to_rms",
+    "standardize_rows",
+    "whiten",
+]

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stages have in common: a function of one parameter applied to a tree, and a chain of stages in float32."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from normpre_optax.linalg.precision import by_platform, platform, working_dtype
+from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
+from normpre_optax.parameters.rules import assign
+from normpre_optax.sharding.placement import mesh_of, sharded_like, unsharded
+
+GROUP_BYTES = 96 * 2**20  # of parameters that a TPU computes together: what its vector memory holds
+
+
+class CountState(NamedTuple):
+    """Number of updates so far, int32 ``()``."""
+
+    count: jax.typing.ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+def init_count(params: Any) -> CountState:
+    """State of a stage that depends on the step."""
+    del params
+    return CountState(jnp.zeros((), jnp.int32))
+
+
+def next_count(state: CountState) -> CountState:
+    """Return the state after one more update."""
+    return CountState(optax.safe_increment(state.count))
+
+
+def assigned(updates: Any, params: Any, matrix_dims: Any) -> Any:
+    """Return the ``Assignment`` of matrices; raise a ValueError that names a parameter that is not a matrix."""
+    found = assign(updates if params is None else params, matrix_dims)
+    for spec in found.values():
+        if spec.dims is None:
+            raise ValueError(
+                f"parameter {spec.path!r} of shape {spec.shape} is not a matrix ({spec.reason}). Complete optimizers "
+                "such as normpre_g pass it to AdamW. Around a direction or a stage alone, use optax.masked or "
+                "optax.partition, or pass matrix_dims that read it: MatrixDims(inputs=..., outputs=...)"
+            )
+    return found
+
+
+class Block(NamedTuple):
+    """A parameter, or one of its output blocks, in at least float32."""
+
+    name: str
+    dims: MatrixDims
+    sharding: Any
+    u: Any
+    w: Any
+    rest: list[Any]
+
+
+def split_blocks(
+    updates: Any, params: Any, matrix_dims: Any, *trees: Any
+) -> tuple[list[Block], Callable[[list[jax.Array]], Any]]:
+    """Split a tree of updates into blocks.
+
+    Args:
+        updates: the updates.
+        params: the parameters, or None.
+        matrix_dims: which axes are inputs and outputs.
+        *trees: trees with a leaf for every update; these leaves are split too.
+
+    Returns:
+        The blocks, and the function that builds the tree of new updates from one array per block.
+    """
+    specs = list(assigned(updates, params, matrix_dims).values())
+    leaves, treedef = jax.tree.flatten(updates)
+    weights = [None] * len(leaves) if params is None else jax.tree.leaves(params)
+    blocks, counts = [], []
+    for spec, u, *rest in zip(specs, leaves, weights, *map(jax.tree.leaves, trees), strict=True):
+        places = blocks_of(u.shape, spec.dims)
+        counts.append(len(places))
+        split = [_split(x, spec.dims, places) for x in (u, *rest)]
+        for i, ((_, dims, _), u, w, *others) in enumerate(zip(places, *split, strict=True)):
+            name = spec.path if len(places) == 1 else f"{spec.path}/{i}"
+            sharding = spec.sharding if len(places) == 1 else _without_axis(spec)
+            blocks.append(Block(name, dims, sharding, u, w, others))
+
+    def rebuilt(new: list[jax.Array]) -> Any:
+        arrays, out = iter(new), []
+        for spec, u, count in zip(specs, leaves, counts, strict=True):
+            parts = [next(arrays) for _ in range(count)]
+            axis = split_axes(u.ndim, spec.dims)[1][0]
+            out.append((sharded_like(jnp.concatenate(parts, axis), u) if count > 1 else parts[0]).astype(u.dtype))
+        return treedef.unflatten(out)
+
+    return blocks, rebuilt
+
+
+def _without_axis(spec: Any) -> PartitionSpec | None:
+    """Return the sharding of a parameter with the axis that blocks split unsharded."""
+    axis = split_axes(len(spec.shape), spec.dims)[1][0]
+    entries = [None if i == axis else entry for i, entry in enumerate(spec.sharding or ())]
+    return None if spec.sharding is None else PartitionSpec(*entries)
+
+
+def _split(x: Any, dims: MatrixDims, places: list) -> list[Any]:
+    """Split an array that has the outputs of a parameter into its blocks, in at least float32."""
+    if x is None:
+        return [None] * len(places)
+    x = x.astype(working_dtype(x.dtype))
+    if len(places) == 1:
+        return [x]
+    axis = split_axes(x.ndim, dims)[1][0]
+    x = unsharded(x, axis)
+    return [jax.lax.slice_in_dim(x, at.start, at.stop, axis=axis) for at, *_ in places]
+
+
+def map_matrices(f: Callable[..., jax.Array], updates: Any, params: Any, matrix_dims: Any, *trees: Any) -> Any:
+    """Apply ``f(update, weight, dims, *leaves of trees)`` to every parameter, or to each of its output blocks."""
+    blocks, rebuilt = split_blocks(updates, params, matrix_dims, *trees)
+    return rebuilt([f(block.u, block.w, block.dims, *block.rest) for block in blocks])
+
+
+def per_parameter(f: Callable[..., jax.Array], matrix_dims: Any = None) -> optax.GradientTransformationExtraArgs:
+    """Return the stateless stage that applies ``f(update, weight, dims)`` to every parameter.
+
+    Args:
+        f: function of one parameter in its own layout, in float32. ``weight`` is None if ``update`` is called without
+            params.
+        matrix_dims: which axes are inputs and outputs; None is the default rule. Inside a direction, its own apply.
+
+    Returns:
+        The stage.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import per_parameter
+        >>> from normpre_optax.parameters.dims import split_axes
+        >>> def center(u, w, dims):
+        ...     _, outputs, inputs = split_axes(u.ndim, dims)
+        ...     return u - jnp.mean(u, inputs, keepdims=True)  # the mean of every row
+        >>> kernel = jnp.array([[1.0, 2.0], [3.0, 2.0]])  # (in, out)
+        >>> print(per_parameter(center).update(kernel, ())[0])
+        [[-1.  0.]
+         [ 1.  0.]]
+    """
+
+    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
+        del extra_args
+        apply = lambda updates, params: map_matrices(f, updates, params, matrix_dims)  # noqa: E731
+        return by_platform(apply, updates, params), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def direction(*stages: optax.GradientTransformation, matrix_dims: Any = None) -> optax.GradientTransformationExtraArgs:
+    """Chain stages to the update direction of matrices, before weight decay and learning rate.
+
+    Half-precision gradients and weights are converted to float32 once, so that accumulators are float32; the update has
+    the dtype of the parameter. The axes of every parameter are assigned once and passed to the stages.
+
+    Args:
+        stages: optax transformations and stages of this library.
+        matrix_dims: which axes are inputs and outputs; see ``normpre_g``.
+
+    Returns:
+        The transformation. Its updates point uphill, as those of ``optax.scale_by_*`` do.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from normpre_optax import direction, normalize_rows
+        >>> tx = direction(optax.trace(0.9), normalize_rows())
+        >>> kernel = jnp.array([[3.0], [4.0]])  # (in, out)
+        >>> print(tx.update(kernel, tx.init(kernel))[0].T)
+        [[0.6 0.8]]
+    """
+    chain = optax.with_extra_args_support(optax.chain(*stages))
+
+    def init(params):
+        assigned(params, None, matrix_dims)
+        return chain.init(jax.tree.map(at_least_float32, params))
+
+    def update(updates, state, params=None, **extra_args):
+        extra_args = {**extra_args, "matrix_dims": assigned(updates, params, matrix_dims)}
+
+        def step(updates, state, params):
+            lifted = jax.tree.map(at_least_float32, (updates, params))
+            if platform() == "tpu" and mesh_of(updates) is None and params is not None:
+                return in_groups(chain, lifted[0], state, lifted[1], extra_args)
+            return chain.update(lifted[0], state, lifted[1], **extra_args)
+
+        new, state = by_platform(step, updates, state, params)
+        like = updates if params is None else params
+        return jax.tree.map(lambda u, p: u.astype(p.dtype), new, like), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def at_least_float32(x: Any) -> jax.Array:
+    """Convert to float32 if the dtype is narrower."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+
+
+def in_groups(chain: optax.GradientTransformationExtraArgs, updates, state, params, extra_args: dict) -> tuple:
+    """Compute the same updates and state for one group of parameters after the other.
+
+    In one graph of many matrices, XLA for TPU reads them from main memory inside the products, and the sketch keeps
+    every ``Psi`` alive. Groups of what fits on the chip, one after the other, avoid both.
+    """
+    leaves, treedef = jax.tree.flatten(updates)
+    group_of, used = [0] * len(leaves), 0
+    for i, x in enumerate(leaves):
+        size = x.size * x.dtype.itemsize
+        new_group = used > 0 and used + size > GROUP_BYTES
+        used = size if new_group else used + size
+        group_of[i] = group_of[i - 1] + new_group if i else 0
+    if not group_of or group_of[-1] == 0:
+        return chain.update(updates, state, params, **extra_args)
+    new_updates: dict = {}
+    new_state, structure = jax.tree.flatten_with_path(state)
+    new_state = dict(new_state)
+    u = None
+    for group in range(group_of[-1] + 1):
+        inside = [g == group for g in group_of]
+
+        def only(tree: Any, *_: Any, inside: list[bool] = inside) -> Any:
+            """Keep the parameters of the group."""
+            leaves, treedef = jax.tree.flatten(tree)
+            return treedef.unflatten([x if k else optax.MaskedNode() for k, x in zip(inside, leaves, strict=True)])
+
+        part = optax.tree.map_params(chain, only, state, is_leaf=lambda _: True)
+        mine = only(updates), only(params)
+        if group:
+            mine, _ = jax.lax.optimization_barrier((mine, u))  # after the group before
+        u, s = chain.update(mine[0], part, mine[1], **extra_args)
+        new_updates |= dict(jax.tree.leaves_with_path(u))
+        new_state |= dict(jax.tree.leaves_with_path(s))
+    paths = [path for path, _ in jax.tree.leaves_with_path(updates)]
+    return treedef.unflatten([new_updates[path] for path in paths]), structure.unflatten(new_state.values())

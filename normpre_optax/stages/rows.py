@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row stages: the tangent projection and the normalization of rows or columns."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from normpre_optax.linalg import rows
+from normpre_optax.linalg.precision import by_platform, platform
+from normpre_optax.parameters.dims import MatrixDims, split_axes
+from normpre_optax.stages.base import init_count, next_count, per_parameter, split_blocks
+
+Tangent = Literal["relaxed", "strict", "none"]
+Orientation = Literal["alternating", "rows", "columns", "both"]
+Side = Literal["rows", "columns"]
+NEEDS_PARAMS = (
+    "the tangent projection needs the parameters: call update(grads, state, params). In an Equinox loop that is "
+    "optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array)); a loop that never passes params (brax) "
+    "needs that third argument, or tangent='none'"
+)
+
+
+def normalize_tangent(
+    tangent: Tangent = "relaxed",
+    orientation: Orientation = "alternating",
+    *,
+    first: Side = "rows",
+    norm: Callable[[int], float] = lambda entries: 1.0,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Project to the tangent and normalize, by rows on even steps and by columns on odd ones.
+
+    ``project_to_tangent`` and ``normalize_rows`` in one stage: one pass over momentum and weights for the sums, and one
+    for the result ``Psi = a M - b W``, with two numbers ``a`` and ``b`` per row.
+
+    Args:
+        tangent: see ``project_to_tangent``.
+        orientation: "alternating", "rows", "columns", or "both": rows, then columns of the result, at every step.
+        first: orientation of the first step if alternating.
+        norm: norm of a row afterwards, as a function of its number of entries.
+        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+
+    Returns:
+        The stage. Its state is a step counter. It needs params unless ``tangent`` is "none".
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import normalize_tangent
+        >>> tx = normalize_tangent()
+        >>> w, m = jnp.array([[0.0], [0.5]]), jnp.array([[1.0], [1.0]])  # (in, out)
+        >>> print(tx.update(m, tx.init(w), w)[0].T)
+        [[0.8 0.6]]
+
+    References:
+        Normalize-Then-Precondition, "Relaxed Tangent Momentum" and "Diagonal-Gram Normalization".
+    """
+    _check_tangent(tangent)
+    if orientation not in ("alternating", "rows", "columns", "both"):
+        raise ValueError(f"orientation={orientation!r} is not one of 'alternating', 'rows', 'columns', 'both'")
+
+    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
+        del extra_args
+        if params is None and tangent != "none":
+            raise ValueError(NEEDS_PARAMS)
+        sides: tuple = ("rows", "columns") if orientation == "both" else (orientation,)
+        by_rows = (state.count % 2 == 0) == (first == "rows")
+
+        def step(updates, params, by_rows):
+            for side in sides:
+                blocks, rebuilt = split_blocks(updates, None if tangent == "none" else params, matrix_dims)
+                axes = tuple(split_axes(block.u.ndim, block.dims)[:0:-1] for block in blocks)  # (inputs, outputs)
+                norms = tuple(
+                    tuple(norm(_size(b.u, side)) for side in pair) for b, pair in zip(blocks, axes, strict=True)
+                )
+                arrays = [block.u for block in blocks], [block.w for block in blocks]
+                updates = rebuilt(_unit_tangents(*arrays, by_rows, axes, norms, side, tangent, platform()))
+            return updates
+
+        return by_platform(step, updates, params, by_rows), next_count(state)
+
+    return optax.GradientTransformationExtraArgs(init_count, update)
+
+
+def _size(x: jax.Array, axes: tuple[int, ...]) -> int:
+    return math.prod(x.shape[axis] for axis in axes)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7), inline=True)
+def _unit_tangents(ms, ws, by_rows, axes, norms, side, tangent, kind) -> list[jax.Array]:
+    """Normalized tangents, by rows, by columns, or by whichever ``by_rows`` selects.
+
+    A TPU computes the sums of rows and of columns in one pass and selects. A CPU and a GPU branch around the sums; a
+    GPU computes those of one shape in one kernel.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, m in enumerate(ms):
+        groups.setdefault((m.shape, axes[i]) if kind == "gpu" else i, []).append(i)
+
+    def factors(ms: list[jax.Array], ws: list, k: int) -> list[tuple[jax.Array, jax.Array]]:
+        found = []
+        for group in groups.values():
+            m = jnp.stack([ms[i] for i in group])
+            w = None if ws[group[0]] is None else jnp.stack([ws[i] for i in group])
+            along = tuple(axis + 1 for axis in axes[group[0]][k])
+            a, b = rows.unit_tangent_factors(m, w, along, tangent)
+            found.append((norms[group[0]][k] * a, norms[group[0]][k] * b))
+        return found
+
+    def zeros(k: int) -> list[tuple[jax.Array, jax.Array]]:
+        # With the type that sums have on a mesh; XLA drops the sums.
+        return jax.tree.map(lambda x: jnp.where(False, x, 0), factors(ms, ws, k))
+
+    if side != "alternating":
+        found = factors(ms, ws, 0 if side == "rows" else 1)
+    elif kind == "tpu":
+        found = jax.tree.map(lambda r, c: jnp.where(by_rows, r, c), factors(ms, ws, 0), factors(ms, ws, 1))
+    else:
+
+        def branch(k: int) -> Callable:
+            def f(arrays: tuple[list, list]) -> list:
+                # Without the barrier, XLA moves the sums out of the branches and computes both.
+                ms, ws = jax.lax.optimization_barrier(arrays)
+                return [factors(ms, ws, side) if side == k else zeros(side) for side in (0, 1)]
+
+            return f
+
+        both = jax.lax.cond(by_rows, branch(0), branch(1), (ms, ws))
+        found = jax.tree.map(lambda r, c: jnp.where(by_rows, r, c), *both)
+    new = dict[int, jax.Array]()
+    for group, (a, b) in zip(groups.values(), found, strict=True):
+        for k, i in enumerate(group):
+            new[i] = a[k] * ms[i] if ws[i] is None else a[k] * ms[i] - b[k] * ws[i]
+    return [new[i] for i in range(len(ms))]
+
+
+def project_to_tangent(mode: Tangent = "relaxed", *, matrix_dims: Any = None) -> optax.GradientTransformationExtraArgs:
+    """Reduce the part of every row of the update along the same row of the weights.
+
+    - ``relaxed``: ``x = m - <m, w> w``, which keeps the radial part times ``1 - ||w||^2``. For a row with norm above
+      one the factor is negative: the step shrinks the row where the loss asks for growth, and the reverse;
+    - ``strict``: ``x = m - <m, w> w / ||w||^2``, which removes the radial part;
+    - ``none``: ``x = m``.
+
+    Args:
+        mode: one of the above.
+        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+
+    Returns:
+        A stateless stage. It needs params.
+
+    Raises:
+        ValueError: if ``mode`` is unknown, or ``update`` is called without params.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import project_to_tangent
+        >>> w, m = jnp.array([[0.0], [0.5]]), jnp.array([[1.0], [1.0]])  # (in, out)
+        >>> print(project_to_tangent().update(m, (), w)[0].T)
+        [[1.   0.75]]
+
+    References:
+        Normalize-Then-Precondition, "Relaxed Tangent Momentum".
+    """
+    _check_tangent(mode)
+
+    def project(m: jax.Array, w: Any, dims: MatrixDims) -> jax.Array:
+        if w is None and mode != "none":
+            raise ValueError(NEEDS_PARAMS)
+        return m if w is None else rows.tangent_rows(m, w, split_axes(m.ndim, dims)[2], mode)
+
+    return per_parameter(project, matrix_dims)
+
+
+def normalize_rows(
+    side: Literal["rows", "columns", "both"] = "rows", eps: float = 0.0, *, matrix_dims: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Divide every row by its norm: ``Psi = Diag(diag(X X^T))^(-1/2) X``.
+
+    Args:
+        side: "rows" (output neurons), "columns", or "both": every entry by the norms of its row and its column, both
+            of the same matrix, times the largest row norm.
+        eps: added to the squared norm. With 0 the result does not depend on the scale of the update.
+        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+
+    Returns:
+        A stateless stage. Zero rows stay zero.
+
+    Raises:
+        ValueError: if ``side`` is unknown.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import normalize_rows
+        >>> kernel = jnp.array([[3.0, 0.0], [4.0, 0.0]])  # (in, out): two rows, one of them zero
+        >>> print(normalize_rows().update(kernel, ())[0])
+        [[0.6 0. ]
+         [0.8 0. ]]
+
+    References:
+        Normalize-Then-Precondition, "Diagonal-Gram Normalization"; "both": MuonEq (github.com/MaeChd/muon-eq).
+    """
+    if side not in ("rows", "columns", "both"):
+        raise ValueError(f"side={side!r} is not one of 'rows', 'columns', 'both'")
+
+    def normalize(x, w, dims):
+        del w
+        _, outputs, inputs = split_axes(x.ndim, dims)
+        if side == "both":
+            return rows.unit_rows_and_columns(x, inputs, outputs)
+        return rows.unit_rows(x, inputs if side == "rows" else outputs, eps)
+
+    return per_parameter(normalize, matrix_dims)
+
+
+def standardize_rows(*, matrix_dims: Any = None) -> optax.GradientTransformationExtraArgs:
+    """Give every row mean 0 and standard deviation 1. Constant rows become zero.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.stages import standardize_rows
+        >>> print(standardize_rows().update(jnp.array([[1.0, 2.0], [5.0, 2.0]]), ())[0].round(4))
+        [[-1.  0.]
+         [ 1.  0.]]
+
+    References:
+        Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148 ("GradNorm").
+    """
+    return per_parameter(lambda x, w, dims: rows.standardized_rows(x, split_axes(x.ndim, dims)[2]), matrix_dims)
+
+
+def _check_tangent(tangent: str) -> None:
+    if tangent not in rows.TANGENTS:
+        raise ValueError(f"tangent={tangent!r} is not one of {rows.TANGENTS}")

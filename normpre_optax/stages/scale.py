@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages that scale: to a root mean square, by a factor of the shape, by second moments of rows."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from normpre_optax.checks import check_numbers
+from normpre_optax.linalg.precision import inverse_root, working_dtype
+from normpre_optax.parameters.dims import MatrixDims, matrix_shape, split_axes
+from normpre_optax.parameters.tree import without_boxes
+from normpre_optax.sharding.placement import replicated
+from normpre_optax.stages.base import assigned, map_matrices, per_parameter
+
+# Scale conventions of an orthogonal update (out, in) = m x n.
+MOONLIGHT = lambda m, n: 0.2 * max(m, n) ** 0.5  # noqa: E731  RMS 0.2, at AdamW's learning rate (MoonshotAI/Moonlight)
+KELLER = lambda m, n: max(1, m / n) ** 0.5  # noqa: E731  at a learning rate near 0.02 (KellerJordan/Muon)
+
+
+def scale_to_rms(
+    rms: jax.typing.ArrayLike | None = 0.2, *, matrix_dims: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Scale every matrix to a root mean square: ``R(T) = rms T / RMS(T)``.
+
+    Args:
+        rms: root mean square of the entries afterwards; None leaves the matrices as they are.
+        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+
+    Returns:
+        A stateless stage. A zero matrix stays zero.
+
+    Raises:
+        ValueError: if ``rms`` is not positive.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import scale_to_rms
+        >>> print(scale_to_rms(0.5).update(jnp.array([[2.0, -2.0], [2.0, 2.0]]), ())[0])
+        [[ 0.5 -0.5]
+         [ 0.5  0.5]]
+
+    References:
+        Normalize-Then-Precondition, "Consistent Update RMS"; Liu et al., arXiv 2502.16982.
+    """
+    check_numbers(rms=rms)
+    return per_parameter(lambda t, w, dims: t if rms is None else with_rms(t, dims, rms), matrix_dims)
+
+
+def with_rms(t: jax.Array, dims: MatrixDims, rms: jax.typing.ArrayLike) -> jax.Array:
+    """Return the matrices of a parameter scaled to a root mean square."""
+    _, outputs, inputs = split_axes(t.ndim, dims)
+    size = math.prod(t.shape[axis] for axis in outputs + inputs)
+    return t * (rms * math.sqrt(size) * inverse_root(jnp.sum(t * t, outputs + inputs, keepdims=True)))
+
+
+def scale_by_shape(
+    factor: Callable[[int, int], float], *, matrix_dims: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Multiply every matrix by a factor of its shape: the scale conventions of Muon.
+
+    Args:
+        factor: ``(outputs, inputs) -> factor``.
+        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+
+    Returns:
+        A stateless stage.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import scale_by_shape
+        >>> tx = scale_by_shape(lambda outputs, inputs: max(1, outputs / inputs) ** 0.5)
+        >>> print(tx.update(jnp.ones((1, 4)), ())[0])  # (in, out)
+        [[2. 2. 2. 2.]]
+    """
+    return per_parameter(lambda t, w, dims: t * factor(*matrix_shape(t.shape, dims)[1:]), matrix_dims)
+
+
+class RowMomentState(NamedTuple):
+    """Averages of the mean squares of all rows: a tree like the parameters', of size one along the inputs."""
+
+    moment: optax.Updates
+
+
+def scale_by_row_moment(
+    b2: jax.typing.ArrayLike = 0.95, eps: float = 1e-10, *, matrix_dims: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Divide every row by the root of its second moment, and keep the Frobenius norm of the matrix.
+
+    ``v_i = b2 v_i + (1 - b2) mean(O_i^2)``, ``O'_i = O_i / (sqrt(v_i) + eps)``, and then ``O' ||O||_F / ||O'||_F``.
+
+    Args:
+        b2: decay of the second moments.
+        eps: added to the root.
+        matrix_dims: see ``normpre_g``.
+
+    Returns:
+        A stage whose state has one float32 number per row, sharded as the parameter.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.stages import scale_by_row_moment
+        >>> tx, o = scale_by_row_moment(), jnp.array([[3.0, 1.0], [3.0, 1.0]])  # (in, out)
+        >>> print(tx.update(o, tx.init(o))[0].round(4))
+        [[2.2361 2.2361]
+         [2.2361 2.2361]]
+
+    References:
+        Li et al., NorMuon, arXiv 2510.05491 (github.com/zichongli5/NorMuon).
+    """
+    check_numbers(b2=b2)
+
+    def init(params):
+        found = list(assigned(params, None, matrix_dims).values())
+        leaves, treedef = jax.tree.flatten(params)
+        zeros = [
+            jnp.zeros_like(jnp.sum(x, split_axes(x.ndim, spec.dims)[2], keepdims=True), working_dtype(x.dtype))
+            for x, spec in zip(leaves, found, strict=True)
+        ]
+        return RowMomentState(without_boxes(treedef.unflatten(zeros)))
+
+    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
+        del extra_args
+        found = assigned(updates, params, matrix_dims)
+        leaves, treedef = jax.tree.flatten(updates)
+
+        def average(o: jax.Array, moment: jax.Array, dims: MatrixDims) -> jax.Array:
+            kept = jnp.asarray(b2, moment.dtype)
+            squares = jnp.mean(jnp.square(o.astype(moment.dtype)), split_axes(o.ndim, dims)[2], keepdims=True)
+            return replicated(kept * moment + (1 - kept) * squares)
+
+        moments = [
+            average(o, moment, spec.dims)
+            for o, moment, spec in zip(leaves, jax.tree.leaves(state.moment), found.values(), strict=True)
+        ]
+        scaled = [o / (jnp.sqrt(v) + eps).astype(o.dtype) for o, v in zip(leaves, moments, strict=True)]
+
+        def keep_norm(new: jax.Array, old: jax.Array, dims: MatrixDims) -> jax.Array:
+            _, outputs, inputs = split_axes(new.ndim, dims)
+            norms = [jnp.sqrt(jnp.sum(x * x, outputs + inputs, keepdims=True)) for x in (old, new)]
+            return new * jnp.where(norms[1] == 0, 0, norms[0] / jnp.where(norms[1] == 0, 1, norms[1]))
+
+        new = map_matrices(keep_norm, treedef.unflatten(scaled), updates, found)
+        return new, RowMomentState(jax.tree.structure(state.moment).unflatten(moments))
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The spectral stage: the only stage that works on whole matrices, and the only one that is executed by platform.
+
+A spectral function ``f(stacks, step, solve, **numbers)`` maps a list of ``Stack`` to a list of results of the same
+shapes. It is hashable; ``f.distributed`` says whether it needs whole matrices on one device of a mesh, ``f.rounded``
+whether a TPU rounds them in the first product. ``spectral`` lays the parameters out, and runs it as the platform wants:
+
+- a **CPU** computes one matrix after the other in a loop per shape;
+- a **TPU** computes every parameter by itself, so that a matrix stays on the chip (see ``base.in_groups``);
+- a **GPU** computes one stack per shape, because it pays for every kernel;
+- on a **mesh**, functions that are ``distributed`` compute every matrix on one device; see ``sharding``.
+
+All spectral functions commute with transposition, so matrices are not transposed: ``Stack.transposed`` says how they
+are stored.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from normpre_optax.checks import check_numbers, static_int
+from normpre_optax.linalg import newton_schulz as ns
+from normpre_optax.linalg import sketch
+from normpre_optax.linalg.precision import by_platform, inverse_root, platform, product
+from normpre_optax.parameters.dims import MatrixDims, from_matrices, is_stored_transposed, to_matrices
+from normpre_optax.sharding.auto import in_auto_axes, over_devices, solve_shared
+from normpre_optax.sharding.exchange import exchange
+from normpre_optax.sharding.placement import axes_in_use, is_explicit, mesh_of, spec_of
+from normpre_optax.stages.base import init_count, next_count, split_blocks
+
+
+class Stack(NamedTuple):
+    """Matrices of one parameter or shape.
+
+    Attributes:
+        x: ``(..., out, in)``, or ``(..., in, out)`` if ``transposed``.
+        ids: uint32 ``(..., 2)``: identifies the draws of each matrix; see ``sketch.matrix_ids``.
+        transposed: whether rows of ``x`` are inputs.
+    """
+
+    x: jax.Array
+    ids: Any
+    transposed: bool
+
+
+def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.GradientTransformationExtraArgs:
+    """Return the stage that applies a spectral function to the matrices of all parameters.
+
+    Args:
+        f: the function; two equal functions share compiled code.
+        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+        **numbers: are passed to ``f`` and may be traced, such as ``rms``.
+    """
+
+    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
+        del extra_args
+        blocks, rebuilt = split_blocks(updates, params, matrix_dims)
+        known = tuple((block.name, block.dims, block.sharding) for block in blocks)
+        run = lambda arrays, step, numbers: _run(f, known, arrays, step, numbers)  # noqa: E731
+        new = by_platform(run, [block.u for block in blocks], state.count, numbers) if blocks else []
+        return rebuilt(new), next_count(state)
+
+    return optax.GradientTransformationExtraArgs(init_count, update)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _run(f: Any, known: tuple, blocks: list[jax.Array], step: jax.Array, numbers: dict) -> list[jax.Array]:
+    """Apply ``f`` to parameters without output blocks, on one device or on a mesh."""
+    names, dims, shardings = zip(*known, strict=True)
+
+    def computed(arrays: list[jax.Array], step: jax.Array, numbers: dict, run: Callable = _on_one_device) -> list:
+        stacks = [_stack(x, d, name) for x, d, name in zip(arrays, dims, names, strict=True)]
+        new = run(functools.partial(f, step=step, **numbers), stacks)
+        each = zip(new, stacks, dims, blocks, strict=True)
+        return [from_matrices(t, d, x.shape, stack.transposed) for t, stack, d, x in each]
+
+    mesh = mesh_of(blocks)
+    if mesh is None:
+        return computed(blocks, step, numbers)
+    explicit = is_explicit(blocks[0])
+    specs = [spec_of(x) for x in blocks] if explicit else list(shardings)
+    if None in specs and f.distributed:
+        return computed(blocks, step, numbers, functools.partial(over_devices, mesh=mesh))
+    used = axes_in_use(mesh, names, blocks, dims, specs)
+    if f.distributed and (used.all or (mesh.size > 1 and platform() != "tpu")):
+
+        def compute(stacks: list[jax.Array], operands: Any) -> list[jax.Array]:
+            step, numbers = operands
+            unnamed = [Stack(x, np.zeros((len(x), 2), np.uint32), False) for x in stacks]
+            return _on_one_device(functools.partial(f, step=step, **numbers), unnamed)
+
+        return exchange(compute, (step, numbers), blocks, dims, specs, mesh, f.rounded)
+    if f.distributed:  # One device; or copies on a TPU, where gathering results costs more than computing them.
+        on_mesh = computed
+    else:
+        solve = functools.partial(solve_shared, used.shared, used.matrices)
+        on_mesh = functools.partial(computed, run=lambda f, stacks: f(stacks, solve=solve))
+    return (in_auto_axes(on_mesh, mesh, specs) if explicit else on_mesh)(blocks, step, numbers)
+
+
+def _stack(x: jax.Array, dims: MatrixDims, name: str) -> Stack:
+    transposed = is_stored_transposed(x.ndim, dims)
+    x = to_matrices(x, dims, transposed, flat=False)
+    ids = sketch.matrix_ids(name, math.prod(x.shape[:-2])).reshape(*x.shape[:-2], 2)
+    return Stack(x, ids, transposed)
+
+
+def _on_one_device(f: Callable[[list[Stack]], list[jax.Array]], stacks: list[Stack]) -> list[jax.Array]:
+    """Run ``f`` in the way that the platform wants."""
+    if platform() == "tpu":
+        return f(stacks)
+    groups: dict[Any, list[int]] = {}
+    for i, stack in enumerate(stacks):
+        groups.setdefault((stack.x.shape[-2:], stack.transposed), []).append(i)
+    merged = []
+    for (shape, transposed), group in groups.items():
+        xs, ids = [stacks[i].x for i in group], [stacks[i].ids for i in group]
+        if len(group) > 1 or xs[0].ndim > 3:
+            xs, ids = [x.reshape(-1, *shape) for x in xs], [i.reshape(-1, 2) for i in ids]
+        join = jnp.concatenate if len(group) > 1 else lambda arrays: arrays[0]
+        merged.append(Stack(join(xs), join(ids), transposed))
+    new = f(merged) if platform() == "gpu" else [_one_by_one(f, stack) for stack in merged]
+    results: list[Any] = [None] * len(stacks)
+    for group, t in zip(groups.values(), new, strict=True):
+        start = 0
+        for i in group:
+            count = math.prod(stacks[i].x.shape[:-2])
+            part = t if len(group) == 1 else t[start : start + count]
+            results[i], start = part.reshape(stacks[i].x.shape), start + count
+    return results
+
+
+def _one_by_one(f: Callable, stack: Stack) -> jax.Array:
+    # XLA's CPU backend multiplies plain matrices twice as fast as stacks of one.
+    if stack.x.size == math.prod(stack.x.shape[-2:]):
+        one = Stack(stack.x.reshape(stack.x.shape[-2:]), stack.ids.reshape(2), stack.transposed)
+        return f([one])[0]
+    return jax.lax.map(lambda one: f([Stack(one[0], one[1], stack.transposed)])[0], (stack.x, jnp.asarray(stack.ids)))
+
+
+def _each(f: Callable, x: jax.Array) -> jax.Array:
+    """Apply a function of one matrix to a stack."""
+    for _ in x.shape[:-2]:
+        f = jax.vmap(f)
+    return f(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class NewtonSchulz:
+    """All singular values to about one; ``table=()`` computes the matrix sign exactly."""
+
+    table: tuple
+    headroom: float
+    compute_dtype: Any
+    distributed = True
+
+    @property
+    def rounded(self) -> bool:
+        """Whether a TPU rounds matrices to bfloat16 in the first product."""
+        return self.compute_dtype is None and bool(self.table)
+
+    def __call__(self, stacks: list[Stack], step: jax.Array, solve: Any = None, rms: Any = None) -> list[jax.Array]:
+        """Orthogonalize every matrix."""
+        del step, solve
+        if not self.table:
+            return [_each(functools.partial(ns.exact_msign, rms=rms), stack.x) for stack in stacks]
+        f = functools.partial(
+            ns.newton_schulz, table=self.table, headroom=self.headroom, compute_dtype=self.compute_dtype, rms=rms
+        )
+        return [_each(f, stack.x) for stack in stacks]
+
+
+@dataclasses.dataclass(frozen=True)
+class Whiten:
+    """SWAN's whitening."""
+
+    steps: int
+    compute_dtype: Any
+    distributed = True
+    rounded = False
+
+    def __call__(self, stacks: list[Stack], step: jax.Array, solve: Any = None, rms: Any = None) -> list[jax.Array]:
+        """Whiten every matrix."""
+        del step, solve
+        f = functools.partial(ns.whiten, steps=self.steps, compute_dtype=self.compute_dtype, rms=rms)
+        return [_each(f, stack.x) for stack in stacks]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipLeading:
+    """The leading singular values clipped to a threshold."""
+
+    rank: int | float
+    oversample: int
+    power_iterations: int
+    method: str
+    seed: int
+    compute_dtype: Any
+    mean: bool
+    distributed = False
+
+    def __call__(
+        self, stacks: list[Stack], step: jax.Array, solve: Any = None, rms: Any = None, threshold: Any = 1.0
+    ) -> list[jax.Array]:
+        """Clip every matrix; all small problems are solved together."""
+        dtype, xs = self.compute_dtype, [stack.x for stack in stacks]
+        if dtype is None and self.method != "exact" and platform() == "gpu" and xs[0].dtype == jnp.float32:
+            # Reading Psi is what these products cost a GPU. The barrier keeps XLA from undoing the rounding.
+            dtype, xs = jnp.bfloat16, jax.lax.optimization_barrier([x.astype(jnp.bfloat16) for x in xs])
+        # The smaller dimension is worked on; for a square matrix, the outputs.
+        tall = [(x.shape[-2], s.transposed) > (x.shape[-1], False) for x, s in zip(xs, stacks, strict=True)]
+        wide = [x.mT if is_tall else x for x, is_tall in zip(xs, tall, strict=True)]
+        squares = [sketch.sum_of_squares(x) for x in xs]
+        levels = [
+            jnp.where(s > 0, s, 1) / x.shape[-2] if self.mean else jnp.full_like(s, 1) * jnp.square(threshold)
+            for x, s in zip(wide, squares, strict=True)
+        ]
+        ranks = [self.modes(x.shape[-2]) for x in wide]
+        if self.method == "exact":
+            each = zip(wide, ranks, levels, strict=True)
+            found = [_clipped_exactly(x, rank, level) for x, rank, level in each]
+        else:
+            shapes = [(min(x.shape[-2], r + self.oversample), x.shape[-1]) for x, r in zip(wide, ranks, strict=True)]
+            ids = [jnp.asarray(stack.ids) for stack in stacks]
+            if solve is None:
+                omegas = sketch.draws(self.seed, step, ids, shapes)
+            else:  # On a mesh, XLA would shard draws that are computed together, and then gather them.
+                omegas = [sketch.draws(self.seed, step, [i], [s])[0] for i, s in zip(ids, shapes, strict=True)]
+            omegas = [omega.astype(s.dtype) for omega, s in zip(omegas, squares, strict=True)]
+            products = self.method == "products"
+            found = sketch.clip_by_sketch(wide, omegas, ranks, levels, self.power_iterations, products, dtype, solve)
+        new = []
+        for x, is_tall, s, level, (left, right, removed) in zip(xs, tall, squares, levels, found, strict=True):
+            a, b = (right, left) if is_tall else (left, right)
+            t = x.astype(s.dtype) + product(a.mT, b, dtype)
+            if rms is not None:  # ||T||^2 from small matrices; rounding may not make it less than one clipped mode has
+                kept = jnp.maximum(s - removed, jnp.minimum(s, level))
+                t = t * (rms * (x.shape[-2] * x.shape[-1]) ** 0.5 * inverse_root(kept))
+            new.append(t)
+        return new
+
+    def modes(self, side: int) -> int:
+        """Return how many singular values of a matrix may be clipped."""
+        return min(self.rank, side) if isinstance(self.rank, int) else max(1, round(self.rank * side))
+
+
+def _clipped_exactly(x: jax.Array, rank: int, level: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    f = functools.partial(sketch.clip_exactly, rank=rank)
+    g = lambda x, level: f(x, level=level)  # noqa: E731
+    for _ in x.shape[:-2]:
+        g = jax.vmap(g)
+    return g(x, level)
+
+
+def precondition_globally(
+    ns_steps: int | None = 5,
+    ns_coefficients: str | Sequence[Any] = "muon",
+    compute_dtype: Any = None,
+    rms: jax.typing.ArrayLike | None = None,
+    *,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Bring every singular value near one: ``T = msign(Psi)`` by Newton-Schulz iterations.
+
+    Args:
+        ns_steps: number of iterations; None computes ``msign`` by a singular value decomposition.
+        ns_coefficients: "muon", "you", "polar_express", one triple ``(a, b, c)``, or one triple per step. A table
+            shorter than ``ns_steps`` is continued with its last triple.
+        compute_dtype: dtype of the operands of products; None is the platform's usual float32 product (one bfloat16
+            pass on a TPU, TF32 on a GPU, float32 on a CPU), ``jnp.float32`` is true float32 everywhere.
+        rms: if given, scale every result to this root mean square.
+        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+
+    Returns:
+        A stage. On a mesh, every matrix is computed on one device.
+
+    Raises:
+        TypeError: if ``ns_steps`` is traced.
+        ValueError: if ``ns_steps`` is less than 1 or ``ns_coefficients`` is not a table.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import precondition_globally
+        >>> tx = precondition_globally(ns_steps=None)
+        >>> psi = jnp.diag(jnp.array([3.0, 0.5]))
+        >>> print(tx.update(psi, tx.init(psi))[0])
+        [[1. 0.]
+         [0. 1.]]
+
+    References:
+        Normalize-Then-Precondition, "NormPre-G"; Jordan et al., Muon, 2024.
+    """
+    check_numbers(rms=rms)
+    table: tuple = ()
+    if ns_steps is not None:
+        table = ns.coefficient_table(ns_coefficients, static_int("ns_steps", ns_steps, least=1))
+    headroom = ns.HEADROOM.get(ns_coefficients, 1.0) if isinstance(ns_coefficients, str) else 1.0
+    return spectral(NewtonSchulz(table, headroom, compute_dtype), rms=rms, matrix_dims=matrix_dims)
+
+
+def whiten(
+    steps: int = 6, compute_dtype: Any = None, rms: jax.typing.ArrayLike | None = None, *, matrix_dims: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Multiply every matrix by the inverse root of its Gram matrix: ``T ~ (X X^T / ||X X^T||_F)^(-1/2) X``.
+
+    Args:
+        steps: coupled Newton-Schulz iterations for the inverse root.
+        compute_dtype: see ``precondition_globally``.
+        rms: if given, scale every result to this root mean square. Without it singular values approach
+            ``||X X^T||_F^(1/2)``.
+        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+
+    Returns:
+        A stage. On a mesh, every matrix is computed on one device.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.stages import whiten
+        >>> tx, x = whiten(steps=12), jnp.diag(jnp.array([4.0, 3.0]))
+        >>> print((tx.update(x, tx.init(x))[0] / (4.0**4 + 3.0**4) ** 0.25).round(4))
+        [[1. 0.]
+         [0. 1.]]
+
+    References:
+        Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148.
+    """
+    check_numbers(rms=rms)
+    f = Whiten(static_int("whitening_steps", steps, least=1), compute_dtype)
+    return spectral(f, rms=rms, matrix_dims=matrix_dims)
+
+
+def precondition_locally(
+    rank: int | float = 32,
+    oversample: int = 8,
+    power_iterations: int = 1,
+    method: Literal["sketch", "products", "exact"] = "sketch",
+    seed: int = 0,
+    compute_dtype: Any = None,
+    threshold: jax.typing.ArrayLike | Literal["mean"] = 1.0,
+    rms: jax.typing.ArrayLike | None = None,
+    *,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the leading singular values above one to one: ``T = P Psi`` of NormPre-L.
+
+    With the ``rank`` largest eigenvalues ``lambda_i`` of ``Psi Psi^T`` and their eigenvectors ``u_i``,
+    ``P = I + sum_i (lambda_i^-1/2 - 1) u_i u_i^T`` over those with ``lambda_i > 1``.
+
+    Args:
+        rank: r, how many singular values may be clipped; between zero and one, the share of the smaller dimension.
+        oversample: o; the sketch has ``min(m, n, r + o)`` directions.
+        power_iterations: p, iterations that sharpen the sketch.
+        method: "sketch" (Algorithm 2), "products" (the same without an eigensolver; all ``r + o`` singular values of
+            the sketch may be clipped) or "exact" (an eigendecomposition of the smaller dimension).
+        seed: of the Gaussian draws, which depend on it, the step, the parameter's path and the batch index only.
+        compute_dtype: dtype of the operands of the products with ``Psi``. None is bfloat16 on a TPU and a GPU, float32
+            on a CPU. Small matrices and ``method="exact"`` use float32.
+        threshold: to which singular values are clipped: 1 in the paper; "mean" is the root mean square of all singular
+            values of the matrix, ``||Psi||_F / sqrt(min(m, n))``.
+        rms: if given, scale every result to this root mean square.
+        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+
+    Returns:
+        A stage whose state is a step counter.
+
+    Raises:
+        TypeError: if an argument that determines shapes is traced.
+        ValueError: if one is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax import precondition_locally
+        >>> tx = precondition_locally(rank=1, method="exact")
+        >>> psi = jnp.diag(jnp.array([3.0, 2.0, 0.5]))
+        >>> print(jnp.diag(tx.update(psi, tx.init(psi))[0]).round(3))
+        [1.  2.  0.5]
+
+    References:
+        Normalize-Then-Precondition, "NormPre-L", Algorithm 2, Propositions 1 and 2.
+    """
+    check_numbers(rms=rms)
+    mean = isinstance(threshold, str)
+    if mean and threshold != "mean":
+        raise ValueError(f"threshold={threshold!r} is neither a number nor 'mean'")
+    if method not in ("sketch", "products", "exact"):
+        raise ValueError(f"method={method!r} is not one of 'sketch', 'products', 'exact'")
+    if not isinstance(rank, float | np.floating) or not 0 < rank < 1:
+        rank = static_int("rank", rank, least=1)
+    f = ClipLeading(
+        rank,
+        static_int("oversample", oversample, least=0),
+        static_int("power_iterations", power_iterations, least=0),
+        method,
+        static_int("seed", seed, least=0, below=2**32),
+        compute_dtype,
+        mean,
+    )
+    numbers = {} if mean else {"threshold": threshold}
+    return spectral(f, rms=rms, matrix_dims=matrix_dims, **numbers)

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Tests on meshes of eight virtual devices."""

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diagnostics against NumPy in float64, on matrices whose spectrum is known, and on zeros."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.research import diagnostics
+from normpre_optax import MatrixDims
+from tests import cases, reference
+from tests.cases import EPS32, gaussian, with_spectrum
+
+# In float64, all numbers below are a few hundred sums and a decomposition away from NumPy's.
+ATOL = 1e-11
+
+
+def weight(m=5, n=8, seed=3):
+    """Rows 0.4 to 1.5 long, and none of length one."""
+    x = gaussian((m, n), seed)
+    return x / np.linalg.norm(x, axis=1, keepdims=True) * np.linspace(0.4, 1.5, m)[:, None]
+
+
+def close(found, expected, atol=ATOL):
+    np.testing.assert_allclose(np.asarray(found), expected, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["relaxed", "strict", "none"])
+def test_the_signal_is_the_references(x64, mode):
+    m, w = gaussian((5, 8)), weight()
+    x, psi = diagnostics.normalized(jnp.asarray(m), jnp.asarray(w), mode)
+    close(x, reference.tangent_rows(m, w, mode))
+    close(psi, reference.unit_rows(reference.tangent_rows(m, w, mode)))
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (8, 5), (2, 5, 8)])
+def test_spectra_are_those_of_the_trace_matched_gram_matrices(x64, shape):
+    x = gaussian(shape) * np.exp(gaussian((*shape[:-1], 1), 1))
+    before, after = diagnostics.trace_matched_spectra(jnp.asarray(x))
+    for one, b, a in zip(x.reshape(-1, *shape[-2:]), before.reshape(-1, 5), after.reshape(-1, 5), strict=True):
+        psi = reference.unit_rows(one)
+        for found, gram in ((b, one @ one.T * shape[-2] / np.sum(one**2)), (a, psi @ psi.T)):
+            close(found, np.linalg.eigvalsh(gram)[::-1][:5])
+    np.testing.assert_allclose(before.sum(-1), shape[-2])
+    np.testing.assert_allclose(after.sum(-1), shape[-2])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_spectra_do_not_depend_on_the_scale(scale):
+    x = jnp.asarray(gaussian((5, 8)), jnp.float32)
+    for found, wanted in zip(
+        diagnostics.trace_matched_spectra(x * scale), diagnostics.trace_matched_spectra(x), strict=True
+    ):
+        close(found, wanted, atol=100 * EPS32)
+
+
+def test_the_introduction_s_example_one_row_of_1e4_among_rows_of_1e_3(x64):
+    """The principal mode is the long row's axis, however strongly the others are correlated; not so once normalised."""
+    directions = np.vstack([gaussian((1, 16)), np.ones((7, 16)) + 0.05 * gaussian((7, 16), 1)])
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    x = np.array([1e4] + [1e-3] * 7)[:, None] * directions
+    leading = [np.linalg.svd(m)[0][:, 0] ** 2 for m in (x, directions)]
+    assert leading[0][0] > 1 - 1e-12
+    assert leading[1][0] < 0.1
+    before, after = diagnostics.trace_matched_spectra(jnp.asarray(x))
+    assert before[0] > 8 - 1e-6  # all of the trace
+    np.testing.assert_allclose(after[0], np.linalg.norm(directions, 2) ** 2)
+    assert 6 < after[0] < 8  # the seven rows' common direction
+
+
+def test_the_appendix_s_example_orthogonal_rows_of_any_length_have_flat_spectra_once_normalised(x64):
+    lengths = np.array([4.0, 2.0, 1.0, 0.5])
+    before, after = diagnostics.trace_matched_spectra(
+        jnp.asarray(lengths[:, None] * np.linalg.qr(gaussian((7, 4)))[0].T)
+    )
+    np.testing.assert_allclose(before, 4 * lengths**2 / np.sum(lengths**2))
+    np.testing.assert_allclose(after, 1)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 32])
+def test_mode_energies_are_the_papers_sums(x64, rank):
+    sigma = np.array([3.0, 2.0, 1.5, 1.0, 0.5, 0.0])  # one mode at one, one missing
+    energy = (sigma - 1) ** 2
+    found = diagnostics.mode_energies(jnp.asarray(with_spectrum(6, 9, sigma)), rank)
+    expected = [energy[:3][:rank].sum(), energy[:3][rank:].sum(), energy[4]]
+    close(jnp.stack(found), expected)
+    close(jnp.stack(found.shares()), expected / np.sum(expected))
+
+
+def test_energies_are_what_both_variants_change(x64):
+    """E_top is the squared distance that clipping moves Psi, E_global that of msign."""
+    psi = reference.unit_rows(gaussian((6, 9)) + 2 * gaussian((6, 1), 1))
+    top, remain, sub = diagnostics.mode_energies(jnp.asarray(psi), 1)
+    close(top, np.sum((reference.precondition_exact(psi, 1) - psi) ** 2))
+    close(top + remain, np.sum((reference.projection_on_unit_ball(psi) - psi) ** 2))
+    close(top + remain + sub, np.sum((reference.msign(psi) - psi) ** 2))
+
+
+def test_counts_ranks_and_condition(x64):
+    x = jnp.asarray(np.stack([with_spectrum(3, 5, s) for s in ([4.0, 2.0, 0.5], [4.0, 2.0, 0.0])]))
+    close(diagnostics.active_modes(x), [2, 2])
+    close(diagnostics.stable_rank(x), [(16 + 4 + 0.25) / 16, 20 / 16])
+    close(diagnostics.condition_number(x), [8, np.inf])
+    close(diagnostics.stable_rank(x * 1e-200), diagnostics.stable_rank(x))
+
+
+def test_alignment_and_rms(x64):
+    g, t = gaussian((2, 4, 6)), gaussian((2, 4, 6), 1)
+    cosine = [np.sum(a * b) / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(g, t, strict=True)]
+    close(diagnostics.descent_alignment(jnp.asarray(g), jnp.asarray(t)), cosine)
+    close(diagnostics.update_rms(jnp.asarray(t)), [reference.root_mean_square(x) for x in t])
+    assert diagnostics.update_rms(jnp.asarray(t, jnp.float32) * 1e-30).min() > 0.5e-30
+
+
+def test_rows_and_the_radial_factor(x64):
+    w = np.stack([weight(), 0.5 * weight(seed=4)])
+    norms = np.linalg.norm(w, axis=-1)
+    close(
+        jnp.stack(diagnostics.row_norm_statistics(jnp.asarray(w))),
+        [norms.mean(-1), norms.std(-1), norms.min(-1), norms.max(-1)],
+    )
+    mean, smallest, reversed_ = diagnostics.radial_factor(jnp.asarray(w))
+    close(mean, (1 - norms**2).mean(-1))
+    close(smallest, (1 - norms**2).min(-1))
+    close(reversed_, (norms > 1).sum(-1))
+
+
+def test_the_radial_factor_is_what_the_tangent_keeps_of_the_radial_part(x64):
+    w = weight()
+    x = diagnostics.normalized(jnp.asarray(w), jnp.asarray(w)).x  # a momentum that is all radial
+    kept = np.sum(np.asarray(x) * w, axis=1) / np.sum(w * w, axis=1)
+    close(diagnostics.radial_factor(jnp.asarray(w)).smallest, kept.min())
+
+
+def test_principal_angles_small_and_large(x64):
+    angles = np.array([1e-9, 0.3, np.pi / 2])
+    turn = np.linalg.qr(gaussian((6, 6)))[0]
+    a = np.eye(3, 6)
+    b = np.cos(angles)[:, None] * a + np.sin(angles)[:, None] * np.roll(a, 3, axis=1)
+    found = diagnostics.principal_angles(
+        jnp.asarray(a @ turn), jnp.asarray(np.linalg.qr(gaussian((3, 3)))[0] @ b @ turn)
+    )
+    close(found, angles, atol=1e-14)  # acos alone would be off by 1e-8 at the smallest
+
+
+@pytest.mark.parametrize(("shape", "power_iterations"), [((6, 10), 0), ((10, 6), 2)])
+def test_sketch_error_is_the_distance_of_the_references_preconditioners(x64, shape, power_iterations):
+    psi = with_spectrum(*shape, [4.0, 2.5, 1.5, 1.2, 0.5, 0.2])
+    omega, rank = gaussian((4, 10), 5), 3
+    found = diagnostics.sketch_error(jnp.asarray(psi), jnp.asarray(omega), rank, power_iterations)
+    wide = psi if shape[0] < shape[1] else psi.T
+    u_hat, values_hat = reference.interaction_sketch(wide, omega.T, rank, power_iterations)
+    u, values = reference.active_modes(wide @ wide.T, rank)
+    p_hat, p = (reference.local_preconditioner(*modes) for modes in ((u_hat, values_hat), (u, values)))
+    close(found.preconditioner, np.linalg.norm(p_hat - p, 2))
+    assert len(values_hat) == rank, "else the angles below are of other spaces"
+    close(np.cos(found.angles), np.linalg.svd(u_hat.T @ u, compute_uv=False))
+
+
+def test_zero_matrices_give_zeros():
+    zero = jnp.zeros((2, 3, 4))
+    found = cases.quick_jit(lambda x: diagnostics.measure(x, x, gradient=x, update=x))(zero)
+    assert np.all(np.isinf(found.pop("condition_number")))
+    assert np.all(found.pop("radial_factor").mean == 1)
+    assert not any(np.any(x) for x in jax.tree.leaves(found))
+    assert not any(np.any(x) for x in found["mode_energies"].shares())
+
+
+@pytest.mark.parametrize("orientation", ["rows", pytest.param("columns", marks=pytest.mark.slow)])
+def test_measure_is_the_functions_on_the_matrices_of_a_parameter(x64, orientation):
+    shape, dims = (3, 8, 5), MatrixDims(inputs=1, outputs=2)  # layers of (in, out)
+    momentum, w, gradient, update = (gaussian(shape, seed) for seed in range(4))
+    found = cases.quick_jit(
+        lambda *a: diagnostics.measure(a[0], a[1], dims, gradient=a[2], update=a[3], rank=2, orientation=orientation)
+    )(momentum, w, gradient, update)
+    assert set(found) == set(diagnostics.NAMES)
+    laid = [np.swapaxes(a, 1, 2) if orientation == "rows" else a for a in (momentum, w, gradient, update)]
+    momentum, w, gradient, update = map(jnp.asarray, laid)
+    x, psi = diagnostics.normalized(momentum, w)
+    expected = {
+        "spectra": diagnostics.trace_matched_spectra(x),
+        "mode_energies": diagnostics.mode_energies(psi, 2),
+        "active_modes": diagnostics.active_modes(psi),
+        "stable_rank": diagnostics.stable_rank(psi),
+        "condition_number": diagnostics.condition_number(psi),
+        "row_norms": diagnostics.row_norm_statistics(w),
+        "radial_factor": diagnostics.radial_factor(w),
+        "alignment": -diagnostics.descent_alignment(gradient, update),
+        "update_rms": diagnostics.update_rms(update),
+    }
+    jax.tree.map(close, found, expected)
+
+
+def test_measure_measures_what_it_can_and_names_what_it_misses():
+    x = jnp.eye(3)
+    assert set(diagnostics.NAMES) - set(jax.eval_shape(diagnostics.measure, x, x)) == {"alignment", "update_rms"}
+    with pytest.raises(ValueError, match="'alignment' needs the argument gradient"):
+        diagnostics.measure(x, x, names=["alignment"], update=x)
+    with pytest.raises(ValueError, match=r"unknown diagnostics \['spectrum'\]; choose from spectra, mode_energies"):
+        diagnostics.measure(x, x, names=["spectra", "spectrum"])
+    with pytest.raises(ValueError, match="orientation='both'"):
+        diagnostics.measure(x, x, orientation="both")
+    with pytest.raises(ValueError, match="rank"):
+        diagnostics.measure(x, x, rank=0)
+
+
+def test_half_precision_is_measured_in_float32():
+    x = jnp.asarray(gaussian((3, 4)), jnp.bfloat16)
+    found = jax.eval_shape(lambda x: diagnostics.measure(x, x, gradient=x, update=x), x)
+    assert {a.dtype for a in jax.tree.leaves(found)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+
+
+def test_the_examples():
+    assert doctest.testmod(diagnostics).failed == 0

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that an update communicates, counted in the compiled program: 24 matrices of GPT-2 Small on eight devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import normpre_optax as npo
+from examples.benchmarks import hlo
+
+KERNELS = {"q": (768, 768), "k": (768, 768), "v": (768, 768), "o": (768, 768), "up": (768, 3072), "down": (3072, 768)}
+MESHES = {
+    "fsdp 8": ((8,), ("fsdp",), ("fsdp",)),
+    "data 2 x fsdp 4": ((2, 4), ("data", "fsdp"), ("fsdp",)),
+    "fsdp 4 x tensor 2": ((4, 2), ("fsdp", "tensor"), ("fsdp", "tensor")),
+}
+
+
+def megabytes(tx, mesh_name, kind):
+    """Output bytes of collectives of one update per device, in MB; optax's Muon has 1,038, 1,038 and 826."""
+    sizes, names, spec = MESHES[mesh_name]
+    mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes))
+    sharded, replicated = NamedSharding(mesh, PartitionSpec(*spec)), NamedSharding(mesh, PartitionSpec())
+    leaf = lambda shape: {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharded)}  # noqa: E731
+    params = {f"layer{i}": {name: leaf(shape) for name, shape in KERNELS.items()} for i in range(4)}
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharded if x.size >= 768**2 else replicated),
+        jax.eval_shape(tx.init, params),
+    )
+    out = jax.tree.map(lambda x: x.sharding, params)
+    lowered = jax.jit(tx.update, out_shardings=(out, None)).lower(params, state, params)
+    text = lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).as_text()
+    return hlo.cost(text).bytes / 1e6
+
+
+@pytest.mark.parametrize(("mesh", "bound"), zip(MESHES, (50, 100, 120), strict=True))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("normpre_g", "normpre_l") else pytest.mark.slow) for n in npo.families()]
+)
+def test_on_auto_axes_without_any_option(name, mesh, bound):
+    assert megabytes(npo.families()[name](1e-3), mesh, AxisType.Auto) <= bound
+
+
+@pytest.mark.parametrize(("name", "bound"), [("normpre_g", 29), ("normpre_l", 10)])
+def test_on_explicit_axes(name, bound):
+    assert megabytes(npo.families()[name](1e-3), "fsdp 8", AxisType.Explicit) <= bound
+
+
+@pytest.mark.parametrize(("name", "bound"), [("normpre_g", 45), ("normpre_l", 12)])
+def test_on_auto_axes_of_fsdp(name, bound):
+    assert megabytes(npo.families()[name](1e-3), "fsdp 8", AxisType.Auto) <= bound
+
+
+def test_pure_data_parallel_axes_communicate_nothing_more():
+    both = [megabytes(npo.normpre_g(1e-3), mesh, AxisType.Explicit) for mesh in ("fsdp 8", "data 2 x fsdp 4")]
+    np.testing.assert_allclose(both[1] / both[0], 2, rtol=0.05)  # a device holds twice as much of every matrix

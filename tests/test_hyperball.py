@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyperball against its literal transcription, alone in a chain and as an option."""
+
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import normpre_optax as npo
+from tests import cases
+from tests import reference_family as oracles
+from tests.test_relatives import DIMS, SHAPES, path
+
+STEPS, RATE = 4, 0.03
+
+
+def by_rule(rate_of):
+    """Weights after some steps of plain gradients by the oracle."""
+
+    def one(name, index, w, *gradients):
+        w = start = np.float64(w)
+        for step, gradient in enumerate(gradients):
+            w = oracles.hyperball(start, w, np.float64(gradient), rate_of(step))
+        return w
+
+    return cases.each_matrix(one, cases.weights(shapes=SHAPES), *cases.gradients(STEPS, shapes=SHAPES))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_steps_follow_the_published_rule(alone):
+    identity = lambda matrix_dims: optax.identity()  # noqa: E731
+    rates = optax.piecewise_constant_schedule(0.1, {2: 0.1}) if alone else lambda step: RATE
+    tx = (
+        npo.hyperball(rates, matrix_dims=DIMS)
+        if alone
+        else npo.with_adamw(identity, RATE, norm_control="hyperball", matrix_dims=DIMS)
+    )
+    with jax.enable_x64(True):
+        got = path(tx, cases.gradients(STEPS, shapes=SHAPES), SHAPES, jnp.float64)
+    for name, w in by_rule(lambda step: float(rates(step))).items():
+        # The new norm comes from three sums; a schedule is float32.
+        np.testing.assert_allclose(got[name], w, rtol=1e-6 if alone else 1e-11, atol=1e-13)
+
+
+def test_every_block_layer_and_flattened_matrix_keeps_its_norm():
+    shapes = {"qkv": (4, 18), "layers": (2, 4, 6), "bias": (6,), "heads": (4, 2, 3)}
+    axes = {"qkv": npo.MatrixDims(0, 1, 3), "layers": npo.MatrixDims(1, 2), "heads": npo.MatrixDims(0, (1, 2))}
+    tx = npo.rmnp(0.1, norm_control="hyperball", matrix_dims={**axes, "bias": None})
+    params, grads = (
+        {name: jnp.asarray(cases.gaussian(s, seed), jnp.float32) for name, s in shapes.items()} for seed in (0, 1)
+    )
+    new = optax.apply_updates(params, cases.first_update(tx, grads, params))
+
+    def norms(tree):
+        blocks = [*np.split(np.asarray(tree["qkv"], np.float64), 3, axis=1), *tree["layers"], tree["heads"]]
+        return [np.linalg.norm(x) for x in blocks]
+
+    np.testing.assert_allclose(norms(new), norms(params), rtol=2e-6)
+    plain = cases.first_update(npo.rmnp(0.1, matrix_dims={**axes, "bias": None}), grads, params)
+    np.testing.assert_array_equal(new["bias"], params["bias"] + plain["bias"])
+
+
+def test_the_norm_is_that_at_init_whatever_happens_to_the_weights():
+    tx, w, u = npo.hyperball(0.1), {"kernel": jnp.diag(jnp.array([3.0, 4.0]))}, {"kernel": jnp.ones((2, 2))}
+    state = tx.init(w)
+    for now in (3 * w["kernel"], jnp.zeros((2, 2)), w["kernel"].mT + 1):
+        updates, _ = tx.update(u, state, {"kernel": now})
+        moved = now - 0.1 * 5 * u["kernel"] / 2
+        np.testing.assert_allclose(now + updates["kernel"], moved * 5 / jnp.linalg.norm(moved), rtol=1e-5)
+
+
+def test_matrices_do_not_decay_but_the_adamw_group_does():
+    params, steps = {"kernel": jnp.eye(3), "bias": jnp.ones(3)}, []
+    for decay in (0.0, 0.5):
+        tx = npo.muon(0.01, norm_control="hyperball", weight_decay=decay)
+        steps.append(cases.first_update(tx, params, params))
+    np.testing.assert_array_equal(steps[0]["kernel"], steps[1]["kernel"])
+    np.testing.assert_allclose(steps[0]["bias"] - steps[1]["bias"], 0.005, rtol=1e-5)
+
+
+def test_zeros_and_nan():
+    tx, grads = npo.muon(0.01, norm_control="hyperball"), {"kernel": jnp.asarray(cases.gaussian((3, 4)), jnp.float32)}
+    params = {"kernel": jnp.zeros((3, 4)).at[:, 0].set(1.0)}  # one row is not zero
+    updates = cases.first_update(tx, grads, params)
+    assert np.isfinite(updates["kernel"]).all()
+    assert np.abs(updates["kernel"]).max(axis=0).all()  # all rows are updated
+    still = cases.first_update(tx, jax.tree.map(jnp.zeros_like, grads), params)
+    np.testing.assert_allclose(still["kernel"], 0, atol=1e-7)
+    assert np.isnan(cases.first_update(tx, {"kernel": grads["kernel"].at[0, 0].set(jnp.nan)}, params)["kernel"]).any()
+
+
+def test_a_matrix_initialized_to_zero_is_named_and_takes_plain_steps():
+    """Inside jit nothing is known of it."""
+    tx = npo.muon(0.01, norm_control="hyperball")
+    params = {"up": {"kernel": jnp.ones((3, 4))}, "down": {"kernel": jnp.zeros((4, 3))}, "bias": jnp.zeros(3)}
+    with pytest.warns(UserWarning, match="'down/kernel' and 0 more are initialized to zero"):
+        state = tx.init(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    found = tx.update(grads, state, params)[0]["down"]["kernel"]
+    np.testing.assert_allclose(
+        found, -0.01 * cases.first_update(npo.scale_by_muon(), *[{"w": grads["down"]["kernel"]}] * 2)["w"]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(tx.init, params)
+        tx.init({"up": params["up"]})
+        npo.muon(0.01).init(params)
+
+
+def test_norms_are_in_no_box():
+    """A box names the axes of its parameter, and programs make shardings of them; a norm has none of those axes."""
+    box = nn.Partitioned(jnp.eye(4, 8), names=("embed", "mlp"))
+    params, tx = {"up": {"kernel": box}}, npo.muon(1e-3, norm_control="hyperball")
+    state = jax.eval_shape(tx.init, params)
+    updates, after = jax.eval_shape(tx.update, params, state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    boxes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    assert {x.value.shape for x in boxes if isinstance(x, nn.Partitioned) and jax.tree.leaves(x)} == {(4, 8)}
+
+
+def test_a_learning_rate_may_be_injected():
+    tx = optax.inject_hyperparams(npo.muon, static_args=npo.static_args(npo.muon))(0.01, norm_control="hyperball")
+    params = {"kernel": jnp.eye(3)}
+    expected = cases.first_update(npo.muon(0.01, norm_control="hyperball"), params, params)
+    np.testing.assert_allclose(cases.first_update(tx, params, params)["kernel"], expected["kernel"], atol=1e-8)
