@@ -13,6 +13,7 @@ import optax
 from normpre_optax.linalg import rows
 from normpre_optax.linalg.precision import by_platform, platform
 from normpre_optax.parameters.dims import MatrixDims, split_axes
+from normpre_optax.sharding.placement import mesh_of
 from normpre_optax.stages.base import init_count, next_count, per_parameter, split_blocks
 
 Tangent = Literal["relaxed", "strict", "none"]
@@ -98,8 +99,9 @@ def _unit_tangents(ms, ws, by_rows, axes, norms, side, tangent, kind) -> list[ja
     GPU computes those of one shape in one kernel.
     """
     groups: dict[Any, list[int]] = {}
+    stacked = kind == "gpu" and mesh_of(ms) is None  # on a mesh, a shape may have several shardings
     for i, m in enumerate(ms):
-        groups.setdefault((m.shape, axes[i]) if kind == "gpu" else i, []).append(i)
+        groups.setdefault((m.shape, axes[i]) if stacked else i, []).append(i)
 
     def factors(ms: list[jax.Array], ws: list, k: int) -> list[tuple[jax.Array, jax.Array]]:
         found = []

@@ -124,6 +124,20 @@ def test_a_mesh_of_two_axes_needs_no_option(kind, name):
     check(name, "2x4", kind, layouts=("both", "wte"))
 
 
+@pytest.mark.every_platform
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_shape_may_have_several_shardings_on_every_platform(name):
+    """Traced only; what a platform stacks on one device differs from what it may stack on a mesh."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    kernel = numbers(0)["rows"]["up"]["kernel"]
+    specs = {"a": ("data", "fsdp"), "b": ("fsdp", "data"), "c": (None, None)}
+    params = {k: {"kernel": jax.device_put(kernel, NamedSharding(mesh, PartitionSpec(*s)))} for k, s in specs.items()}
+    tx = FACTORIES[name](0.01)
+    updates, _ = jax.eval_shape(tx.update, params, tx.init(params), params)
+    for path, spec in specs.items():
+        assert tuple(updates[path]["kernel"].sharding.spec) == spec
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [("normpre_g", "8"), ("normpre_l", "2x2x2"), ("normpre_g", "2x2x2")])
 def test_every_mesh(name, mesh):
