@@ -13,7 +13,7 @@ from normpre_optax.checks import check_numbers
 from normpre_optax.linalg.precision import inverse_root
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.parameters.tree import without_boxes
-from normpre_optax.stages.base import at_least_float32, map_matrices
+from normpre_optax.stages.base import at_least_float32, map_matrices, stage
 
 
 class HyperballState(NamedTuple):
@@ -66,8 +66,7 @@ def _hyperball(learning_rate: Any, multipliers: Any, matrix_dims: Any) -> optax.
         _warn_of_zeros(norm)
         return HyperballState(jnp.zeros((), jnp.int32), without_boxes(norm))
 
-    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
-        del extra_args
+    def step(updates, state, params, matrix_dims):
         if params is None:
             raise ValueError("hyperball needs the parameters: call update(grads, state, params)")
         lr: Any = learning_rate(state.count) if callable(learning_rate) else learning_rate
@@ -79,7 +78,7 @@ def _hyperball(learning_rate: Any, multipliers: Any, matrix_dims: Any) -> optax.
         new = map_matrices(_step, updates, params, matrix_dims, state.norm, rates)
         return new, HyperballState(optax.safe_increment(state.count), state.norm)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return stage(step, init, matrix_dims)
 
 
 def _step(u: jax.Array, w: jax.Array, dims: MatrixDims, norm: jax.Array, rate: jax.Array) -> jax.Array:

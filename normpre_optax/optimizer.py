@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, get_args
@@ -77,6 +78,11 @@ def with_adamw(
             f"such as scale_by_muon or functools.partial(scale_by_muon, nesterov=False); got {direction!r}"
         )
 
+    @functools.lru_cache(maxsize=4)
+    def of_matrices(specs: tuple) -> optax.GradientTransformation:
+        """The direction of matrices with these axes."""
+        return direction(matrix_dims=Assignment((spec.path, spec) for spec in specs))
+
     def optimizer(params: Any) -> optax.GradientTransformationExtraArgs:
         """The optimizer of these parameters."""
         found = assign(params, matrix_dims)
@@ -86,17 +92,21 @@ def with_adamw(
                 (path, spec._replace(sharding=s)) for (path, spec), s in zip(found.items(), specs, strict=True)
             )
         labels = jax.tree.structure(params).unflatten(["matrix" if s.dims else "adamw" for s in found.values()])
-        mask = _whole_tree("weight_decay_mask", weight_decay_mask, params, True)
-        times = None
-        if learning_rate_multipliers is not None:
-            times = _whole_tree("learning_rate_multipliers", learning_rate_multipliers, params, 1.0)
+        mask, times = weight_decay_mask, learning_rate_multipliers
+        if mask is not None:
+            mask = _whole_tree("weight_decay_mask", mask, params, (bool, np.bool_), "bools")
+        if times is not None:
+            times = _whole_tree("learning_rate_multipliers", times, params, (*get_args(Number), jax.Array), "numbers")
+            for path, x in zip(found, jax.tree.leaves(times), strict=True):
+                if not isinstance(x, jax.Array) and not 0 <= x < math.inf:
+                    raise ValueError(f"learning_rate_multipliers of {path!r} must be in [0, inf), got {x}")
 
         def finished(tx: optax.GradientTransformation, decay: Any, lr: Any) -> optax.GradientTransformation:
             multiplied = [] if times is None else [_multiplied(found, times)]
-            decayed = optax.add_decayed_weights(decay, lambda _: mask)
+            decayed = optax.add_decayed_weights(decay, None if mask is None else lambda _: mask)
             return optax.chain(tx, *multiplied, decayed, optax.scale_by_learning_rate(lr))
 
-        matrix = direction(matrix_dims=found)
+        matrix = of_matrices(tuple(found.values()))
         if norm_control == "hyperball":
             of_leaf = None if times is None else functools.partial(_picked, found, times)
             matrix = optax.chain(matrix, _hyperball(learning_rate, of_leaf, found))
@@ -110,20 +120,26 @@ def with_adamw(
         parts: dict[Hashable, optax.GradientTransformation] = {"matrix": matrix, "adamw": adam}
         return optax.partition(parts, lambda _: labels)  # a tree of labels may be callable, such as an Equinox module
 
+    forms: dict[Any, Any] = {}  # what a state is like, for parameters of a form
+
     def init(params):
         if note := warn_if_flattened(assign(params, matrix_dims)):
             warnings.warn(note, stacklevel=2)
         tx, params = optimizer(params), jax.tree.map(at_least_float32, params)
-        return place_state(tx, tx.init(params), params)
+        state = tx.init(params)
+        forms[_form(params)] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        return place_state(tx, state, params)
 
     def update(updates, state, params=None, **extra_args):
         if params is None:
             raise ValueError(NEEDS_PARAMS)
         _check_gradients(updates, params)
-        tx = optimizer(params)
-        _check_state(state, jax.eval_shape(lambda p: tx.init(jax.tree.map(at_least_float32, p)), params))
+        tx, weights = optimizer(params), jax.tree.map(at_least_float32, params)
+        if _form(weights) not in forms:
+            forms[_form(weights)] = jax.eval_shape(tx.init, weights)
+        _check_state(state, forms[_form(weights)])
         updates = jax.tree.map(lambda u, p: at_least_float32(sharded_like(jnp.asarray(u), p)), updates, params)
-        new, state = tx.update(updates, state, jax.tree.map(at_least_float32, params), **extra_args)
+        new, state = tx.update(updates, state, weights, **extra_args)
         return jax.tree.map(lambda u, p: u.astype(jnp.asarray(p).dtype), new, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -187,19 +203,21 @@ def _multiplied(found: Assignment, times: Any) -> optax.GradientTransformation:
     return optax.stateless(f)
 
 
-def _whole_tree(name: str, given: Any, params: Any, default: Any) -> Any:
+def _whole_tree(name: str, given: Any, params: Any, kinds: tuple, what: str) -> Any:
     """Return an option that is a tree, or a function that returns one, for all parameters."""
-    if given is None:
-        return jax.tree.map(lambda _: default, params)
-    kinds = (bool, np.bool_) if default is True else (*get_args(Number), jax.Array)
     is_tree = all(isinstance(x, kinds) for x in jax.tree.leaves(given))  # an Equinox module is callable
     if not is_tree and not callable(given):
-        what = "bools" if default is True else "numbers"
         raise TypeError(f"{name} must be a tree of {what} or a function (params) -> tree, got {given!r}")
     try:
         return jax.tree.broadcast(given if is_tree else given(params), params)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name} must be a tree like the parameters, or a prefix of it: {error}") from error
+
+
+def _form(tree: Any) -> tuple:
+    """Return the structure, shapes and dtypes of a tree."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((x.shape, x.dtype) for x in leaves)
 
 
 def _named(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -194,3 +194,11 @@ def test_converted_learning_rates_take_the_same_step(consistent_rms, convention)
         after = npo.muon(rate, ns_steps=None, weight_decay=decay)
         found, expected = (cases.first_update(tx, grads, params)["kernel"] for tx in (after, before))
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_multipliers_out_of_range_are_named(wrong):
+    params = {"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}}
+    tx = npo.muon(0.1, learning_rate_multipliers={"up": {"kernel": wrong, "bias": 1.0}})
+    with pytest.raises(ValueError, match=r"learning_rate_multipliers of 'up/kernel' must be in \[0, inf\)"):
+        tx.init(params)

@@ -188,10 +188,8 @@ def solve_separately(f: Callable, problems: Sequence[tuple[jax.Array, ...]]) -> 
     """The same with one call per problem."""
     results = []
     for problem in problems:
-        g = f
-        for _ in problem[0].shape[:-2]:
-            g = jax.vmap(g)
-        results.append(g(*problem))
+        batched = functools.reduce(lambda g, _: jax.vmap(g), problem[0].shape[:-2], f)
+        results.append(batched(*problem))
     return results
 
 

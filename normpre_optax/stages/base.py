@@ -121,6 +121,22 @@ def map_matrices(f: Callable[..., jax.Array], updates: Any, params: Any, matrix_
     return rebuilt([f(block.u, block.w, block.dims, *block.rest) for block in blocks])
 
 
+def stage(
+    step: Callable[[Any, Any, Any, Any], tuple[Any, Any]], init: Any, matrix_dims: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Return the transformation of ``step(updates, state, params, matrix_dims) -> (updates, state)``.
+
+    Inside a direction, ``update`` is passed the assigned axes as ``matrix_dims``; alone, it reads its own.
+    """
+
+    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
+        del extra_args
+        run = lambda updates, state, params: step(updates, state, params, matrix_dims)  # noqa: E731
+        return by_platform(run, updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
 def per_parameter(f: Callable[..., jax.Array], matrix_dims: Any = None) -> optax.GradientTransformationExtraArgs:
     """Return the stateless stage that applies ``f(update, weight, dims)`` to every parameter.
 
@@ -145,12 +161,8 @@ def per_parameter(f: Callable[..., jax.Array], matrix_dims: Any = None) -> optax
          [ 1.  0.]]
     """
 
-    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
-        del extra_args
-        apply = lambda updates, params: map_matrices(f, updates, params, matrix_dims)  # noqa: E731
-        return by_platform(apply, updates, params), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    step = lambda updates, state, params, dims: (map_matrices(f, updates, params, dims), state)  # noqa: E731
+    return stage(step, lambda params: optax.EmptyState(), matrix_dims)
 
 
 def direction(*stages: optax.GradientTransformation, matrix_dims: Any = None) -> optax.GradientTransformationExtraArgs:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from normpre_optax.linalg import rows
-from normpre_optax.linalg.precision import by_platform, platform
+from normpre_optax.linalg.precision import platform
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.sharding.placement import mesh_of
-from normpre_optax.stages.base import init_count, next_count, per_parameter, split_blocks
+from normpre_optax.stages.base import init_count, next_count, per_parameter, split_blocks, stage
 
 Tangent = Literal["relaxed", "strict", "none"]
 Orientation = Literal["alternating", "rows", "columns", "both"]
@@ -64,27 +64,20 @@ def normalize_tangent(
     if orientation not in ("alternating", "rows", "columns", "both"):
         raise ValueError(f"orientation={orientation!r} is not one of 'alternating', 'rows', 'columns', 'both'")
 
-    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
-        del extra_args
+    def step(updates, state, params, matrix_dims):
         if params is None and tangent != "none":
             raise ValueError(NEEDS_PARAMS)
         sides: tuple = ("rows", "columns") if orientation == "both" else (orientation,)
         by_rows = (state.count % 2 == 0) == (first == "rows")
+        for side in sides:
+            blocks, rebuilt = split_blocks(updates, None if tangent == "none" else params, matrix_dims)
+            axes = tuple(split_axes(block.u.ndim, block.dims)[:0:-1] for block in blocks)  # (inputs, outputs)
+            norms = tuple(tuple(norm(_size(b.u, side)) for side in pair) for b, pair in zip(blocks, axes, strict=True))
+            arrays = [block.u for block in blocks], [block.w for block in blocks]
+            updates = rebuilt(_unit_tangents(*arrays, by_rows, axes, norms, side, tangent, platform()))
+        return updates, next_count(state)
 
-        def step(updates, params, by_rows):
-            for side in sides:
-                blocks, rebuilt = split_blocks(updates, None if tangent == "none" else params, matrix_dims)
-                axes = tuple(split_axes(block.u.ndim, block.dims)[:0:-1] for block in blocks)  # (inputs, outputs)
-                norms = tuple(
-                    tuple(norm(_size(b.u, side)) for side in pair) for b, pair in zip(blocks, axes, strict=True)
-                )
-                arrays = [block.u for block in blocks], [block.w for block in blocks]
-                updates = rebuilt(_unit_tangents(*arrays, by_rows, axes, norms, side, tangent, platform()))
-            return updates
-
-        return by_platform(step, updates, params, by_rows), next_count(state)
-
-    return optax.GradientTransformationExtraArgs(init_count, update)
+    return stage(step, init_count, matrix_dims)
 
 
 def _size(x: jax.Array, axes: tuple[int, ...]) -> int:

@@ -14,7 +14,7 @@ from normpre_optax.linalg.precision import inverse_root, working_dtype
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, split_axes
 from normpre_optax.parameters.tree import without_boxes
 from normpre_optax.sharding.placement import replicated
-from normpre_optax.stages.base import assigned, map_matrices, per_parameter
+from normpre_optax.stages.base import assigned, map_matrices, per_parameter, stage
 
 # Scale conventions of an orthogonal update (out, in) = m x n.
 MOONLIGHT = lambda m, n: 0.2 * max(m, n) ** 0.5  # noqa: E731  RMS 0.2, at AdamW's learning rate (MoonshotAI/Moonlight)
@@ -47,7 +47,9 @@ def scale_to_rms(
         Normalize-Then-Precondition, "Consistent Update RMS"; Liu et al., arXiv 2502.16982.
     """
     check_numbers(rms=rms)
-    return per_parameter(lambda t, w, dims: t if rms is None else with_rms(t, dims, rms), matrix_dims)
+    if rms is None:
+        return optax.with_extra_args_support(optax.identity())
+    return per_parameter(lambda t, w, dims: with_rms(t, dims, rms), matrix_dims)
 
 
 def with_rms(t: jax.Array, dims: MatrixDims, rms: jax.typing.ArrayLike) -> jax.Array:
@@ -122,8 +124,7 @@ def scale_by_row_moment(
         ]
         return RowMomentState(without_boxes(treedef.unflatten(zeros)))
 
-    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
-        del extra_args
+    def step(updates, state, params, matrix_dims):
         found = assigned(updates, params, matrix_dims)
         leaves, treedef = jax.tree.flatten(updates)
 
@@ -146,4 +147,4 @@ def scale_by_row_moment(
         new = map_matrices(keep_norm, treedef.unflatten(scaled), updates, found)
         return new, RowMomentState(jax.tree.structure(state.moment).unflatten(moments))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return stage(step, init, matrix_dims)

@@ -28,12 +28,12 @@ import optax
 from normpre_optax.checks import check_numbers, static_int
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg import sketch
-from normpre_optax.linalg.precision import by_platform, inverse_root, platform, product
+from normpre_optax.linalg.precision import inverse_root, platform, product
 from normpre_optax.parameters.dims import MatrixDims, from_matrices, is_stored_transposed, to_matrices
 from normpre_optax.sharding.auto import in_auto_axes, over_devices, solve_shared
 from normpre_optax.sharding.exchange import exchange
 from normpre_optax.sharding.placement import axes_in_use, is_explicit, mesh_of, spec_of
-from normpre_optax.stages.base import init_count, next_count, split_blocks
+from normpre_optax.stages.base import init_count, next_count, split_blocks, stage
 
 
 class Stack(NamedTuple):
@@ -59,15 +59,13 @@ def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.Gradie
         **numbers: are passed to ``f`` and may be traced, such as ``rms``.
     """
 
-    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
-        del extra_args
+    def step(updates, state, params, matrix_dims):
         blocks, rebuilt = split_blocks(updates, params, matrix_dims)
         known = tuple((block.name, block.dims, block.sharding) for block in blocks)
-        run = lambda arrays, step, numbers: _run(f, known, arrays, step, numbers)  # noqa: E731
-        new = by_platform(run, [block.u for block in blocks], state.count, numbers) if blocks else []
+        new = _run(f, known, [block.u for block in blocks], state.count, numbers) if blocks else []
         return rebuilt(new), next_count(state)
 
-    return optax.GradientTransformationExtraArgs(init_count, update)
+    return stage(step, init_count, matrix_dims)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
@@ -145,11 +143,11 @@ def _one_by_one(f: Callable, stack: Stack) -> jax.Array:
     return jax.lax.map(lambda one: f([Stack(one[0], one[1], stack.transposed)])[0], (stack.x, jnp.asarray(stack.ids)))
 
 
-def _each(f: Callable, x: jax.Array) -> jax.Array:
-    """Apply a function of one matrix to a stack."""
+def _batched(f: Callable, x: jax.Array) -> Callable:
+    """Return a function of one matrix as a function of stacks like ``x``."""
     for _ in x.shape[:-2]:
         f = jax.vmap(f)
-    return f(x)
+    return f
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,11 +168,11 @@ class NewtonSchulz:
         """Orthogonalize every matrix."""
         del step, solve
         if not self.table:
-            return [_each(functools.partial(ns.exact_msign, rms=rms), stack.x) for stack in stacks]
+            return [_batched(functools.partial(ns.exact_msign, rms=rms), stack.x)(stack.x) for stack in stacks]
         f = functools.partial(
             ns.newton_schulz, table=self.table, headroom=self.headroom, compute_dtype=self.compute_dtype, rms=rms
         )
-        return [_each(f, stack.x) for stack in stacks]
+        return [_batched(f, stack.x)(stack.x) for stack in stacks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +188,7 @@ class Whiten:
         """Whiten every matrix."""
         del step, solve
         f = functools.partial(ns.whiten, steps=self.steps, compute_dtype=self.compute_dtype, rms=rms)
-        return [_each(f, stack.x) for stack in stacks]
+        return [_batched(f, stack.x)(stack.x) for stack in stacks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,11 +250,7 @@ class ClipLeading:
 
 
 def _clipped_exactly(x: jax.Array, rank: int, level: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    f = functools.partial(sketch.clip_exactly, rank=rank)
-    g = lambda x, level: f(x, level=level)  # noqa: E731
-    for _ in x.shape[:-2]:
-        g = jax.vmap(g)
-    return g(x, level)
+    return _batched(lambda x, level: sketch.clip_exactly(x, rank, level), x)(x, level)
 
 
 def precondition_globally(
