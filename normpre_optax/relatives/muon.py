@@ -36,13 +36,8 @@ def scale_by_muon(
     References:
         Jordan et al., Muon, 2024; Liu et al., arXiv 2502.16982.
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype)
-    return direction(
-        optax.trace(momentum, nesterov, mu_dtype),
-        spectral,
-        scale_by_shape(CONVENTIONS[convention]),
-        matrix_dims=matrix_dims,
-    )
+    stages = precondition_globally(ns_steps, ns_coefficients, compute_dtype), scale_by_shape(CONVENTIONS[convention])
+    return direction(optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims)
 
 
 muon = complete(scale_by_muon)
