@@ -83,9 +83,8 @@ def with_adamw(
         """The direction of matrices with these axes."""
         return direction(matrix_dims=Assignment((spec.path, spec) for spec in specs))
 
-    def optimizer(params: Any) -> optax.GradientTransformationExtraArgs:
+    def optimizer(found: Assignment, params: Any) -> optax.GradientTransformationExtraArgs:
         """The optimizer of these parameters."""
-        found = assign(params, matrix_dims)
         if shardings is not None:
             specs = specs_from(list(found), params, shardings)
             found = Assignment(
@@ -120,24 +119,28 @@ def with_adamw(
         parts: dict[Hashable, optax.GradientTransformation] = {"matrix": matrix, "adamw": adam}
         return optax.partition(parts, lambda _: labels)  # a tree of labels may be callable, such as an Equinox module
 
-    forms: dict[Any, Any] = {}  # what a state is like, for parameters of a form
+    known: dict[Any, tuple[Assignment, Any]] = {}  # the assignment and what a state is like, for parameters of a form
 
     def init(params):
-        if note := warn_if_flattened(assign(params, matrix_dims)):
+        found = assign(params, matrix_dims)
+        if note := warn_if_flattened(found):
             warnings.warn(note, stacklevel=2)
-        tx, params = optimizer(params), jax.tree.map(at_least_float32, params)
-        state = tx.init(params)
-        forms[_form(params)] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-        return place_state(tx, state, params)
+        tx, weights = optimizer(found, params), jax.tree.map(at_least_float32, params)
+        state = tx.init(weights)
+        known[_form(params)] = found, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        return place_state(tx, state, weights)
 
     def update(updates, state, params=None, **extra_args):
         if params is None:
             raise ValueError(NEEDS_PARAMS)
         _check_gradients(updates, params)
-        tx, weights = optimizer(params), jax.tree.map(at_least_float32, params)
-        if _form(weights) not in forms:
-            forms[_form(weights)] = jax.eval_shape(tx.init, weights)
-        _check_state(state, forms[_form(weights)])
+        weights = jax.tree.map(at_least_float32, params)
+        if (form := _form(params)) not in known:
+            found = assign(params, matrix_dims)
+            known[form] = found, jax.eval_shape(optimizer(found, params).init, weights)
+        found, own = known[form]
+        _check_state(state, own)
+        tx = optimizer(found, params)
         updates = jax.tree.map(lambda u, p: at_least_float32(sharded_like(jnp.asarray(u), p)), updates, params)
         new, state = tx.update(updates, state, weights, **extra_args)
         return jax.tree.map(lambda u, p: u.astype(jnp.asarray(p).dtype), new, params), state
@@ -217,7 +220,7 @@ def _whole_tree(name: str, given: Any, params: Any, kinds: tuple, what: str) -> 
 def _form(tree: Any) -> tuple:
     """Return the structure, shapes and dtypes of a tree."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple((x.shape, x.dtype) for x in leaves)
+    return treedef, tuple((jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
 def _named(tree: Any) -> dict[str, tuple[int, ...]]:

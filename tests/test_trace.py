@@ -44,7 +44,7 @@ def traced(factory):
     return entered, deepest
 
 
-@pytest.mark.parametrize(("factory", "functions", "files", "frames"), [(npo.normpre_g, 72, 12, 15)])
+@pytest.mark.parametrize(("factory", "functions", "files", "frames"), [(npo.normpre_g, 61, 12, 15)])
 def test_the_update_is_traced_through_few_functions(factory, functions, files, frames):
     """What is reached; optax.contrib.muon has 6 functions, 1 file and 6 frames. ``pytest -s`` prints the numbers."""
     entered, deepest = traced(factory)

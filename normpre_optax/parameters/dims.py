@@ -165,9 +165,10 @@ def blocks_of(shape: tuple[int, ...], dims: MatrixDims) -> list[tuple[slice, Mat
         >>> [at for at, *_ in blocks_of((4, 6), MatrixDims(inputs=0, outputs=1, output_blocks=(4, 2)))]
         [slice(0, 4, None), slice(4, 6, None)]
     """
-    axis = split_axes(len(shape), dims)[1][0]
+    axis, blocks = split_axes(len(shape), dims)[1][0], dims.output_blocks
+    if blocks == 1:
+        return [(slice(0, shape[axis]), dims, shape)]
     rows = matrix_shape(shape, dims)[1]
-    blocks = dims.output_blocks
     sizes = [rows // blocks] * blocks if isinstance(blocks, int) else blocks
     ends = [0, *itertools.accumulate(size * shape[axis] // rows for size in sizes)]
     one = dataclasses.replace(dims, output_blocks=1)
