@@ -10,7 +10,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,28 @@ from normpre_optax.linalg.precision import exact_product, inverse_root, product,
 Solve = Callable[..., list[Any]]
 
 
+class Clipping(NamedTuple):
+    """The ``rank`` leading singular values are clipped to ``level^2 = max(least, share (total - their squares))``.
+
+    All are arrays ``(..., 1, 1)``; ``total`` is the sum of the squares of all singular values, ``||Psi||_F^2``.
+    """
+
+    total: jax.Array
+    least: jax.Array
+    share: jax.Array
+    rank: jax.Array
+
+
 def clip_by_sketch(
     psis: Sequence[jax.Array],
     omegas: Sequence[jax.Array],
-    ranks: Sequence[int],
-    levels: Sequence[jax.Array],
+    clippings: Sequence[Clipping],
     power_iterations: int = 1,
     products: bool = False,
     compute_dtype: Any = None,
     solve: Solve | None = None,
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """Find what clips the leading singular values of wide matrices to ``sqrt(level)``: Algorithm 2.
+    """Find what clips the leading singular values of wide matrices: Algorithm 2.
 
     ``Y = Psi Omega``; ``p`` times ``Y = Psi Psi^T Y``, with the basis orthonormalized in between (the same span);
     then the eigenpairs of the sketched interaction matrix ``(Q Psi)(Q Psi)^T``.
@@ -40,23 +51,24 @@ def clip_by_sketch(
     Args:
         psis: wide matrices ``(..., s, n)``, ``s <= n``.
         omegas: Gaussian draws ``(..., l, n)``: the paper's ``Omega^T``.
-        ranks: how many singular values of each may be clipped.
-        levels: squared thresholds ``(..., 1, 1)``.
+        clippings: how many singular values of each are clipped, and to which level.
         power_iterations: ``p``.
-        products: clip all ``l`` singular values of the sketch by matrix products alone, without an eigensolver.
+        products: clip all ``l`` singular values of the sketch by matrix products alone, without an eigensolver; ``l``
+            takes the place of ``rank``.
         compute_dtype: dtype of the operands of the products with ``Psi``.
         solve: replaces ``solve_together`` for the eigenproblems on a mesh. The factorizations are then separate: their
             results would have to be communicated.
 
     Returns:
-        ``(left, right, removed)`` for each: the clipped matrix is ``psi + left^T right``, and its sum of squares is
-        smaller by ``removed``, ``(..., 1, 1)``.
+        ``(left, right, squares)`` for each: the clipped matrix is ``psi + left^T right``, and ``squares`` is its sum of
+        squares, ``(..., 1, 1)``.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from normpre_optax.linalg.sketch import clip_by_sketch
-        >>> psi, one = jnp.diag(jnp.array([5.0, 3.0, 1.0])), jnp.ones((1, 1))
-        >>> ((left, right, _),) = clip_by_sketch([psi], [jax.random.normal(jax.random.key(0), (2, 3))], [1], [one], 4)
+        >>> from normpre_optax.linalg.sketch import Clipping, clip_by_sketch
+        >>> psi, omega = jnp.diag(jnp.array([5.0, 3.0, 1.0])), jax.random.normal(jax.random.key(0), (2, 3))
+        >>> to_one = Clipping(*(jnp.full((1, 1), x) for x in (35.0, 1.0, 0.0, 1)))
+        >>> ((left, right, _),) = clip_by_sketch([psi], [omega], [to_one], 4)
         >>> print(jnp.diag(psi + left.T @ right).round(2))
         [1. 3. 1.]
 
@@ -77,55 +89,59 @@ def clip_by_sketch(
     qs = orthonormalized(ys)
     bs = [times(q, psi) for q, psi in zip(qs, psis, strict=True)]
     grams = [(exact_product(q, q.mT), exact_product(b, b.mT)) for q, b in zip(qs, bs, strict=True)]
-    kept = [
-        jnp.broadcast_to(jnp.asarray(rank, level.dtype), level.shape) for rank, level in zip(ranks, levels, strict=True)
-    ]
-    problems = [(*pair, level, rank) for pair, level, rank in zip(grams, levels, kept, strict=True)]
+    problems = [(*pair, *clipping) for pair, clipping in zip(grams, clippings, strict=True)]
     solved = (solve or solve_together)(_factor_by_products if products else _factor_by_eigenvectors, problems)
-    return [(q, exact_product(factor, b), removed) for q, b, (factor, removed) in zip(qs, bs, solved, strict=True)]
+    return [(q, exact_product(factor, b), squares) for q, b, (factor, squares) in zip(qs, bs, solved, strict=True)]
 
 
-def clip_exactly(psi: jax.Array, rank: int, level: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def clip_exactly(psi: jax.Array, clipping: Clipping) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The same by an eigendecomposition of ``Psi Psi^T``, for one wide matrix.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.sketch import clip_exactly
-        >>> psi = jnp.diag(jnp.array([3.0, 2.0, 0.5]))
-        >>> left, right, removed = clip_exactly(psi, 1, jnp.ones((1, 1)))
-        >>> print(jnp.diag(psi + left.T @ right).round(3), removed.round(3))
-        [1.  2.  0.5] [[8.]]
+        >>> from normpre_optax.linalg.sketch import Clipping, clip_exactly
+        >>> psi, to_one = jnp.diag(jnp.array([3.0, 2.0, 0.5])), (13.25, 1.0, 0.0, 1)
+        >>> left, right, squares = clip_exactly(psi, Clipping(*(jnp.full((1, 1), x) for x in to_one)))
+        >>> print(jnp.diag(psi + left.T @ right).round(3), squares.round(3))
+        [1.  2.  0.5] [[5.25]]
     """
     identity = jnp.eye(len(psi), dtype=psi.dtype)
-    kept = jnp.full((1, 1), rank, psi.dtype)
-    factor, removed = _factor_by_eigenvectors(identity, exact_product(psi, psi.mT), level, kept)
-    return identity, exact_product(factor, psi), removed
+    factor, squares = _factor_by_eigenvectors(identity, exact_product(psi, psi.mT), *clipping)
+    return identity, exact_product(factor, psi), squares
 
 
 def _factor_by_eigenvectors(
-    gram: jax.Array, interaction: jax.Array, level: jax.Array, rank: jax.Array
+    gram: jax.Array, interaction: jax.Array, total: jax.Array, least: jax.Array, share: jax.Array, rank: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """``F`` and the squares that it removes, from the Gram matrices of Q and B; the ``rank`` largest modes."""
+    """``F`` and the sum of squares of the clipped matrix, from the Gram matrices of Q and B: the ``rank`` largest."""
     inverse, interaction = _orthonormal(gram, interaction)
     values, vectors = one_at_a_time(lambda x: tuple(jnp.linalg.eigh(x)))(interaction)
-    among = jnp.arange(len(values), dtype=rank.dtype) >= len(values) - rank[0, 0]  # eigh sorts in ascending order
-    over = jnp.where(among, jnp.maximum(values / level[0, 0], 1), 1)  # NaN stays NaN
-    over = jnp.where(jnp.isnan(values), values, over)
+    among = jnp.arange(len(values)) >= len(values) - rank[0]  # eigh sorts in ascending order
+    level = jnp.maximum(least, share * (total - jnp.sum(jnp.where(among, values, 0))))
+    clipped = among & (values > level[0])
+    gains = jnp.where(clipped, jnp.sqrt(level[0] / jnp.where(clipped, values, 1)), 1)
+    gains = jnp.where(jnp.isnan(values), values, gains)
     z = exact_product(vectors.T, inverse)
-    factor = exact_product(z.T * (jax.lax.rsqrt(over) - 1)[None], z)
-    return factor, level * jnp.sum(over - 1)
+    factor = exact_product(z.T * (gains - 1)[None], z)
+    return factor, _squares(total, jnp.sum(jnp.where(clipped, values - level[0], 0)), level)
 
 
 def _factor_by_products(
-    gram: jax.Array, interaction: jax.Array, level: jax.Array, rank: jax.Array
+    gram: jax.Array, interaction: jax.Array, total: jax.Array, least: jax.Array, share: jax.Array, rank: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The same for all modes of the subspace, by products alone."""
     del rank
     inverse, interaction = _orthonormal(gram, interaction)
-    change = clipping_factor(interaction / level)
+    level = jnp.maximum(least, share * (total - jnp.trace(interaction)))
+    change = clipping_factor(interaction / jnp.where(level == 0, 1, level))  # zero stays zero, NaN stays NaN
     moved = exact_product(change, interaction)
     removed = -2 * jnp.trace(moved) - jnp.sum(moved * change)
-    return exact_product(inverse.T, exact_product(change, inverse)), removed.reshape(1, 1)
+    return exact_product(inverse.T, exact_product(change, inverse)), _squares(total, removed, level)
+
+
+def _squares(total: jax.Array, removed: jax.Array, level: jax.Array) -> jax.Array:
+    """Return what is left of the squares; rounding may not make it less than one clipped mode has."""
+    return jnp.maximum(total - removed, jnp.minimum(total, level))
 
 
 def _orthonormal(gram: jax.Array, interaction: jax.Array) -> tuple[jax.Array, jax.Array]:

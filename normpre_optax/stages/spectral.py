@@ -35,6 +35,8 @@ from normpre_optax.sharding.exchange import exchange
 from normpre_optax.sharding.placement import axes_in_use, is_explicit, mesh_of, spec_of
 from normpre_optax.stages.base import init_count, next_count, split_blocks, stage
 
+_LEAST = 0.1  # of the root mean square of all singular values: the adaptive level's least, for matrices of low rank
+
 
 class Stack(NamedTuple):
     """Matrices of one parameter or shape.
@@ -201,7 +203,7 @@ class ClipLeading:
     method: str
     seed: int
     compute_dtype: Any
-    mean: bool
+    adaptive: bool
     distributed = False
 
     def __call__(
@@ -216,16 +218,14 @@ class ClipLeading:
         tall = [(x.shape[-2], s.transposed) > (x.shape[-1], False) for x, s in zip(xs, stacks, strict=True)]
         wide = [x.mT if is_tall else x for x, is_tall in zip(xs, tall, strict=True)]
         squares = [sketch.sum_of_squares(x) for x in xs]
-        levels = [
-            jnp.where(s > 0, s, 1) / x.shape[-2] if self.mean else jnp.full_like(s, 1) * jnp.square(threshold)
-            for x, s in zip(wide, squares, strict=True)
+        sizes = [self.sizes(x.shape[-2]) for x in wide]
+        clippings = [
+            self.clipping(s, x.shape[-2], rank, threshold) for s, x, (rank, _) in zip(squares, wide, sizes, strict=True)
         ]
-        ranks = [self.modes(x.shape[-2]) for x in wide]
         if self.method == "exact":
-            each = zip(wide, ranks, levels, strict=True)
-            found = [_clipped_exactly(x, rank, level) for x, rank, level in each]
+            found = [_batched(sketch.clip_exactly, x)(x, c) for x, c in zip(wide, clippings, strict=True)]
         else:
-            shapes = [(min(x.shape[-2], r + self.oversample), x.shape[-1]) for x, r in zip(wide, ranks, strict=True)]
+            shapes = [(size, x.shape[-1]) for x, (_, size) in zip(wide, sizes, strict=True)]
             ids = [jnp.asarray(stack.ids) for stack in stacks]
             if solve is None:
                 omegas = sketch.draws(self.seed, step, ids, shapes)
@@ -233,24 +233,32 @@ class ClipLeading:
                 omegas = [sketch.draws(self.seed, step, [i], [s])[0] for i, s in zip(ids, shapes, strict=True)]
             omegas = [omega.astype(s.dtype) for omega, s in zip(omegas, squares, strict=True)]
             products = self.method == "products"
-            found = sketch.clip_by_sketch(wide, omegas, ranks, levels, self.power_iterations, products, dtype, solve)
+            found = sketch.clip_by_sketch(wide, omegas, clippings, self.power_iterations, products, dtype, solve)
         new = []
-        for x, is_tall, s, level, (left, right, removed) in zip(xs, tall, squares, levels, found, strict=True):
+        for x, is_tall, s, (left, right, kept) in zip(xs, tall, squares, found, strict=True):
             a, b = (right, left) if is_tall else (left, right)
             t = x.astype(s.dtype) + product(a.mT, b, dtype)
-            if rms is not None:  # ||T||^2 from small matrices; rounding may not make it less than one clipped mode has
-                kept = jnp.maximum(s - removed, jnp.minimum(s, level))
+            if rms is not None:  # ||T||^2 is known from small matrices
                 t = t * (rms * (x.shape[-2] * x.shape[-1]) ** 0.5 * inverse_root(kept))
             new.append(t)
         return new
 
-    def modes(self, side: int) -> int:
-        """Return how many singular values of a matrix may be clipped."""
-        return min(self.rank, side) if isinstance(self.rank, int) else max(1, round(self.rank * side))
+    def sizes(self, side: int) -> tuple[int, int]:
+        """Return how many singular values of a matrix are clipped, and how many directions its sketch has."""
+        rank = min(self.rank, side) if isinstance(self.rank, int) else max(1, round(self.rank * side))
+        most = max(1, side - 1) if self.adaptive else side  # one remains
+        rank, products = min(rank, most), self.method == "products"
+        size = min(rank + self.oversample, most if products else side)
+        return (size if products else rank), size
 
-
-def _clipped_exactly(x: jax.Array, rank: int, level: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _batched(lambda x, level: sketch.clip_exactly(x, rank, level), x)(x, level)
+    def clipping(self, total: jax.Array, side: int, rank: int, threshold: Any) -> sketch.Clipping:
+        """Return what is clipped of matrices with this sum of squares."""
+        count, square = jnp.full_like(total, rank), jnp.full_like(total, 1) * jnp.square(threshold)
+        if not self.adaptive:
+            return sketch.Clipping(total, square, jnp.zeros_like(total), count)
+        if side == rank:  # one singular value, and none remains
+            return sketch.Clipping(total, total, jnp.zeros_like(total), count)
+        return sketch.Clipping(total, square * total * (_LEAST**2 / side), square / (side - rank), count)
 
 
 def precondition_globally(
@@ -337,9 +345,10 @@ def precondition_locally(
     method: Literal["sketch", "products", "exact"] = "sketch",
     seed: int = 0,
     compute_dtype: Any = None,
-    threshold: jax.typing.ArrayLike | Literal["mean"] = 1.0,
+    threshold: jax.typing.ArrayLike = 1.0,
     rms: jax.typing.ArrayLike | None = None,
     *,
+    adaptive: bool = False,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the leading singular values above one to one: ``T = P Psi`` of NormPre-L.
@@ -356,9 +365,10 @@ def precondition_locally(
         seed: of the Gaussian draws, which depend on it, the step, the parameter's path and the batch index only.
         compute_dtype: dtype of the operands of the products with ``Psi``. None is bfloat16 on a TPU and a GPU, float32
             on a CPU. Small matrices and ``method="exact"`` use float32.
-        threshold: to which singular values are clipped: 1 in the paper; "mean" is the root mean square of all singular
-            values of the matrix, ``||Psi||_F / sqrt(min(m, n))``.
+        threshold: to which singular values are clipped: 1 in the paper.
         rms: if given, scale every result to this root mean square.
+        adaptive: clip to ``threshold`` times the root mean square of the remaining singular values,
+            ``level^2 = threshold^2 (||Psi||_F^2 - sum_{i <= r} lambda_i) / (min(m, n) - r)``.
         matrix_dims: see ``normpre_g``; inside a direction, its own apply.
 
     Returns:
@@ -379,10 +389,7 @@ def precondition_locally(
     References:
         Normalize-Then-Precondition, "NormPre-L", Algorithm 2, Propositions 1 and 2.
     """
-    check_numbers(rms=rms)
-    mean = isinstance(threshold, str)
-    if mean and threshold != "mean":
-        raise ValueError(f"threshold={threshold!r} is neither a number nor 'mean'")
+    check_numbers(rms=rms, threshold=threshold)
     if method not in ("sketch", "products", "exact"):
         raise ValueError(f"method={method!r} is not one of 'sketch', 'products', 'exact'")
     if not isinstance(rank, float | np.floating) or not 0 < rank < 1:
@@ -394,7 +401,6 @@ def precondition_locally(
         method,
         static_int("seed", seed, least=0, below=2**32),
         compute_dtype,
-        mean,
+        adaptive,
     )
-    numbers = {} if mean else {"threshold": threshold}
-    return spectral(f, rms=rms, matrix_dims=matrix_dims, **numbers)
+    return spectral(f, rms=rms, threshold=threshold, matrix_dims=matrix_dims)
