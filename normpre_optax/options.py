@@ -98,11 +98,13 @@ def _check_choice(name: str, value: Any, kind: Any) -> None:
     if name in ("compute_dtype", "mu_dtype") and value is not None:
         try:
             dtype: Any = value
-            good = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
+            good = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp >= 128
         except (TypeError, ValueError):
             good = False
         if not good:
-            raise TypeError(f"{name} must be a floating-point dtype of 16 bits or more, or None; got {value!r}")
+            raise TypeError(
+                f"{name} must have the range of float32 (bfloat16, float32 or float64), or be None; got {value!r}"
+            )
 
 
 def _hint(name: str, names: Iterable[str]) -> str:

@@ -32,18 +32,23 @@ def over_devices(f: Callable, stacks: list, mesh: AbstractMesh) -> list[jax.Arra
     of them.
     """
     axis = largest_axis(mesh)
+    # Without the barrier, XLA may place the state that the stacks come from, such as momentum, like the stacks.
+    stacks = [
+        stack._replace(x=x)
+        for stack, x in zip(stacks, jax.lax.optimization_barrier([s.x for s in stacks]), strict=True)
+    ]
     devices = mesh.shape[axis]
     place = functools.partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, PartitionSpec(axis)))
     groups: dict[Any, list[int]] = {}
     for i, stack in enumerate(stacks):
-        groups.setdefault(tuple(sorted(stack.x.shape[-2:])), []).append(i)
+        groups.setdefault((tuple(sorted(stack.x.shape[-2:])), stack.x.dtype), []).append(i)
     results: list[Any] = [None] * len(stacks)
-    for shape, members in groups.items():
+    for (shape, dtype), members in groups.items():
         wide = [_turned(stacks[i].x, shape).reshape(-1, *shape) for i in members]
         count = sum(map(len, wide))
-        padding = jnp.zeros((-count % devices, *shape), wide[0].dtype)
+        padding = jnp.zeros((-count % devices, *shape), dtype)
         x = place(jnp.concatenate([*wide, padding]))
-        (t,) = f([stacks[members[0]]._replace(x=x)])
+        (t,) = f([stacks[members[0]]._replace(x=x, ids=None, transposed=False)])
         t, start = place(t), 0
         for i, x in zip(members, wide, strict=True):
             results[i] = _turned(t[start : start + len(x)], stacks[i].x.shape[-2:]).reshape(stacks[i].x.shape)

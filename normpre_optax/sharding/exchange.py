@@ -99,7 +99,8 @@ def exchange(
     local = [team for team in teams if len(team.owned) == 1]
     moving = [team for team in teams if len(team.owned) > 1]
     kinds, kind_of = _kinds(sizes, shards, moving)
-    dtype = jnp.bfloat16 if rounded and platform() == "tpu" and arrays[0].dtype == jnp.float32 else arrays[0].dtype
+    widest = jnp.result_type(*arrays)
+    dtype = jnp.bfloat16 if rounded and platform() == "tpu" and widest == jnp.float32 else widest
 
     def on_device(parts: list[jax.Array], operands: Any) -> list[jax.Array]:
         own = lambda stacks: compute(stacks, operands)  # noqa: E731
@@ -110,7 +111,7 @@ def exchange(
         if moving:
             lines = [to_lines(x.astype(dtype)) for x in stacks]
             arrived = [_to_owners(team, lines, at, sizes) for team in moving]
-            branches = [functools.partial(_computed, own, kind, shards, moving, parts[0].dtype) for kind in kinds]
+            branches = [functools.partial(_computed, own, kind, shards, moving, widest) for kind in kinds]
             done = jax.lax.switch(jnp.asarray(kind_of)[_flat(at, sizes, tuple(sizes))], branches, arrived)
             for team, buffer in zip(moving, done, strict=True):
                 new |= _to_holders(team, buffer, shards, sizes)

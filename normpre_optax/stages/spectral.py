@@ -3,7 +3,8 @@
 
 A spectral function ``f(stacks, step, solve, **numbers)`` maps a list of ``Stack`` to a list of results of the same
 shapes. It is hashable; ``f.distributed`` says whether it needs whole matrices on one device of a mesh, ``f.rounded``
-whether a TPU rounds them in the first product. ``spectral`` lays the parameters out, and runs it as the platform wants:
+whether a TPU rounds them in the first product, ``f.draws`` whether it depends on the step. ``spectral`` lays the
+parameters out, and runs it as the platform wants:
 
 - a **CPU** computes one matrix after the other in a loop per shape;
 - a **TPU** computes every parameter by itself, so that a matrix stays on the chip (see ``base.in_groups``);
@@ -64,18 +65,19 @@ def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.Gradie
     def step(updates, state, params, matrix_dims):
         blocks, rebuilt = split_blocks(updates, params, matrix_dims)
         known = tuple((block.name, block.dims, block.sharding) for block in blocks)
-        new = _run(f, known, [block.u for block in blocks], state.count, numbers) if blocks else []
-        return rebuilt(new), next_count(state)
+        count = state.count if f.draws else None
+        new = _run(f, known, [block.u for block in blocks], count, numbers) if blocks else []
+        return rebuilt(new), next_count(state) if f.draws else state
 
-    return stage(step, init_count, matrix_dims)
+    return stage(step, init_count if f.draws else lambda params: optax.EmptyState(), matrix_dims)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _run(f: Any, known: tuple, blocks: list[jax.Array], step: jax.Array, numbers: dict) -> list[jax.Array]:
+def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict) -> list[jax.Array]:
     """Apply ``f`` to parameters without output blocks, on one device or on a mesh."""
     names, dims, shardings = zip(*known, strict=True)
 
-    def computed(arrays: list[jax.Array], step: jax.Array, numbers: dict, run: Callable = _on_one_device) -> list:
+    def computed(arrays: list[jax.Array], step: Any, numbers: dict, run: Callable = _on_one_device) -> list:
         stacks = [_stack(x, d, name) for x, d, name in zip(arrays, dims, names, strict=True)]
         new = run(functools.partial(f, step=step, **numbers), stacks)
         each = zip(new, stacks, dims, blocks, strict=True)
@@ -118,9 +120,9 @@ def _on_one_device(f: Callable[[list[Stack]], list[jax.Array]], stacks: list[Sta
         return f(stacks)
     groups: dict[Any, list[int]] = {}
     for i, stack in enumerate(stacks):
-        groups.setdefault((stack.x.shape[-2:], stack.transposed), []).append(i)
+        groups.setdefault((stack.x.shape[-2:], stack.transposed, stack.x.dtype), []).append(i)
     merged = []
-    for (shape, transposed), group in groups.items():
+    for (shape, transposed, _), group in groups.items():
         xs, ids = [stacks[i].x for i in group], [stacks[i].ids for i in group]
         if len(group) > 1 or xs[0].ndim > 3:
             xs, ids = [x.reshape(-1, *shape) for x in xs], [i.reshape(-1, 2) for i in ids]
@@ -160,13 +162,14 @@ class NewtonSchulz:
     headroom: float
     compute_dtype: Any
     distributed = True
+    draws = False
 
     @property
     def rounded(self) -> bool:
         """Whether a TPU rounds matrices to bfloat16 in the first product."""
         return self.compute_dtype is None and bool(self.table)
 
-    def __call__(self, stacks: list[Stack], step: jax.Array, solve: Any = None, rms: Any = None) -> list[jax.Array]:
+    def __call__(self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None) -> list[jax.Array]:
         """Orthogonalize every matrix."""
         del step, solve
         if not self.table:
@@ -185,8 +188,9 @@ class Whiten:
     compute_dtype: Any
     distributed = True
     rounded = False
+    draws = False
 
-    def __call__(self, stacks: list[Stack], step: jax.Array, solve: Any = None, rms: Any = None) -> list[jax.Array]:
+    def __call__(self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None) -> list[jax.Array]:
         """Whiten every matrix."""
         del step, solve
         f = functools.partial(ns.whiten, steps=self.steps, compute_dtype=self.compute_dtype, rms=rms)
@@ -205,9 +209,10 @@ class ClipLeading:
     compute_dtype: Any
     adaptive: bool
     distributed = False
+    draws = True
 
     def __call__(
-        self, stacks: list[Stack], step: jax.Array, solve: Any = None, rms: Any = None, threshold: Any = 1.0
+        self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None, threshold: Any = 1.0
     ) -> list[jax.Array]:
         """Clip every matrix; all small problems are solved together."""
         dtype, xs = self.compute_dtype, [stack.x for stack in stacks]
