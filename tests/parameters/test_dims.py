@@ -61,11 +61,11 @@ def test_stack_is_the_definition_and_has_an_exact_inverse(layout):
     np.testing.assert_array_equal(to_matrices(jnp.asarray(x), dims), stack)
     np.testing.assert_array_equal(from_matrices(jnp.asarray(stack), dims, shape), x)
     assert stack.shape == matrix_shape(shape, dims)
-    axis, rows = np.atleast_1d(dims.outputs)[0], [to_matrices(jnp.asarray(x), dims)[:, :0]]
+    axis, rows = np.atleast_1d(dims.outputs)[0], []
     for at, one, block in blocks_of(shape, dims):  # blocks divide the rows of each matrix
         part = x[(slice(None),) * (axis % x.ndim) + (at,)]
         assert part.shape == block
-        rows.append(to_matrices(jnp.asarray(part), one))
+        rows.append(stack_by_loops(part, one))
     np.testing.assert_array_equal(np.concatenate(rows, axis=1), stack)
 
 
