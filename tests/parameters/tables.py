@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.rules import assign
@@ -79,6 +80,12 @@ def dims_of(text):
 
 def chosen(params, matrix_dims=None):
     return {path: spec.dims for path, spec in assign(params, matrix_dims).items()}
+
+
+def with_layers(shape, dims, layers, axis):
+    """A shape and its dims with a layer axis inserted at ``axis``."""
+    sides = () if dims is None else ([a + (a >= axis) for a in np.atleast_1d(s)] for s in (dims.inputs, dims.outputs))
+    return (*shape[:axis], layers, *shape[axis:]), dims and MatrixDims(*sides)
 
 
 def under(prefix, entries):

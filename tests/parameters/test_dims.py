@@ -51,8 +51,8 @@ def stack_by_loops(x, dims):
     return np.array([[[entry(b | o | i) for i in indices(inputs)] for o in indices(outputs)] for b in indices(batch)])
 
 
-@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
 @hypothesis.given(layouts())
+@hypothesis.example(((2, 3), MatrixDims(inputs=0, outputs=1)))  # Flax's y = x @ kernel: a row is a column of the kernel
 def test_stack_is_the_definition_and_has_an_exact_inverse(layout):
     shape, dims = layout
     x = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
@@ -61,27 +61,18 @@ def test_stack_is_the_definition_and_has_an_exact_inverse(layout):
     np.testing.assert_array_equal(to_matrices(jnp.asarray(x), dims), stack)
     np.testing.assert_array_equal(from_matrices(jnp.asarray(stack), dims, shape), x)
     assert stack.shape == matrix_shape(shape, dims)
-    axis, rows = np.atleast_1d(dims.outputs)[0], [to_matrices(jnp.asarray(x), dims)[:, :0]]
+    axis, rows = np.atleast_1d(dims.outputs)[0], []
     for at, one, block in blocks_of(shape, dims):  # blocks divide the rows of each matrix
         part = x[(slice(None),) * (axis % x.ndim) + (at,)]
         assert part.shape == block
-        rows.append(to_matrices(jnp.asarray(part), one))
+        rows.append(stack_by_loops(part, one))
     np.testing.assert_array_equal(np.concatenate(rows, axis=1), stack)
 
 
-def test_matrix_rows_are_output_neurons():
-    kernel = jnp.arange(6.0).reshape(2, 3)  # Flax: y = x @ kernel, so output neuron j has weights kernel[:, j]
-    np.testing.assert_array_equal(to_matrices(kernel, MatrixDims(0, 1))[0], kernel.T)
-    np.testing.assert_array_equal(to_matrices(kernel, MatrixDims(1, 0))[0], kernel)
-
-
 def test_dims_are_leaves_and_hashable_and_muons_are_accepted():
-    assert jax.tree.leaves({"a": MatrixDims(0, 1), "b": MatrixDims([0, 1], 2)}) == [
-        MatrixDims(0, 1),
-        MatrixDims((0, 1), 2),
-    ]
+    assert jax.tree.leaves({"a": MatrixDims(0, 1)}) == [MatrixDims(0, 1)]
     assert len({MatrixDims(0, 1), MatrixDims(np.int64(0), 1), MatrixDims(1, 0), MatrixDims(0, 1, (1,))}) == 2
-    assert MatrixDims(0, 1, [4, 2]) == MatrixDims(0, 1, (4, 2))
+    assert MatrixDims([0, 1], 2, [4, 2]) == MatrixDims((0, 1), 2, (4, 2))
     numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=(0, 1), output_axis=2)
     assert as_matrix_dims("w", numbers) == MatrixDims(inputs=(0, 1), outputs=2)
     assert as_matrix_dims("w", None) is None
@@ -94,17 +85,11 @@ def test_dims_are_leaves_and_hashable_and_muons_are_accepted():
     [
         ((0.5, 1), TypeError, "inputs must be an int or a tuple of ints, got 0.5"),
         ((0, "1"), TypeError, "outputs must be an int or a tuple of ints, got '1'"),
-        (((0, None), 1), TypeError, "inputs must be an int"),
-        ((True, 1), TypeError, "inputs must be an int"),
         ((0, (1, True)), TypeError, "outputs must be an int"),
         (((), 1), ValueError, "inputs is empty"),
-        ((0, (1, 1)), ValueError, "name an axis twice"),
         (((0, 1), 1), ValueError, "name an axis twice"),
         ((0, 1, 1.0), TypeError, "output_blocks must be an int"),
-        ((0, 1, 0), ValueError, "output_blocks must be at least 1"),
         ((0, 1, (4, 0)), ValueError, "output_blocks must be at least 1"),
-        ((0, 1, ()), ValueError, "output_blocks is empty"),
-        ((0, 1, (4, 0.5)), TypeError, "output_blocks must be an int or a tuple"),
     ],
 )
 def test_wrong_dims_are_refused_at_construction(arguments, error, message):
@@ -117,10 +102,7 @@ def test_wrong_dims_are_refused_at_construction(arguments, error, message):
     [
         ((3, 4), MatrixDims(0, 2), "outputs=2 is out of range for 2 axes"),
         ((3, 4), MatrixDims(-3, 1), "inputs=-3 is out of range"),
-        ((), MatrixDims(0, 1), "out of range for 0 axes"),
-        ((3, 4), MatrixDims(0, -2), "inputs=0 and outputs=-2 name an axis twice"),
-        ((3, 4, 5), MatrixDims((0, -3), 1), "name an axis twice"),
-        ((3, 4), MatrixDims(0, 1, 3), "output_blocks=3 does not divide axis 1 of size 4"),
+        ((3, 4, 5), MatrixDims((0, -3), 1), r"inputs=\(0, -3\) and outputs=1 name an axis twice"),
         ((3, 2, 4), MatrixDims(0, (1, 2), 4), "output_blocks=4 does not divide axis 1 of size 2"),
         ((3, 4), MatrixDims(0, 1, (2, 1)), r"output_blocks=\(2, 1\) must add up to its 4 outputs"),
         ((3, 2, 4), MatrixDims(0, (1, 2), (6, 2)), r"output_blocks=\(6, 2\) must add up to its 8 outputs, in whole"),

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default rule on names and shapes, the ways to override it, and its errors."""
 
-import functools
+import collections
 import re
 import sys
-import time
 from typing import NamedTuple
 
 import equinox as eqx
@@ -26,10 +25,21 @@ from normpre_optax.parameters.rules import (
     assign,
     decay_matrices_only,
     default_matrix_dims,
-    warn_if_flattened,
 )
 from normpre_optax.parameters.tree import leaf_paths, without_boxes
-from tests.parameters.tables import FROM_HEADS, IN_OUT, OUT_IN, STACKED, TO_HEADS, array, chosen, dims_of, table, tree
+from tests.parameters.tables import (
+    FROM_HEADS,
+    IN_OUT,
+    OUT_IN,
+    STACKED,
+    TO_HEADS,
+    array,
+    chosen,
+    dims_of,
+    table,
+    tree,
+    with_layers,
+)
 
 READ = """
     w 3x4 0>1; mlp/fc1/kernel 8x32 0>1; b 3x4 0>1; blocks/0/attn/out/kernel 32x32 0>1
@@ -84,9 +94,10 @@ REFUSED = """
 """
 
 
-@pytest.mark.parametrize(("path", "leaf", "dims"), [(path, *entry) for path, entry in table(READ + ADAMW).items()])
-def test_default_rule(path, leaf, dims):
-    assert default_matrix_dims(path, leaf) == dims
+def test_default_rule():
+    entries = table(READ + ADAMW).items()
+    found = {path: (default_matrix_dims(path, leaf), dims) for path, (leaf, dims) in entries}
+    assert {path: both for path, both in found.items() if both[0] != both[1]} == {}
 
 
 def shown(error, dims="inputs=..., outputs=..."):
@@ -182,6 +193,8 @@ SEEN_TOGETHER = {
     "attention at the top": "{query,key,value}/kernel 8x2x4 0>12; out/kernel 2x4x8 01>2",
     "b is a bias only beside its w": "a 3x4 0>1; b 4x5 0>1",
     "b beside w": "linear/w 3x4x5 1>2; linear/b 3x5; attn/Wq 3x4x4 1>2; attn/bq 3x4",
+    "bare arrays": """layers: wqkv 3x16x48 1>2; bqkv 3x48; w1 3x16x64 1>2; b1 3x64; mix 3x16; g 3x16""",
+    "Haliax without layers": "plain/weight mlp=32,embed=16 1>0",
     "norms by head": "0/attn: query/kernel 8x2x4 0>12; q_norm/scale 2x4; out/kernel 2x4x8 01>2; up 8x8 0>1",
     "and stacked": "x/attn: query/kernel 3x8x2x4 1>23; q_norm/scale 3x2x4; out/kernel 3x2x4x8 12>3; up 3x8x8 1>2",
 }
@@ -204,19 +217,10 @@ def block(d, heads, size, hidden, kv, biases, by_head, norms):
     return found | ({"ln/scale": ((d,), None), "attn/q_norm/scale": ((size,), None)} if norms else {})
 
 
-def with_layers(shape, dims, layers, axis):
-    """The same with a layer axis inserted at ``axis``."""
-
-    def moved(axes):
-        return tuple(a + (a >= axis) for a in axes) if isinstance(axes, tuple) else axes + (axes >= axis)
-
-    return (*shape[:axis], layers, *shape[axis:]), dims and MatrixDims(moved(dims.inputs), moved(dims.outputs))
-
-
 SIZES = st.sampled_from([2, 3, 4, 6, 8])
 
 
-@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=200)
 @hypothesis.given(st.tuples(*[SIZES] * 5), SIZES, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0, 1]))
 def test_a_block_stacked_in_front_is_right_and_elsewhere_an_error(sizes, layers, biases, by_head, norms, axis):
     """Whatever sizes coincide, except square kernels everywhere, which look the same with the layers on axis 1."""
@@ -259,13 +263,6 @@ def test_names_of_axes_that_do_not_show_the_layers():
         assign(boxed("kernel", "8x3x2x4", "embed,layers,a,b"))
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
-def test_only_real_floating_point_is_a_matrix(dtype):
-    assert default_matrix_dims("w", array(3, 4, dtype=dtype)) is None
-    assert default_matrix_dims("w", array(3, 4, 5, dtype=dtype)) is None
-    assert default_matrix_dims("w", array(3, 4, dtype=jnp.bfloat16)) == IN_OUT
-
-
 # Paths and leaves.
 
 
@@ -296,20 +293,21 @@ def test_paths_and_order_follow_jax():
     x = jnp.zeros(2)
     boxes = {"box": nn.Partitioned(x, names=("embed",)), "var": nnx.Param(x)}
     gaps = (None, optax.MaskedNode(), x, nn.Partitioned(optax.MaskedNode(), names=("embed",)))
-    params = {"b": [x, Pair(x, {"k": x})], "a": Bag(x, x), "out": gaps, **boxes}
+    params = {"b": [x, Pair(1.0, {"k": x})], "a": Bag(x, x), "out": gaps, **boxes}
     paths = ["a/0", "a/1", "b/0", "b/1/left", "b/1/right/k", "box", "out/2", "var"]
     found = assign(params)
     assert leaf_paths(params) == list(found) == [spec.path for spec in found.values()] == paths
     assert without_boxes(boxes) == {"box": x, "var": x}
     assert assign({}) == assign(optax.MaskedNode()) == Assignment()
+    seen = []
+    jax.eval_shape(lambda params: [seen.append(assign(params)), params][1], params)  # of tracers
+    assert seen == [found]
 
 
 def test_an_attribute_called_value_is_no_box():
-    assert chosen({"attn": Projections(array(8, 2, 4), array(8, 2, 4))}) == {
-        "attn/query": TO_HEADS,
-        "attn/value": TO_HEADS,
-    }
-    assert chosen({"attn": Projections(optax.MaskedNode(), array(8, 2, 4))}) == {"attn/value": TO_HEADS}
+    want, kernel = {"attn/query": TO_HEADS, "attn/value": TO_HEADS}, array(8, 2, 4)
+    assert chosen({"attn": Projections(kernel, kernel)}) == want
+    assert chosen({"attn": Projections(optax.MaskedNode(), kernel)}) == {"attn/value": TO_HEADS}
 
 
 def test_wrong_leaves_are_errors():
@@ -319,14 +317,6 @@ def test_wrong_leaves_are_errors():
         assign({"noise": jax.random.key(0)})
     with pytest.raises(TypeError, match=r"parameter 'activation' is .* not an array.*eqx.filter"):
         assign({"activation": jnp.tanh, "w": array(2, 3)})
-
-
-def test_tracers_and_abstract_leaves_will_do():
-    params = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(4), "s": 1.0}
-    want, seen = {"b": None, "s": None, "w": IN_OUT}, []
-    jax.jit(lambda p: seen.append(chosen(p)))(params)
-    assert seen == [want]
-    assert chosen(jax.eval_shape(lambda p: p, params)) == want
 
 
 # Overrides.
@@ -339,27 +329,22 @@ FULL = {"blocks": {"0": UP, "1": UP}, "cube": MuonDimensionNumbers(reduction_axi
 
 
 class Rule:
-    def __call__(self, path, leaf):
-        return CUBE if path == "cube" else default_matrix_dims(path, leaf)
-
     def method(self, path, leaf, strict=True):
-        return self(path, leaf)
+        return CUBE if path == "cube" else default_matrix_dims(path, leaf)
 
 
 @pytest.mark.parametrize(
     "matrix_dims",
     [
         lambda path, leaf: MuonDimensionNumbers(1, 0) if leaf.ndim == 3 else default_matrix_dims(path, leaf),
-        Rule(),
         Rule().method,
-        functools.partial(lambda cube, path, leaf: cube if path == "cube" else default_matrix_dims(path, leaf), CUBE),
-        jax.tree_util.Partial(Rule()),
+        jax.tree_util.Partial(Rule().method),
         lambda params: FULL,
         lambda params, flag=True: jax.tree.map(lambda x: {1: None, 2: IN_OUT, 3: CUBE}[x.ndim], params) | {"wte": None},
         FULL,
         assign({**PARAMS, "more": array(3)}, FULL | {"more": None}),
     ],
-    ids=["rule", "object", "method", "partial", "jax partial", "callable", "tree_map", "tree", "assignment"],
+    ids=["rule", "method", "jax partial", "callable", "tree_map", "tree", "assignment"],
 )
 def test_overrides(matrix_dims):
     assert chosen(PARAMS, matrix_dims) == WANT
@@ -407,11 +392,9 @@ def test_rules_see_shape_dtype_and_axis_names():
     ("matrix_dims", "error", "message"),
     [
         ({**FULL, "cube": "matrix"}, TypeError, "matrix_dims for parameter 'cube' must be MatrixDims"),
-        (lambda path, leaf: "matrix", TypeError, "matrix_dims for parameter 'blocks/0/up/bias' must be MatrixDims"),
         ("muon", TypeError, r"must be None, a rule \(path, leaf\), .*; got 'muon'"),
-        (lambda: None, TypeError, "must be None, a rule"),
-        (lambda path, leaf, more: None, TypeError, "of 3 arguments"),
         (lambda *args: None, TypeError, "must be None, a rule"),
+        (lambda path, leaf, more: None, TypeError, "of 3 arguments"),
         ({"blocks": FULL["blocks"], "cube": CUBE}, ValueError, "does not match .* no entry for 'wte'"),
         ({**FULL, "cubes": CUBE}, ValueError, "does not match .* an entry at 'cubes'"),
         ({**FULL, "cube": {"kernel": CUBE}}, ValueError, "does not match .* an entry at 'cube/kernel'"),
@@ -423,16 +406,6 @@ def test_rules_see_shape_dtype_and_axis_names():
 def test_wrong_overrides_name_the_parameter(matrix_dims, error, message):
     with pytest.raises(error, match=message):
         assign(PARAMS, matrix_dims)
-
-
-def test_a_rule_for_lora_pairs():
-    """Both factors are in the AdamW group by default; a rule gives them, and a stack of them, to the matrix group."""
-    params = {"up": {"kernel": array(8, 32), "lora_a": array(8, 2), "lora_b": array(2, 32)}}
-    assert [spec.reason for spec in assign(params).values()] == ["(in, out)", "LoRA", "LoRA"]
-    params["more"] = {"lora_a": array(5, 8, 2), "lora_b": array(5, 2, 32)}  # (adapter, in, rank), (adapter, rank, out)
-    last = MatrixDims(inputs=-2, outputs=-1)
-    found = chosen(params, lambda path, leaf: last if "lora" in path else default_matrix_dims(path, leaf))
-    assert found == {f"{name}/lora_{x}": last for name in ("more", "up") for x in "ab"} | {"up/kernel": IN_OUT}
 
 
 def test_specs_have_the_reason_and_the_inputs_for_adamw():
@@ -452,29 +425,25 @@ def test_decay_matrices_only():
     assert {path for path, x in zip(leaf_paths(mask), jax.tree.leaves(mask), strict=True) if x} == set(table(decayed))
 
 
-def test_a_flattened_tree_is_noticed():
-    assert "optax.flatten hides the matrices" in warn_if_flattened(assign(jnp.zeros(12)))
-    assert not warn_if_flattened(assign({"w": jnp.zeros(12)}))
-    assert not warn_if_flattened(assign(jnp.zeros((3, 4))))
-
-
-def test_assign_is_short_and_fast():
-    entered, folder = set(), default_matrix_dims.__code__.co_filename.rpartition("/")[0]
+def test_assign_enters_few_functions_and_scales_with_the_tree():
+    calls, folder = collections.Counter(), default_matrix_dims.__code__.co_filename.rpartition("/")[0]
 
     def profile(frame, event, _):
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(folder) and code.co_name not in ("<listcomp>", "<genexpr>"):
-            entered.add(code)
+            calls[code] += 1
 
-    params = tree("up/kernel 4x8; up/bias 8; down/kernel 8x4")
-    sys.setprofile(profile)
-    try:
-        assign(params)
-    finally:
-        sys.setprofile(None)
-    assert len(entered) <= 16, sorted(code.co_qualname for code in entered)
-    assert len({code.co_filename for code in entered}) <= 4
-    many = {f"h_{i}": tree(SEEN_TOGETHER["GPT-2 of Hugging Face"]) for i in range(38)}
-    start = time.perf_counter()
-    assert len(assign(many)) == 38 * 8
-    assert time.perf_counter() - start < 1  # 0.05 on an idle core
+    def calls_of(params):
+        calls.clear()
+        sys.setprofile(profile)
+        try:
+            assign(params)
+        finally:
+            sys.setprofile(None)
+        return calls.total()
+
+    calls_of(tree("up/kernel 4x8; up/bias 8; down/kernel 8x4"))
+    assert len(calls) <= 16, sorted(code.co_qualname for code in calls)
+    assert len({code.co_filename for code in calls}) <= 4
+    gpt2 = {f"h_{i}": tree(SEEN_TOGETHER["GPT-2 of Hugging Face"]) for i in range(40)}
+    assert calls_of(gpt2) <= 2.1 * calls_of(dict(list(gpt2.items())[:20]))
