@@ -68,7 +68,7 @@ def scale_by_normpre(
         optax.trace(momentum, nesterov, mu_dtype),  # M_t
         normalize_tangent(tangent, orientation),  # X_t, Psi_t
         precondition,  # T_t
-        scale_to_rms(rms),  # R_k(T_t)
+        scale_to_rms(rms),  # R_k(T_t); nothing if the stage above has scaled it
         matrix_dims=matrix_dims,
     )
 

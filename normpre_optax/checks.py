@@ -8,6 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+PASS_PARAMS = (
+    "call update(grads, state, params). In an Equinox loop that is optimizer.update(grads, state, eqx.filter(model, "
+    "eqx.is_inexact_array)); a loop that never passes params (brax) needs that third argument"
+)
 # Ranges [least, below) of numbers, by the name of the option.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("momentum", "b2", "adam_b1", "adam_b2"), (0, 1)),

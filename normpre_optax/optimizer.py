@@ -13,17 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from normpre_optax.checks import PASS_PARAMS
 from normpre_optax.hyperball import _hyperball
 from normpre_optax.options import Number, checked, docstring, sections
 from normpre_optax.parameters.rules import Assignment, assign, warn_if_flattened
 from normpre_optax.sharding.placement import place_state, sharded_like, specs_from
 from normpre_optax.stages.base import at_least_float32
 
-NEEDS_PARAMS = (
-    "this optimizer needs the parameters: call update(grads, state, params). In an Equinox loop that is "
-    "optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array)); a loop that never passes params (brax) "
-    "needs that third argument"
-)
 SAME_OPTIMIZER = (
     "The optimizer, its options and the parameters must be those that the state was created with; or start with a new "
     "state, init(params)"
@@ -132,7 +128,7 @@ def with_adamw(
 
     def update(updates, state, params=None, **extra_args):
         if params is None:
-            raise ValueError(NEEDS_PARAMS)
+            raise ValueError(f"this optimizer needs the parameters: {PASS_PARAMS}")
         _check_gradients(updates, params)
         weights = jax.tree.map(at_least_float32, params)
         if (form := _form(params)) not in known:

@@ -77,7 +77,7 @@ FAULTS = {
         "transpose(2, 1, 3, 0, 4)", "tests/sharding/test_exchange.py"),
     "one_owner_for_all": Fault("sharding/exchange.py", "owner = int(np.lexsort((length, busiest))[0])",
         "owner = 0", "tests/sharding/test_exchange.py"),
-    "stacks_not_turned_back": Fault("sharding/auto.py", "_turned(t[start : start + len(x)], stacks[i].x.shape[-2:])",
+    "stacks_not_turned_back": Fault("sharding/auto.py", "_transposed_to(t[start : start + len(x)], stacks[i].x.shape[-2:])",
         "t[start : start + len(x)]", "tests/sharding/test_meshes.py"),
     "state_on_every_device": Fault("sharding/placement.py", "[entry if n == m else None for",
         "[None for", "tests/sharding/test_placement.py"),

@@ -44,19 +44,19 @@ def over_devices(f: Callable, stacks: list, mesh: AbstractMesh) -> list[jax.Arra
         groups.setdefault((tuple(sorted(stack.x.shape[-2:])), stack.x.dtype), []).append(i)
     results: list[Any] = [None] * len(stacks)
     for (shape, dtype), members in groups.items():
-        wide = [_turned(stacks[i].x, shape).reshape(-1, *shape) for i in members]
+        wide = [_transposed_to(stacks[i].x, shape).reshape(-1, *shape) for i in members]
         count = sum(map(len, wide))
         padding = jnp.zeros((-count % devices, *shape), dtype)
         x = place(jnp.concatenate([*wide, padding]))
         (t,) = f([stacks[members[0]]._replace(x=x, ids=None, transposed=False)])
         t, start = place(t), 0
         for i, x in zip(members, wide, strict=True):
-            results[i] = _turned(t[start : start + len(x)], stacks[i].x.shape[-2:]).reshape(stacks[i].x.shape)
+            results[i] = _transposed_to(t[start : start + len(x)], stacks[i].x.shape[-2:]).reshape(stacks[i].x.shape)
             start += len(x)
     return results
 
 
-def _turned(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _transposed_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x if x.shape[-2:] == shape else x.mT
 
 

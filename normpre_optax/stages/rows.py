@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from normpre_optax.checks import PASS_PARAMS
 from normpre_optax.linalg import rows
 from normpre_optax.linalg.precision import platform
 from normpre_optax.parameters.dims import MatrixDims, split_axes
@@ -19,11 +20,7 @@ from normpre_optax.stages.base import init_count, next_count, per_parameter, spl
 Tangent = Literal["relaxed", "strict", "none"]
 Orientation = Literal["alternating", "rows", "columns", "both"]
 Side = Literal["rows", "columns"]
-NEEDS_PARAMS = (
-    "the tangent projection needs the parameters: call update(grads, state, params). In an Equinox loop that is "
-    "optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array)); a loop that never passes params (brax) "
-    "needs that third argument, or tangent='none'"
-)
+NO_PARAMS = f"the tangent projection needs the parameters, unless tangent='none': {PASS_PARAMS}"
 
 
 def normalize_tangent(
@@ -66,7 +63,7 @@ def normalize_tangent(
 
     def step(updates, state, params, matrix_dims):
         if params is None and tangent != "none":
-            raise ValueError(NEEDS_PARAMS)
+            raise ValueError(NO_PARAMS)
         sides: tuple = ("rows", "columns") if orientation == "both" else (orientation,)
         by_rows = (state.count % 2 == 0) == (first == "rows")
         for side in sides:
@@ -120,7 +117,7 @@ def _unit_tangents(ms, ws, by_rows, axes, norms, side, tangent, kind) -> list[ja
             def f(arrays: tuple[list, list]) -> list:
                 # Without the barrier, XLA moves the sums out of the branches and computes both.
                 ms, ws = jax.lax.optimization_barrier(arrays)
-                return [factors(ms, ws, side) if side == k else zeros(side) for side in (0, 1)]
+                return [factors(ms, ws, i) if i == k else zeros(i) for i in (0, 1)]
 
             return f
 
@@ -165,7 +162,7 @@ def project_to_tangent(mode: Tangent = "relaxed", *, matrix_dims: Any = None) ->
 
     def project(m: jax.Array, w: Any, dims: MatrixDims) -> jax.Array:
         if w is None and mode != "none":
-            raise ValueError(NEEDS_PARAMS)
+            raise ValueError(NO_PARAMS)
         return m if w is None else rows.tangent_rows(m, w, split_axes(m.ndim, dims)[2], mode)
 
     return per_parameter(project, matrix_dims)

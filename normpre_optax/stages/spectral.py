@@ -74,7 +74,7 @@ def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.Gradie
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict) -> list[jax.Array]:
-    """Apply ``f`` to parameters without output blocks, on one device or on a mesh."""
+    """Apply ``f`` to blocks, on one device or on a mesh."""
     names, dims, shardings = zip(*known, strict=True)
 
     def computed(arrays: list[jax.Array], step: Any, numbers: dict, run: Callable = _on_one_device) -> list:
