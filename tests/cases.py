@@ -155,5 +155,23 @@ def first_update(tx, grads, params):
     return tx.update(grads, tx.init(params), params)[0]
 
 
+def path(tx, gradients, shapes=SHAPES, dtype=jnp.float32):
+    """Weights (..., out, in) after steps from ``weights``."""
+    params = as_jax(to_layout(weights(shapes=shapes)), dtype)
+    state = tx.init(params)
+    for gradient in gradients:
+        updates, state = tx.update(as_jax(to_layout(gradient), dtype), state, params)
+        params = optax.apply_updates(params, updates)
+    return from_layout(params)
+
+
+def assert_same_path(got, expected, tolerance):
+    """Compare two paths from ``weights``, relative to their length."""
+    start = weights(shapes={name: x.shape for name, x in expected.items()})
+    for name, x in expected.items():
+        error = np.linalg.norm(got[name] - x) / np.linalg.norm(x - start[name])
+        assert error < tolerance, (name, error)
+
+
 def as_jax(tree, dtype=None):
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)

@@ -11,18 +11,14 @@ import sys
 
 import pytest
 
-METHODS = {
-    "normpre_g": "normpre_g(0.01, matrix_dims=dims)",
-    "normpre_g-exact": "normpre_g(0.01, ns_steps=None, matrix_dims=dims)",
-    "normpre_l-sketch": "normpre_l(0.01, matrix_dims=dims)",
-    "normpre_l-exact": "normpre_l(0.01, method='exact', matrix_dims=dims)",
-}
-
-SCRIPT = """
+TWO_CORES = """
 import os
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # before JAX makes its threads
 import jax, jax.numpy as jnp, optax
+"""
+
+SCRIPT = """
 from normpre_optax import MatrixDims, normpre_g, normpre_l
 
 def dims(path, leaf):
@@ -68,10 +64,6 @@ FEW = {"a": (8, 128, 128), "b": (8, 192, 192), "c": (8, 256, 256)}
 
 # The program of docs/cpu_hang.md with each factorization of the library; with `jnp.linalg.eigh` it never returns.
 KERNEL_SCRIPT = """
-import os
-if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-import jax, jax.numpy as jnp
 from normpre_optax.linalg.newton_schulz import exact_msign
 from normpre_optax.linalg.sketch import clip_exactly, _inverse_cholesky, solve_together
 
@@ -88,18 +80,13 @@ print("returned")
 """
 
 
-def run(optimizer, shapes, steps, lanes, timeout):
-    execute(SCRIPT.format(optimizer=optimizer, shapes=shapes, steps=steps, lanes=lanes), timeout)
-
-
-def execute(code, timeout):
+def returns(code, timeout):
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     # On a busy machine, OpenBLAS threads that spin while they wait slow a run down; that is another matter.
     env |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TWO_CORES + code]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         pytest.fail(f"did not return within {timeout} s")
     assert done.returncode == 0, done.stderr
@@ -107,29 +94,28 @@ def execute(code, timeout):
 
 
 def test_the_factorizations_return():
-    execute(KERNEL_SCRIPT, 120)
+    returns(KERNEL_SCRIPT, 120)
+
+
+EXACT, G = "normpre_g(0.01, ns_steps=None, matrix_dims=dims)", "normpre_g(0.01, matrix_dims=dims)"
+SKETCH, EXACT_L = "normpre_l(0.01, matrix_dims=dims)", "normpre_l(0.01, method='exact', matrix_dims=dims)"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["normpre_g-exact", "normpre_l-sketch"])
-def test_a_few_stacks_return(method):
+@pytest.mark.parametrize("optimizer", [EXACT, SKETCH])
+def test_a_few_stacks_return(optimizer):
     """The short form of the test below, for methods that factor matrices."""
-    run(METHODS[method], FEW, 10, 0, 120)
+    returns(SCRIPT.format(optimizer=optimizer, shapes=FEW, steps=10, lanes=0), 120)
 
 
-def often(*methods):
-    """All methods; CI runs those named, the others are thorough."""
-    return [pytest.param(m, marks=pytest.mark.slow if m in methods else pytest.mark.thorough) for m in METHODS]
+# CI runs the first, the others are thorough; lanes are of a vmap.
+RUNS = [pytest.param(SKETCH, 200, 0, marks=pytest.mark.slow)]
+RUNS += [pytest.param(one, 200, 0, marks=pytest.mark.thorough) for one in (G, EXACT, EXACT_L)]
+RUNS += [pytest.param(one, 20, 4, marks=pytest.mark.thorough) for one in (G, EXACT, SKETCH, EXACT_L)]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("method", often("normpre_l-sketch"))
-def test_two_hundred_steps_of_48_matrices_return(method):
+@pytest.mark.parametrize(("optimizer", "steps", "lanes"), RUNS)
+def test_two_hundred_steps_of_48_matrices_return(optimizer, steps, lanes):
     assert sum(shape[0] if len(shape) == 3 else 1 for shape in MANY.values()) == 48
-    run(METHODS[method], MANY, 200, 0, 800)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("method", often())
-def test_they_return_under_vmap_too(method):
-    run(METHODS[method], MANY, 20, 4, 800)
+    returns(SCRIPT.format(optimizer=optimizer, shapes=MANY, steps=steps, lanes=lanes), 800)
