@@ -14,15 +14,9 @@ from normpre_optax.linalg.precision import (
     on,
     platform,
     product,
-    working_dtype,
 )
 
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
-
-
-def test_the_working_dtype_is_at_least_float32(x64):
-    pairs = {jnp.bfloat16: jnp.float32, jnp.float16: jnp.float32, jnp.float32: jnp.float32, jnp.float64: jnp.float64}
-    assert {stored: working_dtype(stored) for stored in pairs} == pairs
 
 
 def the_product(f, *args):

@@ -48,12 +48,12 @@ def unit(shape, seed=0):
     return reference.unit_rows(gaussian(shape, seed))
 
 
-@pytest.mark.parametrize(("rank", "threshold"), [(1, 1.0), (3, 2.5), (50, 2.5)])
-def test_exact_clipping_of_a_known_spectrum(x64, rank, threshold):
-    u, v = (np.linalg.qr(gaussian((size, 8), size))[0] for size in (8, 20))
+def test_exact_clipping_of_a_known_spectrum(x64):
     spectrum = np.array([4.0, 3.0, 2.2, 1.5, 1.2, 0.9, 0.5, 0.1])
-    clipped = np.where((np.arange(8) < rank), np.minimum(spectrum, threshold), spectrum)
-    np.testing.assert_allclose(exact((u * spectrum) @ v.T, rank, threshold), (u * clipped) @ v.T, atol=1e-12)
+    for rank, threshold in ((1, 1.0), (3, 2.5), (50, 2.5)):
+        clipped = np.where((np.arange(8) < rank), np.minimum(spectrum, threshold), spectrum)
+        got, expected = exact(with_spectrum(8, 20, spectrum), rank, threshold), with_spectrum(8, 20, clipped)
+        np.testing.assert_allclose(got, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,6 @@ def test_the_sketch_is_algorithm_2(x64, shape, rank, extra, powers):
     # The reference's powers lose eps times cond(psi)^5, 1e-11 for these. The Gram matrix that is orthonormalized is
     # reduced by 2 l eps; the result depends on it by its square.
     np.testing.assert_allclose(sketched(psi, omega, rank, powers), expected, atol=1e-9)
-
-
-def test_the_sketch_in_float32():
-    psi, omega = unit((24, 64)).astype(np.float32), gaussian((64, 7), 7).astype(np.float32)
-    expected = reference.precondition_sketch(np.float64(psi), np.float64(omega), 4, 1)
-    # cond(Y) is below 1e2: eps32 times that, relative to the norm of the update.
-    assert np.linalg.norm(sketched(psi, omega, 4) - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
 def test_the_sketch_tends_to_the_exact_result_with_more_powers(x64):
@@ -139,14 +132,6 @@ def test_rank_r_reaches_the_optimum_of_proposition_2(x64, rank):
     assert reference.proposition_2_objective(worse, psi) > value + 1e-3
 
 
-def test_at_ties_the_objective_is_the_optimum():
-    """Two equal singular values, rank one: which is clipped is arbitrary, how much is clipped is not."""
-    psi = np.float32(with_spectrum(5, 12, [2.0, 2.0, 1.0, 0.5]))
-    delta = (exact(psi, 1) - psi) @ np.linalg.pinv(np.float64(psi))
-    optimum = reference.proposition_2_optimum(np.float64(psi), 1)
-    assert reference.proposition_2_objective(delta, np.float64(psi)) == pytest.approx(optimum, rel=1e-5)
-
-
 def test_modes_below_the_threshold_are_not_touched():
     psi = np.float32(0.4 * unit((3, 30)))  # nearly orthogonal rows of norm 0.4
     assert np.linalg.norm(psi, 2) < 1
@@ -205,16 +190,16 @@ def names(jaxpr):
             yield from names(inner)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
-def test_one_batched_call_per_size_of_problem(platform):
+def test_one_batched_call_per_size_of_problem():
     """On an accelerator; a CPU loops, because batched LAPACK calls side by side can deadlock it."""
     psis, omegas = [jnp.ones((8, 20)), jnp.ones((3, 6, 9))], [jnp.ones((5, 20)), jnp.ones((3, 5, 9))]
     levels = [jnp.ones((1, 1)), jnp.ones((3, 1, 1))]
-    clip = lambda *given: sketch.clip_by_sketch(*given, [3, 3], levels, 0)  # noqa: E731
-    found = list(names(on(platform, jax.make_jaxpr(clip))(psis, omegas).jaxpr))
-    assert found.count("eigh") == 1
-    assert found.count("cholesky") == 2  # for Y, and for the Gram matrix of Q
-    assert bool({"while", "scan"} & {*found}) == (platform == "cpu")
+    for platform in ("cpu", "tpu", "gpu"):
+        program = jax.make_jaxpr(lambda *given: sketch.clip_by_sketch(*given, [3, 3], levels, 0))
+        found = list(names(on(platform, program)(psis, omegas).jaxpr))
+        assert found.count("eigh") == 1
+        assert found.count("cholesky") == 2  # for Y, and for the Gram matrix of Q
+        assert bool({"while", "scan"} & {*found}) == (platform == "cpu")
 
 
 def test_the_inverse_factor_is_finite_for_every_semidefinite_matrix():
