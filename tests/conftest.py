@@ -15,22 +15,16 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # NumPy's own threads spin while they wait, which costs other processes more than they gain on small matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Eight virtual CPU devices for tests on meshes; everything else runs on the first one. The other flags compile three
-# times faster: one part instead of up to 32, no LLVM optimizations, no fusion emitters. Flags that are set already take
-# precedence. All of this must be set before JAX is initialized.
-os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", "")]
-    + [
-        f"--{flag}={value}"
-        for flag, value in (
-            ("xla_force_host_platform_device_count", "8"),
-            ("xla_backend_optimization_level", "0"),
-            ("xla_cpu_parallel_codegen_split_count", "1"),
-            # later versions do not know this flag
-            *([("xla_cpu_use_fusion_emitters", "false")] if version("jaxlib") < "0.11" else []),
-        )
-        if flag not in os.environ.get("XLA_FLAGS", "")
-    ]
-)
+# times faster. Flags that are set already take precedence. All of this must be set before JAX is initialized.
+FLAGS = {
+    "xla_force_host_platform_device_count": "8",
+    "xla_backend_optimization_level": "0",
+    "xla_cpu_parallel_codegen_split_count": "1",
+}
+if version("jaxlib") < "0.11":  # later versions do not know this flag
+    FLAGS["xla_cpu_use_fusion_emitters"] = "false"
+given = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = " ".join([given, *(f"--{flag}={x}" for flag, x in FLAGS.items() if flag not in given)])
 
 import jax
 import pytest

@@ -46,7 +46,7 @@ def run_reference(oracle, w, gradients, round_to=np.float64):
     trace = {name: np.zeros_like(x, np.float64) for name, x in w.items()}
     for step, gradient in enumerate(gradients):
         w = {name: x.astype(round_to).astype(np.float64) for name, x in w.items()}
-        trace = cases.each_matrix(lambda n, i, m, g: oracle.accumulate(m, np.float64(g)), trace, gradient)
+        trace = cases.each_matrix(lambda n, i, m, g: oracle.momentum * m + np.float64(g), trace, gradient)
         psi = cases.each_matrix(lambda n, i, m, x, t=step: oracle.normalized(m, x, t), trace, w)
 
         def advance(name, index, m, x, t=step):
