@@ -21,10 +21,10 @@ DIMS = {name: cases.DIMS[name] for name in SHAPES}
 @pytest.mark.parametrize("alone", [False, True])
 def test_steps_follow_the_published_rule(alone):
     rates = optax.piecewise_constant_schedule(0.1, {2: 0.1}) if alone else lambda step: 0.03
+    direction = lambda matrix_dims: optax.identity()  # noqa: E731
+    tx = npo.with_adamw(direction, 0.03, norm_control="hyperball", matrix_dims=DIMS)
     if alone:
         tx = npo.hyperball(rates, matrix_dims=DIMS)
-    else:
-        tx = npo.with_adamw(lambda matrix_dims: optax.identity(), 0.03, norm_control="hyperball", matrix_dims=DIMS)
 
     def by_rule(name, index, w, *gradients):
         w = start = np.float64(w)

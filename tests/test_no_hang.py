@@ -49,16 +49,9 @@ print("returned")
 """
 
 # 48 matrices: three stacks of eight, two of four, and sixteen that stand alone, in eight shapes.
-MANY = {
-    "a": (8, 128, 128),
-    "b": (8, 64, 128),
-    "c": (8, 128, 48),
-    "d": (4, 96, 96),
-    "e": (4, 32, 64),
-    **{f"f{i}": (128, 64) for i in range(8)},
-    **{f"g{i}": (40, 128) for i in range(4)},
-    **{f"h{i}": (72, 72) for i in range(4)},
-}
+MANY = {"a": (8, 128, 128), "b": (8, 64, 128), "c": (8, 128, 48), "d": (4, 96, 96), "e": (4, 32, 64)}
+MANY |= {f"f{i}": (128, 64) for i in range(8)}
+MANY |= {f"{name}{i}": shape for name, shape in {"g": (40, 128), "h": (72, 72)}.items() for i in range(4)}
 # Three stacks of eight: with a batched svd in place of ours this hung within ten steps.
 FEW = {"a": (8, 128, 128), "b": (8, 192, 192), "c": (8, 256, 256)}
 

@@ -196,15 +196,11 @@ def structured(kind, m, n, seed, size):
         x[:, : (n + 1) // 2] = 0
     elif kind == "rank one":
         x = random.standard_normal((m, 1)) * random.standard_normal((1, n))
-    elif kind == "constant":
-        x = np.ones((m, n))
     elif kind == "one entry":
-        x = np.zeros((m, n))
-        x[m // 2, n // 2] = 1
-    elif kind == "orthogonal":
-        x = np.eye(m, n)
+        x = x * (np.arange(m * n) == m * n // 2).reshape(m, n)
     elif kind == "scattered":  # every row of another magnitude
         x = x * np.logspace(-15, 15, m)[:, None] / size
+    x = {"constant": np.ones((m, n)), "orthogonal": np.eye(m, n)}.get(kind, x)
     return np.float32(x * size)
 
 
