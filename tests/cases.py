@@ -134,10 +134,7 @@ users_jit = functools.partial(
 # (docs/cpu_hang.md) unless operations run one after the other.
 one_by_one_jit = functools.partial(
     jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_cpu_enable_concurrency_optimized_scheduler": False,
-    },
+    compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_enable_concurrency_optimized_scheduler": False},
 )
 
 

@@ -94,21 +94,18 @@ EXACT, G = "normpre_g(0.01, ns_steps=None, matrix_dims=dims)", "normpre_g(0.01, 
 SKETCH, EXACT_L = "normpre_l(0.01, matrix_dims=dims)", "normpre_l(0.01, method='exact', matrix_dims=dims)"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [EXACT, SKETCH])
-def test_a_few_stacks_return(optimizer):
-    """The short form of the test below, for methods that factor matrices."""
-    returns(SCRIPT.format(optimizer=optimizer, shapes=FEW, steps=10, lanes=0), 120)
-
-
-# CI runs the first, the others are thorough; lanes are of a vmap.
-RUNS = [pytest.param(SKETCH, 200, 0, marks=pytest.mark.slow)]
-RUNS += [pytest.param(one, 200, 0, marks=pytest.mark.thorough) for one in (G, EXACT, EXACT_L)]
-RUNS += [pytest.param(one, 20, 4, marks=pytest.mark.thorough) for one in (G, EXACT, SKETCH, EXACT_L)]
+# CI runs these; the first two are a short form, for methods that factor matrices. The others are thorough; lanes are of a
+# vmap.
+RUNS = [(SKETCH, FEW, 10, 0), (EXACT, FEW, 10, 0), (SKETCH, MANY, 200, 0)]
+THOROUGH = [(one, MANY, 200, 0) for one in (G, EXACT, EXACT_L)]
+THOROUGH += [(one, MANY, 20, 4) for one in (G, EXACT, SKETCH, EXACT_L)]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("optimizer", "steps", "lanes"), RUNS)
-def test_two_hundred_steps_of_48_matrices_return(optimizer, steps, lanes):
-    assert sum(shape[0] if len(shape) == 3 else 1 for shape in MANY.values()) == 48
-    returns(SCRIPT.format(optimizer=optimizer, shapes=MANY, steps=steps, lanes=lanes), 800)
+@pytest.mark.parametrize(
+    ("optimizer", "shapes", "steps", "lanes"),
+    [pytest.param(*x, marks=pytest.mark.slow) for x in RUNS]
+    + [pytest.param(*x, marks=pytest.mark.thorough) for x in THOROUGH],
+)
+def test_two_hundred_steps_of_48_matrices_return(optimizer, shapes, steps, lanes):
+    returns(SCRIPT.format(optimizer=optimizer, shapes=shapes, steps=steps, lanes=lanes), 800)

@@ -7,14 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from normpre_optax.linalg.precision import (
-    by_platform,
-    exact_product,
-    inverse_root,
-    on,
-    platform,
-    product,
-)
+from normpre_optax.linalg.precision import by_platform, exact_product, inverse_root, on, platform, product
 
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
