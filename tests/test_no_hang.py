@@ -94,7 +94,7 @@ EXACT, G = "normpre_g(0.01, ns_steps=None, matrix_dims=dims)", "normpre_g(0.01, 
 SKETCH, EXACT_L = "normpre_l(0.01, matrix_dims=dims)", "normpre_l(0.01, method='exact', matrix_dims=dims)"
 
 
-# CI runs these; the first two are a short form, for methods that factor matrices. The others are thorough, some in lanes.
+# CI runs these; the first two are a short form, for methods that factor matrices. The others are thorough.
 RUNS = [(SKETCH, FEW, 10, 0), (EXACT, FEW, 10, 0), (SKETCH, MANY, 200, 0)]
 THOROUGH = [(one, MANY, 200, 0) for one in (G, EXACT, EXACT_L)]
 THOROUGH += [(one, MANY, 20, 4) for one in (G, EXACT, SKETCH, EXACT_L)]
