@@ -17,7 +17,6 @@ EPS32 = float(np.finfo(np.float32).eps)
 EPS64 = float(np.finfo(np.float64).eps)
 
 # Every optimizer with the options that change what it computes: name -> (factory, options).
-SKETCH = {"rank": 1, "oversample": 1}
 FACTORIES: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (factory, {}) for name, factory in npo.families().items()},
     "normpre": (npo.normpre, {"precondition": optax.identity()}),
@@ -26,8 +25,8 @@ FACTORIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "normpre_g-rows-polar": (npo.normpre_g, {"orientation": "rows", "ns_coefficients": "polar_express"}),
     "normpre_g-msign": (npo.normpre_g, {"ns_steps": None, "nesterov": True}),
     "normpre_g-bfloat16": (npo.normpre_g, {"compute_dtype": jnp.bfloat16, "mu_dtype": jnp.bfloat16}),
-    "normpre_l-small": (npo.normpre_l, SKETCH),
-    "normpre_l-share-mean": (npo.normpre_l, {"rank": 0.3, "oversample": 1, "threshold": "mean", "orientation": "both"}),
+    "normpre_l-small": (npo.normpre_l, {"rank": 1, "oversample": 1}),
+    "normpre_l-adaptive": (npo.normpre_l, {"rank": 0.3, "threshold": 0.5, "adaptive": True, "orientation": "both"}),
     "normpre_l-exact": (npo.normpre_l, {"rank": 2, "method": "exact", "threshold": 0.5, "orientation": "columns"}),
     "normpre_l-products": (npo.normpre_l, {"method": "products", "power_iterations": 2, "rms": 0.1}),
     "normpre_g-hyperball": (npo.normpre_g, {"norm_control": "hyperball", "nesterov": True}),
@@ -79,13 +78,13 @@ def from_layout(params):
 
 def each_matrix(f, *trees):
     """f of (name, batch index, matrix of every tree): a dict of the same shapes, built matrix by matrix."""
-    out = {}
-    for name, x in trees[0].items():
+
+    def one(name, x):
         if x.ndim == 2:
-            out[name] = f(name, 0, *(tree[name] for tree in trees))
-        else:
-            out[name] = np.stack([f(name, i, *(tree[name][i] for tree in trees)) for i in range(len(x))])
-    return out
+            return f(name, 0, *(tree[name] for tree in trees))
+        return np.stack([f(name, i, *(tree[name][i] for tree in trees)) for i in range(len(x))])
+
+    return {name: one(name, x) for name, x in trees[0].items()}
 
 
 def weights(seed=0, shapes=SHAPES):
@@ -105,13 +104,11 @@ def gradients(steps, seed=1, shapes=SHAPES):
     random = np.random.default_rng(seed)
     drift = {name: random.standard_normal(shape) for name, shape in shapes.items()}
     size = {name: np.exp(random.standard_normal((*shape[:-1], 1))) for name, shape in shapes.items()}
-    return [
-        {
-            name: (size[name] * (0.3 * drift[name] + random.standard_normal(shape))).astype(np.float32)
-            for name, shape in shapes.items()
-        }
-        for _ in range(steps)
-    ]
+
+    def one(name, shape):
+        return (size[name] * (0.3 * drift[name] + random.standard_normal(shape))).astype(np.float32)
+
+    return [{name: one(name, shape) for name, shape in shapes.items()} for _ in range(steps)]
 
 
 @functools.cache
@@ -137,10 +134,7 @@ users_jit = functools.partial(
 # (docs/cpu_hang.md) unless operations run one after the other.
 one_by_one_jit = functools.partial(
     jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_cpu_enable_concurrency_optimized_scheduler": False,
-    },
+    compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_enable_concurrency_optimized_scheduler": False},
 )
 
 
@@ -153,6 +147,24 @@ def updater(tx):
 def first_update(tx, grads, params):
     """The update of the first step, not compiled as a whole."""
     return tx.update(grads, tx.init(params), params)[0]
+
+
+def path(tx, gradients, shapes=SHAPES, dtype=jnp.float32):
+    """Weights (..., out, in) after steps from ``weights``."""
+    params = as_jax(to_layout(weights(shapes=shapes)), dtype)
+    state = tx.init(params)
+    for gradient in gradients:
+        updates, state = tx.update(as_jax(to_layout(gradient), dtype), state, params)
+        params = optax.apply_updates(params, updates)
+    return from_layout(params)
+
+
+def assert_same_path(got, expected, tolerance):
+    """Compare two paths from ``weights``, relative to their length."""
+    start = weights(shapes={name: x.shape for name, x in expected.items()})
+    for name, x in expected.items():
+        error = np.linalg.norm(got[name] - x) / np.linalg.norm(x - start[name])
+        assert error < tolerance, (name, error)
 
 
 def as_jax(tree, dtype=None):

@@ -7,28 +7,26 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-# Most tests spend more time on compilation than on computation: compiled programs are shared by workers, processes and
-# runs. They are stored in pytest's cache folder; `pytest --cache-clear` removes them.
+# Compilation is most of the run: compiled programs are shared by workers, processes and runs, in pytest's cache folder.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "d" / "compiled"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # NumPy's own threads spin while they wait, which costs other processes more than they gain on small matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Eight virtual CPU devices for tests on meshes; everything else runs on the first one. The other flags compile three
-# times faster: one part instead of up to 32, no LLVM optimizations, no fusion emitters. Flags that are set already take
-# precedence. All of this must be set before JAX is initialized.
+# times faster. Flags that are set already take precedence. All of this must be set before JAX is initialized.
 os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", "")]
     + [
-        f"--{flag}={value}"
-        for flag, value in (
-            ("xla_force_host_platform_device_count", "8"),
-            ("xla_backend_optimization_level", "0"),
-            ("xla_cpu_parallel_codegen_split_count", "1"),
+        f"--{flag}"
+        for flag in (
+            "xla_force_host_platform_device_count=8",
+            "xla_backend_optimization_level=0",
+            "xla_cpu_parallel_codegen_split_count=1",
             # later versions do not know this flag
-            *([("xla_cpu_use_fusion_emitters", "false")] if version("jaxlib") < "0.11" else []),
+            *(["xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []),
         )
-        if flag not in os.environ.get("XLA_FLAGS", "")
+        if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", "")
     ]
 )
 

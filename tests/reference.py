@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The algorithms once more, in NumPy float64, transcribed from the paper line by line: the oracle of the tests.
 
-It shares no code with the package and uses no shortcut: one matrix at a time, dense eigendecompositions, a plain QR,
-plain powers. Matrices are (out, in) = (m, n), as in the paper. Where the paper leaves something open (first
-orientation, zero rows, tangent modes, the sketched dimension) it follows ``docs/design.md``.
+It shares no code with the package and uses no shortcut: one matrix (out, in) = (m, n) at a time, dense decompositions.
+Where the paper leaves something open (first orientation, zero rows, the sketched dimension) it follows
+``docs/design.md``.
 """
 
 import dataclasses
@@ -71,12 +71,13 @@ def newton_schulz(x: Array, table: tuple = TABLES["muon"], headroom: float = 1.0
     norm = np.sqrt(np.sum(np.square(x)))
     if norm == 0:
         return np.zeros_like(x)
-    transposed = x.shape[0] > x.shape[1]
-    y = (x.T if transposed else x) / (headroom * norm)
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(x.T, table, headroom).T
+    x = x / (headroom * norm)
     for a, b, c in table:
-        gram = y @ y.T
-        y = a * y + (b * gram + c * gram @ gram) @ y
-    return y.T if transposed else y
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
 
 
 def newton_schulz_scalar(s: Array, table: tuple = TABLES["muon"]) -> Array:
@@ -124,6 +125,16 @@ def precondition_exact(psi: Array, rank: int) -> Array:
     return local_preconditioner(*active_modes(psi @ psi.T, rank)) @ psi
 
 
+def precondition_adaptively(psi: Array, rank: int, factor: float) -> Array:
+    """The leading singular values, to a factor times the RMS of the others or of all of them divided by ten."""
+    u, s, vt = np.linalg.svd(psi, full_matrices=False)
+    rank = min(rank, len(s) - 1)
+    if rank > 0:
+        level = factor * max(np.sqrt(np.mean(s[rank:] ** 2)), 0.1 * np.sqrt(np.mean(s**2)))
+        s = np.where(np.arange(len(s)) < rank, np.minimum(s, level), s)
+    return (u * s) @ vt
+
+
 def interaction_sketch(psi: Array, omega: Array, rank: int, power_iterations: int) -> tuple[Array, Array]:
     """Algorithm 2, with its Gaussian draws given: (U_C, Lambda_C)."""
     y = psi @ omega
@@ -166,20 +177,9 @@ def proposition_2_optimum(psi: Array, rank: int) -> float:
     return float(0.5 * np.sum(np.square(excess[rank:])))
 
 
-# Scale.
-
-
 def root_mean_square(t: Array) -> float:
     """RMS(T) = ||T||_F / sqrt(m n)."""
     return float(np.sqrt(np.sum(np.square(t)) / t.size))
-
-
-def scale_to_rms(t: Array, rms: float | None = 0.2) -> Array:
-    """rms T / RMS(T); zero stays zero, None changes nothing."""
-    if rms is None:
-        return t
-    measured = root_mean_square(t)
-    return np.zeros_like(t) if measured == 0 else rms * t / measured
 
 
 # Algorithm 1.
@@ -196,7 +196,7 @@ class NormPre:
     orientation: str = "alternating"
     tangent: str = "relaxed"
     momentum: float = 0.95
-    rms: float | None = 0.2
+    rms: float = 0.2
     rank: int = 32
     power_iterations: int = 1
     table: tuple = TABLES["muon"]
@@ -209,13 +209,10 @@ class NormPre:
         def on_rows(m: Array, w: Array) -> Array:
             return unit_rows(tangent_rows(m, w, self.tangent, self.eps))
 
-        def on_columns(m: Array, w: Array) -> Array:
-            return on_rows(m.T, w.T).T
-
         if self.orientation == "both":
-            return on_columns(on_rows(m, w), w)
+            return on_rows(on_rows(m, w).T, w.T).T
         columns = self.orientation == "columns" or (self.orientation == "alternating" and step % 2 == 1)
-        return on_columns(m, w) if columns else on_rows(m, w)
+        return on_rows(m.T, w.T).T if columns else on_rows(m, w)
 
     def preconditioned(self, psi: Array, omega: Array | None = None) -> Array:
         """T_t."""
@@ -225,71 +222,14 @@ class NormPre:
             return msign(psi)
         if self.stage == "exact":
             return precondition_exact(psi, self.rank)
-        assert self.stage == "sketch"
-        assert omega is not None
         return precondition_sketch(psi, omega, self.rank, self.power_iterations)
 
-    def accumulate(self, trace: Array, g: Array) -> Array:
-        """M_t = mu M_(t-1) + G_t."""
-        return self.momentum * trace + g
-
     def direction(self, m: Array, w: Array, step: int, omega: Array | None = None) -> Array:
-        """R(T_t): what the learning rate multiplies, before weight decay."""
-        return scale_to_rms(self.preconditioned(self.normalized(m, w, step), omega), self.rms)
+        """R(T_t): what the learning rate multiplies, before weight decay; zero stays zero."""
+        t = self.preconditioned(self.normalized(m, w, step), omega)
+        return self.rms * t / (root_mean_square(t) or 1.0)
 
 
 def decoupled_step(w: Array, direction: Array, learning_rate: float, weight_decay: float) -> Array:
     """W_(t+1) = W_t - eta (R(T_t) + wd W_t)."""
     return w - learning_rate * (direction + weight_decay * w)
-
-
-# Relatives.
-
-
-@dataclasses.dataclass(frozen=True)
-class Muon:
-    """Muon, in the conventions of Keller Jordan and of Moonlight."""
-
-    convention: str = "moonlight"
-    nesterov: bool = True
-    momentum: float = 0.95
-    table: tuple = TABLES["muon"]
-
-    def accumulate(self, trace: Array, g: Array) -> Array:
-        if self.convention == "keller":
-            return self.momentum * trace + (1 - self.momentum) * g
-        return self.momentum * trace + g
-
-    def direction(self, trace: Array, g: Array) -> Array:
-        """From the accumulated trace and the gradient of this step."""
-        m, n = g.shape
-        if self.convention == "keller":
-            signal = (1 - self.momentum) * g + self.momentum * trace if self.nesterov else trace
-            return max(1, m / n) ** 0.5 * newton_schulz(signal, self.table)
-        signal = g + self.momentum * trace if self.nesterov else trace
-        return 0.2 * max(m, n) ** 0.5 * newton_schulz(signal, self.table)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mano:
-    """MANO, official versions 1 (unit weights in the projection) and 2 (raw weights)."""
-
-    version: int = 1
-    nesterov: bool = False
-    momentum: float = 0.95
-    eps: float = 1e-8
-
-    def accumulate(self, trace: Array, g: Array) -> Array:
-        return self.momentum * trace + g
-
-    def direction(self, trace: Array, g: Array, w: Array, step: int) -> Array:
-        axis = step % 2  # sums run along this axis of (out, in): columns on even steps
-        signal = g + self.momentum * trace if self.nesterov else trace
-
-        def length(x: Array) -> Array:
-            return np.sqrt(np.sum(np.square(x), axis=axis, keepdims=True))
-
-        along = w / np.maximum(length(w), self.eps) if self.version == 1 else w
-        x = signal - np.sum(signal * along, axis=axis, keepdims=True) * along
-        unit = x / np.maximum(length(x), self.eps) if self.version == 1 else x / (length(x) + self.eps)
-        return 0.2 * g.shape[axis] ** 0.5 * unit

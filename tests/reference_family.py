@@ -1,40 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The relatives in NumPy float64, each transcribed literally, with its epsilons: the oracle of ``test_relatives``.
+"""The relatives in NumPy float64, each transcribed literally with its epsilons: the oracle of ``test_relatives``.
 
-Matrices are (out, in) = (m, n), one at a time; nothing is shared with the package. Every oracle is a function
-``start(shape) -> step`` of one matrix; ``step(g) -> direction`` keeps the state between steps.
+Matrices are (out, in) = (m, n), one at a time; nothing is shared with the package. A transcription is a function
+``start(shape, **options) -> step`` with the optimizer's name, and ``step(g, w) -> direction`` keeps its state.
 """
+
+import functools
 
 import numpy as np
 
 from tests.reference import newton_schulz
 
-Array = np.ndarray
 MU = 0.95
+VARIANTS = {}  # name and options: optimizer, options, transcription, tolerance
 
 
-def signal(shape, mu=MU, nesterov=True):
-    """M = mu M + G; U = G + mu M."""
-    m = np.zeros(shape)
+def follows(tolerance, *options):
+    """Compare the optimizer of this name, for each of the options, with the transcription.
+
+    The tolerance is relative to the path in float64: rounding (eps64 times 485 a step), or the 1e-8 that some rules add
+    to squared norms of order one and the package does without, times the slope of Newton-Schulz, 20 to 100.
+    """
+
+    def add(start):
+        for own in options or ({},):
+            name = "-".join([start.__name__, *map(str, own.values())])
+            VARIANTS[name] = (start.__name__, own, functools.partial(start, **own), tolerance)
+        return start
+
+    return add
+
+
+def momentum(shape, nesterov=True, average=False):
+    """M = mu M + G, U = G + mu M; averages multiply G by 1 - mu in both."""
+    m, share = np.zeros(shape), 1 - MU if average else 1.0
 
     def step(g):
         nonlocal m
-        m = mu * m + g
-        return g + mu * m if nesterov else m
+        m = MU * m + share * g
+        return share * g + MU * m if nesterov else m
 
     return step
 
 
-def keller_signal(shape, mu=MU):
-    """M = mu M + (1 - mu) G; U = (1 - mu) G + mu M."""
-    m = np.zeros(shape)
-
-    def step(g):
-        nonlocal m
-        m = mu * m + (1 - mu) * g
-        return (1 - mu) * g + mu * m
-
-    return step
+def norms(x, axis):
+    return np.linalg.norm(x, axis=axis, keepdims=True)
 
 
 def keller_scale(shape):
@@ -45,59 +55,86 @@ def moonlight_scale(shape):
     return 0.2 * max(shape) ** 0.5
 
 
-def rmnp(shape):
-    u_of = signal(shape)
+@follows(1e-10, {}, {"convention": "keller"}, {"convention": "keller", "nesterov": False})
+def muon(shape, convention="moonlight", nesterov=True):
+    keller = convention == "keller"
+    u_of = momentum(shape, nesterov, average=keller)
+    scale = keller_scale(shape) if keller else moonlight_scale(shape)
+    return lambda g, w: scale * newton_schulz(u_of(g))
 
-    def step(g):
+
+@follows(1e-7, {}, {"version": 2, "nesterov": True})
+def mano(shape, version=1, nesterov=False):
+    """Version 1 has unit weights in the projection, version 2 the weights themselves."""
+    u_of, t = momentum(shape, nesterov), 0
+
+    def step(g, w):
+        nonlocal t
+        axis, t = t % 2, t + 1  # sums run along this axis of (out, in): columns on even steps
         u = u_of(g)
-        return keller_scale(shape) * u / np.linalg.norm(u, axis=1, keepdims=True)
+        along = w / np.maximum(norms(w, axis), 1e-8) if version == 1 else w
+        x = u - np.sum(u * along, axis=axis, keepdims=True) * along
+        unit = x / np.maximum(norms(x, axis), 1e-8) if version == 1 else x / (norms(x, axis) + 1e-8)
+        return 0.2 * shape[axis] ** 0.5 * unit
 
     return step
 
 
+@follows(1e-13)
+def rmnp(shape):
+    u_of = momentum(shape)
+
+    def step(g, w):
+        u = u_of(g)
+        return keller_scale(shape) * u / norms(u, 1)
+
+    return step
+
+
+@follows(1e-13, {}, {"mode": "columns"})
 def moga(shape, mode="rows"):
     m, n = shape
-    u_of = signal(shape)
+    u_of = momentum(shape)
 
-    def step(g):
+    def step(g, w):
         u = u_of(g)
-        if mode == "rows":
-            return u / np.linalg.norm(u, axis=1, keepdims=True) * n**-0.5
-        return u / np.linalg.norm(u, axis=0, keepdims=True) * m**0.5 / n
+        return u / norms(u, 1) * n**-0.5 if mode == "rows" else u / norms(u, 0) * m**0.5 / n
 
     return step
 
 
-def muoneq(shape, mode="R"):
-    u_of = signal(shape)
+@follows(1e-6, {}, {"mode": "columns"}, {"mode": "both"})
+def muoneq(shape, mode="rows"):
+    u_of = momentum(shape)
 
-    def step(g):
+    def step(g, w):
         u = u_of(g)
         rows = 1 / np.sqrt(np.sum(u**2, axis=1, keepdims=True) + 1e-8)
         columns = 1 / np.sqrt(np.sum(u**2, axis=0, keepdims=True) + 1e-8)
-        equal = {"R": rows * u, "C": u * columns, "RC": rows * u * columns}[mode]
+        equal = {"rows": rows * u, "columns": u * columns, "both": rows * u * columns}[mode]
         return moonlight_scale(shape) * newton_schulz(equal)
 
     return step
 
 
-def muon_plus(shape, mode="row_col"):
-    u_of = signal(shape)
+@follows(1e-12, {}, {"mode": "rows"}, {"mode": "columns"}, {"mode": "columns_rows"})
+def muon_plus(shape, mode="both"):
+    u_of = momentum(shape)
 
-    def step(g):
+    def step(g, w):
         o = newton_schulz(u_of(g))
-        for part in mode.split("_"):
-            o = o / np.sqrt(np.sum(o**2, axis={"row": 1, "col": 0}[part], keepdims=True) + 1e-7)
+        for axis in {"rows": (1,), "columns": (0,), "both": (1, 0), "columns_rows": (0, 1)}[mode]:
+            o = o / np.sqrt(np.sum(o**2, axis=axis, keepdims=True) + 1e-7)
         return (shape[0] / shape[1]) ** 0.5 * o
 
     return step
 
 
+@follows(1e-12)
 def normuon(shape, b2=0.95):
-    u_of = keller_signal(shape)
-    v = np.zeros((shape[0], 1))
+    u_of, v = momentum(shape, average=True), np.zeros((shape[0], 1))
 
-    def step(g):
+    def step(g, w):
         nonlocal v
         o = newton_schulz(u_of(g))
         v = b2 * v + (1 - b2) * np.mean(o**2, axis=1, keepdims=True)
@@ -107,11 +144,11 @@ def normuon(shape, b2=0.95):
     return step
 
 
+@follows(1e-8)
 def adamuon(shape):
-    u_of = keller_signal(shape)
-    v = np.zeros(shape)
+    u_of, v = momentum(shape, average=True), np.zeros(shape)
 
-    def step(g):
+    def step(g, w):
         nonlocal v
         o = newton_schulz(np.sign(u_of(g)))
         v = MU * v + (1 - MU) * o**2
@@ -121,8 +158,9 @@ def adamuon(shape):
     return step
 
 
+@follows(1e-12)
 def swan(shape, beta=0.5, k=6):
-    def step(g):
+    def step(g, w):
         s = (g - g.mean(axis=1, keepdims=True)) / g.std(axis=1, keepdims=True)
         y = s @ s.T / np.linalg.norm(s @ s.T)
         z = identity = np.eye(shape[0])

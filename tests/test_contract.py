@@ -7,7 +7,6 @@ Most tests call ``update`` outside of jit, where compiled parts are shared by al
 import functools
 import inspect
 import json
-import re
 from pathlib import Path
 
 import equinox as eqx
@@ -20,10 +19,9 @@ import pytest
 from flax.core import FrozenDict
 
 import normpre_optax as npo
-from normpre_optax.linalg.precision import on
 from tests import cases, states
 
-every_optimizer = pytest.mark.parametrize("name", cases.FACTORIES)
+every_family = pytest.mark.parametrize("name", npo.families())
 representatives = pytest.mark.parametrize("name", cases.REPRESENTATIVES)
 
 
@@ -40,9 +38,8 @@ def numbers(seed=0, dtype=jnp.float32):
         "layers": {"proj": {"kernel": (2, 4, 6), "bias": (2, 6)}},
         "norm": {"scale": (4,)},
     }
-    return jax.tree.map(
-        lambda shape: jnp.asarray(random.standard_normal(shape), dtype), shapes, is_leaf=lambda x: type(x) is tuple
-    )
+    draw = lambda shape: jnp.asarray(random.standard_normal(shape), dtype)  # noqa: E731
+    return jax.tree.map(draw, shapes, is_leaf=lambda x: type(x) is tuple)
 
 
 def describe(tree):
@@ -55,15 +52,19 @@ def assert_close(a, b, atol=1e-6):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a, b)
 
 
+def run(tx, params, gradients, state=None):
+    """Updates of some steps at fixed parameters, and the last state."""
+    state, out = state or tx.init(params), []
+    for gradient in gradients:
+        updates, state = tx.update(gradient, state, params)
+        out.append(updates)
+    return out, state
+
+
 @functools.cache
 def plain(name):
     """Two updates of the bare optimizer, which a wrapper must not change."""
-    tx, params = optimizer(name), numbers()
-    state, out = tx.init(params), []
-    for step in range(2):
-        updates, state = tx.update(numbers(step + 1), state, params)
-        out.append(updates)
-    return out
+    return run(optimizer(name), numbers(), [numbers(1), numbers(2)])[0]
 
 
 # Compilation.
@@ -77,12 +78,11 @@ jax.monitoring.register_event_duration_secs_listener(
 @pytest.mark.every_platform
 @representatives
 def test_later_eager_updates_compile_nothing(name):
-    tx, params, gradients = optimizer(name), numbers(), numbers(1)
-    _, state = tx.update(gradients, tx.init(params), params)
+    tx, params = optimizer(name), numbers()
+    _, state = run(tx, params, [numbers(1)])
     before = len(_lowered)
     assert before
-    for _ in range(2):
-        _, state = tx.update(gradients, state, params)
+    run(tx, params, [numbers(1)] * 2, state)
     assert len(_lowered) == before
 
 
@@ -90,28 +90,25 @@ def test_later_eager_updates_compile_nothing(name):
 def test_eager_updates_with_injected_schedules_compile_once():
     """``inject_hyperparams`` constructs a new optimizer at every step; their numbers are operands, not constants."""
     inject = optax.inject_hyperparams(npo.normpre_l, static_args=npo.static_args(npo.normpre_l))
-    tx, params = inject(optax.linear_schedule(0.01, 0.0, 10), rank=2), numbers()
-    state = tx.init(params)
-    for _ in range(2):  # dtypes of hyperparameters settle in the first
-        _, state = tx.update(numbers(1), state, params)
+    rate, params = optax.linear_schedule(0.01, 0.0, 10), numbers()
+    tx = inject(rate, rank=2)
+    _, state = run(tx, params, [numbers(1)] * 2)  # dtypes of hyperparameters settle in the first
     before = len(_lowered)
-    updates, state = tx.update(numbers(2), state, params)
+    (updates,), _ = run(tx, params, [numbers(2)], state)
     assert len(_lowered) == before
-    bare = npo.normpre_l(optax.linear_schedule(0.01, 0.0, 10), rank=2)
-    seen = bare.init(params)
-    for _ in range(2):
-        _, seen = bare.update(numbers(1), seen, params)
-    assert_close(updates, bare.update(numbers(2), seen, params)[0])
+    expected, _ = run(npo.normpre_l(rate, rank=2), params, [numbers(1), numbers(1), numbers(2)])
+    assert_close(updates, expected[-1])
 
 
 @representatives
 def test_a_jitted_update_compiles_once(name):
-    """Shapes, dtypes and weak types of the state never change, so that one program serves all steps."""
+    """Shapes, dtypes and weak types of the state never change, also where gradients have another dtype."""
     tx, params = optimizer(name), numbers()
     state = tx.init(params)
-    updates, once = jax.eval_shape(tx.update, params, state, params)
-    assert describe(updates) == describe(params)
-    assert describe(state) == describe(once) == describe(jax.eval_shape(tx.update, params, once, params)[1])
+    for gradients in (params, numbers(dtype=jnp.bfloat16)):
+        updates, once = jax.eval_shape(tx.update, gradients, state, params)
+        assert describe(updates) == describe(params)
+        assert describe(state) == describe(once) == describe(jax.eval_shape(tx.update, gradients, once, params)[1])
 
 
 def test_optimizers_share_nothing_that_may_change():
@@ -126,10 +123,10 @@ def test_optimizers_share_nothing_that_may_change():
     np.testing.assert_allclose(first_update(), 2 * before)
 
 
-# State, dtypes, promotion.
+# State and dtypes.
 
 
-@every_optimizer
+@pytest.mark.parametrize("name", cases.FACTORIES)
 def test_init_is_traceable_and_does_not_depend_on_values(name):
     tx, params = optimizer(name), numbers()
     state = tx.init(params)
@@ -138,57 +135,26 @@ def test_init_is_traceable_and_does_not_depend_on_values(name):
     assert describe(state) == describe(jax.eval_shape(tx.init, params))
 
 
-@pytest.mark.parametrize("name", states.OPTIONS)
-@pytest.mark.parametrize("version", ["0.2.0"])
-def test_a_state_that_a_version_has_saved_fits(name, version):
+SAVED = {version: json.loads((Path(__file__).parent / f"states_{version}.json").read_text()) for version in ("0.2.0",)}
+
+
+@pytest.mark.parametrize(("version", "name"), [(version, name) for version, saved in SAVED.items() for name in saved])
+def test_a_state_that_a_version_has_saved_fits(version, name):
     """The same arrays under the same paths, by which checkpoints are restored."""
-    saved = json.loads((Path(__file__).parent / f"states_{version}.json").read_text())
-    assert states.leaves(name) == saved[name]
+    assert states.leaves(name) == SAVED[version][name]
 
 
-@every_optimizer
+@every_family
 def test_map_params_finds_the_accumulators(name):
-    tx, params = optimizer(name), numbers()
-    state = tx.init(params)
-    marked = optax.tree.map_params(
-        tx, lambda leaf: jnp.full_like(leaf, 7), state, transform_non_params=lambda leaf: leaf
-    )
-    assert jax.tree.structure(marked) == jax.tree.structure(state)
+    tx = optimizer(name)
+    state = tx.init(numbers())
+    marked = optax.tree.map_params(tx, lambda leaf: jnp.full_like(leaf, 7), state)
+    assert describe(marked) == describe(state)
     for new, old in zip(jax.tree.leaves(marked), jax.tree.leaves(state), strict=True):
-        assert (new.shape, new.dtype) == (old.shape, old.dtype)
         assert bool(jnp.all(new == 7)) == (old.ndim > 0)  # every array is a parameter's; scalars count steps
 
 
-@representatives
-def test_gradients_may_have_another_dtype_than_the_parameters(name):
-    tx, params = optimizer(name), numbers()
-    updates, _ = jax.eval_shape(tx.update, numbers(dtype=jnp.bfloat16), tx.init(params), params)
-    assert describe(updates) == describe(params)
-
-
-BLOCKS = {"fused": jnp.ones((4, 12)), "query": jnp.ones((4, 2, 3)), "weight": jnp.ones((6, 4)), **numbers()["layers"]}
-BLOCK_DIMS = {
-    "fused": npo.MatrixDims(0, 1, output_blocks=2),
-    "query": npo.MatrixDims(0, (1, 2)),
-    "weight": npo.MatrixDims(1, 0),
-    "proj": {"kernel": npo.MatrixDims(1, 2), "bias": None},
-}
-
-
-EVERYWHERE = [
-    pytest.param(name, marks=[pytest.mark.every_platform] * (name in cases.REPRESENTATIVES)) for name in cases.FACTORIES
-]
-
-
-@pytest.mark.parametrize("name", EVERYWHERE)
-def test_nothing_relies_on_rank_promotion(name):
-    with jax.numpy_rank_promotion("raise"):
-        tx = cases.make(name, 0.01, matrix_dims=BLOCK_DIMS)
-        updates, _ = jax.eval_shape(tx.update, BLOCKS, jax.eval_shape(tx.init, BLOCKS), BLOCKS)
-    assert describe(updates) == describe(BLOCKS)
-
-
-@pytest.mark.parametrize("name", npo.families())
+@every_family
 def test_a_direction_stands_alone_and_mixes_no_dtypes(name):
     """``scale_by_<name>`` is the optimizer without decay, learning rate and AdamW (whose optax code mixes dtypes)."""
     params = {"up": {"kernel": jnp.zeros((4, 6))}, "layers": {"kernel": jnp.zeros((2, 4, 6), jnp.bfloat16)}}
@@ -202,21 +168,15 @@ def test_a_direction_stands_alone_and_mixes_no_dtypes(name):
         tx.init({"norm": {"scale": jnp.ones(4)}})
 
 
-@pytest.mark.parametrize("name", ["normpre_g", "normpre_l", "adamuon"])
-def test_an_optimizer_is_its_direction_completed(name):
-    tx, whole = npo.with_adamw(getattr(npo, f"scale_by_{name}"), 0.01), npo.families()[name](0.01)
-    updates, expected = (cases.first_update(one, numbers(1), numbers()) for one in (tx, whole))
-    jax.tree.map(np.testing.assert_array_equal, updates, expected)
-
-
 # optax's wrappers.
 
 
-@representatives
-def test_chain(name):
-    tx = optax.chain(optax.clip_by_global_norm(1e9), optimizer(name), optax.scale(2.0))
-    expected = jax.tree.map(lambda u: 2 * u, plain(name)[0])
-    assert_close(cases.first_update(tx, numbers(1), numbers()), expected, atol=2e-6)
+def test_chain():
+    """And extra arguments pass."""
+    tx = optax.chain(optax.clip_by_global_norm(1e9), optimizer("normpre_g"), optax.scale(2.0))
+    params, extra = numbers(), {"learning_rate": jnp.ones(()), "direction": jnp.ones(3), "loss": None}
+    updates, _ = tx.update(numbers(1), tx.init(params), params, **extra)
+    assert_close(updates, jax.tree.map(lambda u: 2 * u, plain("normpre_g")[0]), atol=2e-6)
 
 
 @representatives
@@ -235,56 +195,38 @@ def test_partition_and_masked(name):
     jax.tree.map(np.testing.assert_array_equal, updates["mlp"]["down"], grads["mlp"]["down"])  # optax leaves it
 
 
-@pytest.mark.parametrize("name", ["adamuon", pytest.param("normpre_l-small", marks=pytest.mark.slow)])
-def test_apply_if_finite_and_multisteps(name):
-    tx, params, bad = optax.apply_if_finite(optimizer(name), max_consecutive_errors=5), numbers(), numbers(1)
+def test_apply_if_finite_and_multisteps():
+    bare, params, bad = optimizer("adamuon"), numbers(), numbers(1)
     bad["mlp"]["up"]["kernel"] = bad["mlp"]["up"]["kernel"].at[0, 0].set(jnp.nan)
+    tx = optax.apply_if_finite(bare, max_consecutive_errors=5)
     state = tx.init(params)
-    updates, after = tx.update(bad, state, params)
-    assert not any(np.any(u) for u in jax.tree.leaves(updates))
-    jax.tree.map(np.testing.assert_array_equal, after.inner_state, state.inner_state)
-    assert_close(tx.update(numbers(1), after, params)[0], plain(name)[0])
-    multi = optax.MultiSteps(optimizer(name), every_k_schedule=2)
-    updates, state = multi.update(numbers(1), multi.init(params), params)
-    assert not any(np.any(u) for u in jax.tree.leaves(updates))
-    updates, state = multi.update(numbers(1), state, params)  # the mean of two equal ones
-    assert_close(updates, plain(name)[0])
-    assert int(state.gradient_step) == 1
-
-
-def test_extra_arguments_pass():
-    tx, params = optimizer("normpre_g"), numbers()
-    extra = {"learning_rate": jnp.ones(()), "direction": jnp.ones(3), "value": jnp.zeros(()), "loss": None}
-    assert_close(tx.update(numbers(1), tx.init(params), params, **extra)[0], plain("normpre_g")[0])
+    (skipped, updates), after = run(tx, params, [bad, numbers(1)])
+    assert not any(np.any(u) for u in jax.tree.leaves(skipped))
+    assert_close(updates, plain("adamuon")[0])
+    jax.tree.map(np.testing.assert_array_equal, tx.update(bad, state, params)[1].inner_state, state.inner_state)
+    (skipped, updates), after = run(optax.MultiSteps(bare, every_k_schedule=2), params, [numbers(1)] * 2)
+    assert not any(np.any(u) for u in jax.tree.leaves(skipped))
+    assert_close(updates, plain("adamuon")[0])  # the mean of two equal ones
+    assert int(after.gradient_step) == 1
 
 
 # Hyperparameters.
 
 
-@representatives
-def test_a_schedule_is_evaluated_at_every_step(name):
-    tx, params = cases.make(name, lambda count: jnp.where(count == 0, 0.01, 0.02)), numbers()
-    state = tx.init(params)
-    hyperball = "hyperball" in name  # whose updates are not linear in the learning rate
-    for step, expected in enumerate(plain(name)[: 1 if hyperball else 2]):
-        found, state = tx.update(numbers(step + 1), state, params)
-        assert_close(found, jax.tree.map(lambda u, k=step: u * (k + 1), expected), atol=2e-6)
-
-
 @pytest.mark.parametrize("injected", [False, True])
-def test_weight_decay_may_be_a_schedule(injected):
-    """Zero gradients leave the decay alone: lr wd(step) of matrices, and another of the AdamW group."""
+def test_learning_rate_and_weight_decay_may_be_schedules(injected):
+    """Zero gradients leave the decay alone: lr(step) wd(step) of matrices, and another of the AdamW group."""
     factory = optax.inject_hyperparams(npo.rmnp, static_args=npo.static_args(npo.rmnp)) if injected else npo.rmnp
     decay = {"weight_decay": lambda step: 0.5 - 0.1 * step, "adam_weight_decay": lambda step: 0.2 + 0.1 * step}
-    tx, params = factory(0.01, **decay), {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)}
-    zeros, state = jax.tree.map(jnp.zeros_like, params), tx.init(params)
-    for expected in ((0.5, 0.2), (0.4, 0.3)):
-        updates, state = tx.update(zeros, state, params)
-        for name, wd in zip(("kernel", "bias"), expected, strict=True):
+    params = {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    found, _ = run(factory(lambda step: 0.01 + 0.01 * step, **decay), params, [zeros] * 2)
+    for updates, expected in zip(found, ({"kernel": 0.5, "bias": 0.2}, {"kernel": 0.8, "bias": 0.6}), strict=True):
+        for name, wd in expected.items():
             np.testing.assert_allclose(updates[name], -0.01 * wd, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["normpre_g", "normpre_l-small", "adamuon"])
+@pytest.mark.parametrize("name", ["normpre_g", "normpre_l-small"])
 def test_hyperparameters_can_be_injected(name):
     factory, fixed = cases.FACTORIES[name]
     # optax keeps hyperparameters in the parameters' dtype unless told otherwise; 0.01 in bfloat16 is off by 0.2 %.
@@ -292,21 +234,18 @@ def test_hyperparameters_can_be_injected(name):
         factory, static_args=npo.static_args(factory), hyperparam_dtype=jnp.dtype(jnp.float32)
     )
     tx, params = inject(learning_rate=0.01, **fixed), numbers()
-    state = tx.init(params)
-    wanted = {"learning_rate", "momentum", "weight_decay", "adam_b1"} & inspect.signature(factory).parameters.keys()
-    assert wanted <= set(state.hyperparams)
-    updates, state = tx.update(numbers(1), state, params)
+    (updates,), state = run(tx, params, [numbers(1)])
+    assert {"learning_rate", "momentum", "weight_decay", "adam_b1"} <= set(state.hyperparams)
     assert_close(updates, plain(name)[0])
     state.hyperparams["learning_rate"] = jnp.asarray(0.02)
-    updates, _ = tx.update(numbers(2), state, params)
+    (updates,), _ = run(tx, params, [numbers(2)], state)
     assert_close(updates, jax.tree.map(lambda u: 2 * u, plain(name)[1]), atol=2e-6)
 
 
-@every_optimizer
+@every_family
 def test_injected_schedules_keep_the_state_and_the_updates(name):
-    factory, fixed = cases.FACTORIES[name]
-    inject = optax.inject_hyperparams(factory, static_args=npo.static_args(factory))
-    tx, params = inject(learning_rate=optax.linear_schedule(0.01, 0.0, 10), **fixed), numbers()
+    factory, params = npo.families()[name], numbers()
+    tx = optax.inject_hyperparams(factory, static_args=npo.static_args(factory))(optax.linear_schedule(0.01, 0.0, 10))
     state = tx.init(params)
     updates, new_state = jax.eval_shape(tx.update, params, state, params)
     assert describe(state) == describe(new_state)
@@ -317,10 +256,7 @@ def test_injected_schedules_keep_the_state_and_the_updates(name):
     ("factory", "argument", "value"),
     [
         *((npo.normpre_l, name, 4) for name in ("rank", "oversample", "power_iterations", "seed")),
-        (npo.normpre_g, "ns_steps", 5),
-        (npo.muon, "ns_steps", 5),
-        (npo.mano, "version", 1),
-        (npo.swan, "whitening_steps", 6),
+        *((npo.muon, "ns_steps", 5), (npo.mano, "version", 1), (npo.swan, "whitening_steps", 6)),
     ],
 )
 def test_a_traced_argument_that_must_be_static_is_named_with_the_fix(factory, argument, value):
@@ -329,16 +265,18 @@ def test_a_traced_argument_that_must_be_static_is_named_with_the_fix(factory, ar
         tx(learning_rate=0.01, **{argument: value}).init(numbers())
 
 
-@pytest.mark.parametrize("factory", [npo.normpre_g, npo.normpre_l, npo.muon, npo.muon_plus, npo.swan])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_compute_dtype_reaches_the_products(factory, dtype):
-    params, grads, found = numbers(0)["mlp"]["up"], numbers(1)["mlp"]["up"], []
-    for compute_dtype in (None, dtype):
-        tx = factory(1.0, compute_dtype=compute_dtype, weight_decay=0.0)
-        found.append(np.asarray(cases.first_update(tx, grads, params)["kernel"]))
-    difference = np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[0])
-    # bfloat16 rounds by 2^-9 and float16 by 2^-12, a handful of times, before slopes or a basis of condition ten.
-    assert 1e-5 < difference < 0.1
+@every_family
+def test_dtypes_reach_the_products_and_the_momentum(name):
+    factory, params = npo.families()[name], {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)}
+    options = inspect.signature(factory).parameters
+    for option in {"compute_dtype", "mu_dtype"} & options.keys():
+        tx = factory(0.01, **{option: jnp.bfloat16})
+        state = jax.eval_shape(tx.init, params)
+        assert "bf16[" in str(jax.make_jaxpr(tx.update)(params, state, params))
+        momenta = {(6,), (4, 6)} if "momentum" in options else {(6,)}
+        assert {x.shape for x in jax.tree.leaves(state) if x.dtype == jnp.bfloat16} == (
+            momenta if option == "mu_dtype" else set()
+        )
 
 
 # Programs.
@@ -352,32 +290,24 @@ def test_reverse_mode_goes_through_an_update(name, decomposes):
     def size(grads):
         return sum(jnp.sum(u**2) for u in jax.tree.leaves(cases.first_update(tx, grads, params)))
 
-    if not decomposes:
+    if decomposes:
+        jax.eval_shape(lambda grads: jax.jvp(size, (grads,), (grads,)), numbers(1))
+    else:
         assert describe(jax.eval_shape(jax.grad(size), numbers(1))) == describe(params)
-        return
-    jax.eval_shape(lambda grads: jax.jvp(size, (grads,), (grads,)), numbers(1))
 
 
 def test_a_resumed_run_draws_what_the_uninterrupted_one_would_have_drawn():
-    params = {"w": {"kernel": numbers()["mlp"]["up"]["kernel"]}}
-    tx, history = cases.make("normpre_l-small", 0.01), []
-    state = tx.init(params)
-    for step in range(4):
-        updates, state = tx.update({"w": {"kernel": numbers(step + 1)["mlp"]["up"]["kernel"]}}, state, params)
-        params = optax.apply_updates(params, updates)
-        history.append(jax.tree.map(np.asarray, (params, state)))
-    fresh = cases.make("normpre_l-small", 0.01)
-    params, state = jax.tree.map(jnp.asarray, history[1])  # as a checkpoint would give them back
-    for step in (2, 3):
-        updates, state = fresh.update({"w": {"kernel": numbers(step + 1)["mlp"]["up"]["kernel"]}}, state, params)
-        params = optax.apply_updates(params, updates)
-    np.testing.assert_array_equal(params["w"]["kernel"], history[3][0]["w"]["kernel"])
+    tx, again = (cases.make("normpre_l-small", 0.01) for _ in range(2))
+    params, gradients = numbers()["layers"], [numbers(step)["layers"] for step in range(1, 5)]
+    expected, _ = run(tx, params, gradients)
+    _, state = run(tx, params, gradients[:2])
+    restored = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), state)  # as a checkpoint would give it back
+    jax.tree.map(np.testing.assert_array_equal, run(again, params, gradients[2:], restored)[0], expected[2:])
 
 
-TARGET = {"w": {"kernel": jnp.array([[1.0, 0.0], [-1.0, 1.0]]), "bias": jnp.array([0.5, -0.5])}}
+def minimize(tx, target):
+    """Three hundred steps on the squared distance from a target."""
 
-
-def minimize(tx, start, target, steps=300):
     def distance(params):
         return sum(jnp.sum((a - b) ** 2) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True))
 
@@ -386,64 +316,42 @@ def minimize(tx, start, target, steps=300):
         updates, state = tx.update(jax.grad(distance)(params), state, params)
         return (optax.apply_updates(params, updates), state), None
 
-    (params, _), _ = cases.quick_jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), length=steps))(start)
+    start = jax.tree.map(lambda x: 0.5 * jnp.ones_like(x), target)
+    (params, _), _ = cases.quick_jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), length=300))(start)
     return params
 
 
-# MANO's projection and SWAN's centered rows keep them from this optimum; Hyperball keeps norms.
-CONVERGENT = [name for name in cases.FACTORIES if not re.match(r"mano|swan|.*hyperball|.*bfloat16", name)]
-FAST = ("normpre_g", "normpre_l", "muon", "adamuon")
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in FAST)) for x in CONVERGENT])
-def test_converges_on_a_quadratic(name):
+@pytest.mark.parametrize("factory", [npo.normpre_g, npo.normpre_l])
+def test_converges_on_a_quadratic(factory):
     """optax's own contract problem. Its optimum has rows longer than one, which the published tangent cannot reach."""
-    options = {"tangent": "none"} if name.startswith("normpre") else {}
-    tx = cases.make(name, optax.cosine_decay_schedule(0.1, 300), weight_decay=0.0, momentum=0.9, **options)
-    got = minimize(tx, jax.tree.map(lambda x: 0.5 * jnp.ones_like(x), TARGET), TARGET)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.02), got, TARGET)
+    target = {"w": {"kernel": jnp.array([[1.0, 0.0], [-1.0, 1.0]]), "bias": jnp.array([0.5, -0.5])}}
+    tx = factory(optax.cosine_decay_schedule(0.1, 300), weight_decay=0.0, momentum=0.9, tangent="none")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.02), minimize(tx, target), target)
 
 
 def test_the_published_tangent_stops_at_unit_rows():
     """What the documentation says of the paper's method: a row whose optimum is longer than one stops at one."""
     target = {"kernel": jnp.array([[1.0, 0.0], [-1.0, 0.5]])}  # output neurons are columns: (1, -1) and (0, 0.5)
     tx = npo.normpre_g(optax.cosine_decay_schedule(0.1, 300), weight_decay=0.0, orientation="rows", momentum=0.9)
-    got = minimize(tx, {"kernel": 0.5 * jnp.ones((2, 2))}, target)["kernel"]
-    np.testing.assert_allclose(got[:, 0], [0.7071, -0.7071], atol=0.03)
-    np.testing.assert_allclose(got[:, 1], [0.0, 0.5], atol=0.03)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_mano_reduces_the_loss(version):
-    """Its projection keeps it from most optima; half of the loss must go all the same."""
-    target = jax.tree.map(lambda x: 0.5 * x, TARGET)
-    start = jax.tree.map(lambda x: 0.5 * jnp.ones_like(x), TARGET)
-    tx = npo.mano(optax.cosine_decay_schedule(0.1, 300), version=version, weight_decay=0.0)
-    got = minimize(tx, start, target)
-    before, after = (float(jnp.sum((x["w"]["kernel"] - target["w"]["kernel"]) ** 2)) for x in (start, got))
-    assert after < 0.5 * before
-    np.testing.assert_allclose(got["w"]["bias"], target["w"]["bias"], atol=0.02)
+    got = minimize(tx, target)["kernel"]
+    np.testing.assert_allclose(got, [[0.7071, 0.0], [-0.7071, 0.5]], atol=0.03)
 
 
 # Trees.
 
 
-@representatives
+@pytest.mark.parametrize("name", ["normpre_l-small", "muon-hyperball"])
 def test_holes_and_empty_trees(name):
     tx = optimizer(name)
-    params, grads = ({**numbers(seed), "hole": None, "holes": {"a": None}} for seed in (0, 1))
+    params, grads = ({**numbers(seed), "hole": None, "holes": {"a": None}, "number": 1.0} for seed in (0, 1))
     updates = cases.first_update(tx, grads, params)
     assert updates["hole"] is None
+    assert updates["number"].shape == ()  # numbers of Python are parameters too
     assert_close({k: updates[k] for k in numbers()}, plain(name)[0])
     for empty in ({}, {"only": None}):
         assert cases.first_update(tx, empty, empty) == empty
     for part in ({"mlp": {"up": {"kernel": jnp.ones((3, 4))}}}, {"norm": {"scale": jnp.ones(4)}}):
         assert describe(jax.eval_shape(lambda p: cases.first_update(tx, p, p), part)) == describe(part)
-
-
-def test_numbers_of_python_are_parameters_too():
-    tx, params = npo.normpre_g(0.1), {"kernel": jnp.ones((3, 4)), "scale": 1.0}
-    assert cases.first_update(tx, params, params)["scale"].shape == ()
 
 
 @pytest.mark.parametrize("name", ["normpre_g", "muon-hyperball"])
@@ -453,9 +361,8 @@ def test_a_callable_tree_of_parameters_is_a_tree(name):
     assert callable(params)
 
     def layer(decay, mask):
-        return cases.first_update(
-            cases.make(name, 0.1, weight_decay=decay, weight_decay_mask=mask), params, params
-        ).layers[0]
+        tx = cases.make(name, 0.1, weight_decay=decay, weight_decay_mask=mask)
+        return cases.first_update(tx, params, params).layers[0]
 
     decays = lambda tree: jax.tree.map(lambda x: x.ndim < 2, tree)  # noqa: E731
     still = layer(0.0, None)
@@ -468,17 +375,14 @@ def test_a_callable_tree_of_parameters_is_a_tree(name):
 # Errors.
 
 
-@every_optimizer
-def test_missing_params_and_gradients_that_do_not_fit_are_named(name):
-    tx, params = optimizer(name), {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}}
+def test_missing_params_and_gradients_that_do_not_fit_are_named():
+    tx, params = optimizer("normpre_g"), {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}}
     state = jax.eval_shape(tx.init, params)
     with pytest.raises(ValueError, match=r"(?s)update\(grads, state, params\).*Equinox.*brax"):
         tx.update(params, state)
     for shape in ((4, 3), (1, 4)):  # transposed, and one that would broadcast
         grads = {"up": {"kernel": jnp.ones(shape), "bias": jnp.ones(4)}}
-        with pytest.raises(
-            ValueError, match=r"\['up'\]\['kernel'\]: .*shape \(., .\), the parameter has shape \(3, 4\)"
-        ):
+        with pytest.raises(ValueError, match=r"\['up'\]\['kernel'\]: .*shape \(., .\), .* has shape \(3, 4\)"):
             tx.update(grads, state, params)
     with pytest.raises(ValueError, match=r"\['bias'\].*update\(grads, state, params\)"):
         tx.update({"up": {"kernel": jnp.ones((3, 4))}}, state, params)
@@ -511,19 +415,14 @@ def test_a_direction_names_missing_params_too():
 )
 def test_a_state_of_another_optimizer_is_named(given, tx, said):
     params = {"dense": jnp.ones((3, 5)), "bias": jnp.ones(5)}
-    with pytest.raises(ValueError, match=said) as raised:
+    with pytest.raises(ValueError, match=f"(?s){said}.*new state, init\\(params\\)"):
         jax.eval_shape(tx.update, params, given.init(params), params)
-    assert "new state, init(params)" in str(raised.value)
 
 
 def test_a_state_of_other_parameters_is_named():
-    tx = npo.muon(0.1)
-    state = tx.init({"dense": jnp.ones((3, 5))})
-    params = {"dense": jnp.ones((3, 4))}
-    with pytest.raises(
-        ValueError, match=r"\['dense'\] is of shape \(3, 5\), but this optimizer expects it of shape \(3, 4\)"
-    ):
-        tx.update(params, state, params)
+    state = npo.muon(0.1).init({"dense": jnp.ones((3, 5))})
+    with pytest.raises(ValueError, match=r"\['dense'\] is of shape \(3, 5\), but .* expects it of shape \(3, 4\)"):
+        npo.muon(0.1).update({"dense": jnp.ones((3, 4))}, state, {"dense": jnp.ones((3, 4))})
 
 
 def with_lists(tree):
@@ -535,36 +434,22 @@ def with_lists(tree):
     return {key: with_lists(x) for key, x in tree.items()} if isinstance(tree, dict) else tree
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (with_lists, r"state is a dict, expected a PartitionState"),
-        (lambda state: state._replace(inner_states=with_lists(state.inner_states)), "dict, expected a MaskedState"),
-        (
-            lambda state: jax.tree.map(
-                lambda x: list(x) if type(x) is tuple else x, state, is_leaf=lambda x: type(x) is tuple
-            ),
-            "is a list, expected a tuple",
-        ),
-    ],
-)
-def test_a_state_restored_without_its_containers_is_named_with_the_fix(change, said):
+def without_tuples(tree):
+    return jax.tree.map(lambda x: list(x) if type(x) is tuple else x, tree, is_leaf=lambda x: type(x) is tuple)
+
+
+def test_a_state_restored_without_its_containers_is_named_with_the_fix():
     tx, params = npo.normpre_g(0.1), numbers()
-    with pytest.raises(ValueError, match=rf"{said}.*restore the checkpoint with target=tx\.init\(params\)"):
-        tx.update(params, change(tx.init(params)), params)
-
-
-def test_frozen_parameters_with_plain_gradients_are_named_with_the_fix():
-    tx, params = npo.normpre_g(0.1), FrozenDict(numbers())
     state = tx.init(params)
-    assert describe(jax.eval_shape(tx.update, params, state, params)[0]) == describe(params)
+    for changed, said in (
+        (with_lists(state), "state is a dict, expected a PartitionState"),
+        (state._replace(inner_states=with_lists(state.inner_states)), "dict, expected a MaskedState"),
+        (without_tuples(state), "is a list, expected a tuple"),
+    ):
+        with pytest.raises(ValueError, match=rf"{said}.*restore the checkpoint with target=tx\.init\(params\)"):
+            tx.update(params, changed, params)
+    frozen = FrozenDict(params)
+    state = tx.init(frozen)
+    assert describe(jax.eval_shape(tx.update, frozen, state, frozen)[0]) == describe(frozen)
     with pytest.raises(ValueError, match=r"gradients is a dict, expected a FrozenDict: .*flax\.core\.unfreeze"):
-        tx.update(numbers(), state, params)
-
-
-def test_an_accelerator_that_is_not_there_is_only_traced():
-    """The traced program of any platform runs on this one, which is what the tests of the other platforms rely on."""
-    tx, params = npo.rmnp(0.01), {"w": jnp.eye(2)}
-    found = [on(name, jax.jit(tx.update))(params, tx.init(params), params)[0]["w"] for name in ("cpu", "tpu", "gpu")]
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
-    np.testing.assert_allclose(found[2], found[0], rtol=1e-6)
+        tx.update(params, state, frozen)

@@ -19,15 +19,26 @@ from tests.parameters.test_models import MODELS
 PAGE = (Path(__file__).parents[1] / "docs" / "frameworks.md").read_text()
 
 
-def block(framework):
-    (code,) = re.findall(
-        r"^```python\n(.*?)^```$", PAGE.partition(f"## {framework}\n")[2].partition("\n## ")[0], re.S | re.M
-    )
-    return code
+def run_block(framework, **scope):
+    """Execute the one block of a framework; returns its names."""
+    section = PAGE.partition(f"## {framework}\n")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"^```python\n(.*?)^```$", section, re.S | re.M)
+    exec(code, scope)
+    return scope
+
+
+def stand_in(monkeypatch, name, **content):
+    """Install a module of this name, and the packages above it, where the library is missing."""
+    top, *rest = name.split(".")
+    if importlib.util.find_spec(top):
+        return
+    for module in (".".join([top, *rest[:end]]) for end in range(len(rest) + 1)):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    vars(sys.modules[name]).update(content)
 
 
 def test_haiku():
-    exec(block("Haiku"), scope := {})
+    scope = run_block("Haiku")
     params, state = scope["params"], scope["state"]
     losses = []
     for _ in range(20):
@@ -38,7 +49,7 @@ def test_haiku():
 
 def test_maxtext():
     """On LLaMA 3 with layers scanned along axis 1."""
-    exec(block("MaxText"), scope := {})
+    scope = run_block("MaxText")
     config = types.SimpleNamespace(muon_beta=0.95, adam_b1=0.9, adam_b2=0.95, adam_eps=1e-8, adam_weight_decay=0.1)
     tx = scope["normpre_muon"](config, optax.constant_schedule(1e-2))
     params = tree(MODELS["LLaMA 3", "MaxText, scanned", "maxtext"])
@@ -65,9 +76,8 @@ class OptimizerConfig:
 
 
 def test_levanter(monkeypatch):
-    if not importlib.util.find_spec("levanter"):
-        stand_in(monkeypatch, "levanter.optim", OptimizerConfig=OptimizerConfig)
-    exec(block("Levanter"), scope := {"__name__": __name__})
+    stand_in(monkeypatch, "levanter.optim", OptimizerConfig=OptimizerConfig)
+    scope = run_block("Levanter", __name__=__name__)
     tx = scope["NormPreMuonConfig"](learning_rate=0.02, adam_learning_rate=0.005).build(100)
     for model in ("GPT-2", "LLaMA 3"):
         params = tree(MODELS[model, "Levanter", ""])
@@ -85,10 +95,9 @@ class PeftTrainer:
 
 
 def test_tunix(monkeypatch):
-    if not importlib.util.find_spec("tunix"):
-        config = dataclasses.make_dataclass("TrainingConfig", ["eval_every_n_steps", "max_steps"])
-        stand_in(monkeypatch, "tunix.sft.peft_trainer", PeftTrainer=PeftTrainer, TrainingConfig=config)
-    exec(block("tunix"), scope := {})
+    config = dataclasses.make_dataclass("TrainingConfig", ["eval_every_n_steps", "max_steps"])
+    stand_in(monkeypatch, "tunix.sft.peft_trainer", PeftTrainer=PeftTrainer, TrainingConfig=config)
+    scope = run_block("tunix")
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     trainer = scope["trainer_of"](model, steps=10)
     before = model.kernel[...]
@@ -96,13 +105,3 @@ def test_tunix(monkeypatch):
         trainer.optimizer.update(model, nnx.state(model, nnx.Param))
     assert abs(before - model.kernel[...]).max() > 0
     assert trainer.optimizer.opt_state.hyperparams["learning_rate"][...] > 0  # where tunix looks for it
-
-
-def stand_in(monkeypatch, name, **content):
-    """Install a module of this name, and the packages above it."""
-    module = types.ModuleType(name)
-    vars(module).update(content)
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(parts[end - 1]))
-    monkeypatch.setitem(sys.modules, name, module)

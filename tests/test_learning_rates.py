@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning rates by width, the option that applies them, and learning rates from other Muons."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,86 +12,72 @@ import pytest
 import normpre_optax as npo
 from tests import cases
 
-SHAPES = {"up": (1, 4), "down": (4, 1), "square": (1, 1)}  # (in, out) over the width
-
 
 def kernels(width, seed=0):
+    shapes = {"up": (width, 4 * width), "down": (4 * width, width), "square": (width, width)}  # (in, out)
     random = np.random.default_rng(seed)
-    drawn = {name: random.standard_normal((a * width, b * width)) for name, (a, b) in SHAPES.items()}
-    return {name: {"kernel": jnp.asarray(x / np.sqrt(len(x)), jnp.float32)} for name, x in drawn.items()}
-
-
-def spectral(step):
-    """Largest singular value over sqrt(out / in), of every matrix."""
     return {
-        name: np.linalg.norm(x["kernel"], 2) / np.divide(*x["kernel"].shape[::-1]) ** 0.5 for name, x in step.items()
+        name: {"kernel": jnp.asarray(random.standard_normal(shape) / np.sqrt(shape[0]), jnp.float32)}
+        for name, shape in shapes.items()
     }
 
 
 def coherent(matrix_dims):
     """Signs of a matrix of rank one, as of a gradient whose samples agree."""
-    del matrix_dims
     return optax.stateless(lambda updates, params: jax.tree.map(jnp.ones_like, updates))
 
 
 @pytest.mark.parametrize(
     ("factory", "update"),
     [
-        (npo.muoneq, "orthogonal"),
-        (lambda lr, **options: npo.normpre_g(lr, tangent="none", **options), "orthogonal"),
-        (lambda lr, **options: npo.muon(lr, norm_control="hyperball", **options), "relative"),
-        (lambda lr, **options: npo.with_adamw(coherent, lr, **options), "elementwise"),
+        (npo.muon, "orthogonal"),
+        (functools.partial(npo.muon, norm_control="hyperball"), "relative"),
+        (functools.partial(npo.with_adamw, coherent), "elementwise"),
     ],
 )
 def test_a_step_has_the_same_size_at_every_width(factory, update):
-    base, wide, found = kernels(16), kernels(64), []
-    for params in (base, wide):
-        multipliers = npo.multipliers_by_width(params, base, update=update)
+    """The size is the largest singular value over sqrt(out / in)."""
+    base, found = kernels(16), []
+    for width in (16, 64):
+        multipliers = npo.multipliers_by_width(kernels(width), base, update=update)
         tx = factory(1.0, weight_decay=0.0, learning_rate_multipliers=multipliers)
-        found.append(spectral(cases.first_update(tx, kernels(len(params["square"]["kernel"]), 1), params)))
-    for name in SHAPES:
-        # Newton-Schulz brings the largest singular value to 1.1 to 1.2, that of Gaussian weights varies by a tenth.
-        np.testing.assert_allclose(found[1][name], found[0][name], rtol=0.2, err_msg=name)
+        step = cases.first_update(tx, kernels(width, 1), kernels(width))
+        found.append([np.linalg.norm(x, 2) * (x.shape[0] / x.shape[1]) ** 0.5 for x in jax.tree.leaves(step)])
+    # Newton-Schulz brings the largest singular value to 1.1 to 1.2, that of Gaussian weights varies by a tenth.
+    np.testing.assert_allclose(*found, rtol=0.2)
+
+
+def arrays(shapes):
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda x: type(x) is tuple)
 
 
 def test_the_adamw_group_keeps_its_learning_rate_but_for_heads():
     """Heads are recognized by their inputs: with other words, as torch stores them, or passed to AdamW by a rule."""
 
     def model(d, vocabulary):
-        kernels = {"vocab_head": (d, vocabulary), "Dense_1": (d, 10), "Dense_0": (d, 4 * d), "lm_head": (d, vocabulary)}
-        arrays = {name: {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)} for name, shape in kernels.items()}
-        arrays |= {"logits": {"weight": jax.ShapeDtypeStruct((vocabulary, d), jnp.float32)}}
-        vectors = {"norm": {"scale": (d,)}, "Dense_0": {"bias": (4 * d,)}, "wte": {"embedding": (vocabulary, d)}}
-        for module, leaves in vectors.items():
-            for name, shape in leaves.items():
-                arrays.setdefault(module, {})[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
-        return arrays
+        heads = {"vocab_head": {"kernel": (d, vocabulary)}, "logits": {"weight": (vocabulary, d)}}
+        heads |= {"Dense_1": {"kernel": (d, 10)}, "lm_head": {"kernel": (d, vocabulary)}}
+        rest = {"norm": {"scale": (d,)}, "wte": {"embedding": (vocabulary, d)}}
+        return arrays({**heads, **rest, "Dense_0": {"kernel": (d, 4 * d), "bias": (4 * d,)}})
 
     rule = lambda path, leaf: None if "Dense_1" in path else npo.default_matrix_dims(path, leaf)  # noqa: E731
     found = npo.multipliers_by_width(model(256, 100), model(64, 50), update="elementwise", matrix_dims=rule)
     assert found == {
-        "vocab_head": {"kernel": 0.25},
-        "Dense_1": {"kernel": 0.25},
-        "Dense_0": {"kernel": 0.25, "bias": 1.0},
-        "lm_head": {"kernel": 0.25},
+        **{name: {"kernel": 0.25} for name in ("vocab_head", "Dense_1", "lm_head")},
         "logits": {"weight": 0.25},
+        "Dense_0": {"kernel": 0.25, "bias": 1.0},
         "norm": {"scale": 1.0},
         "wte": {"embedding": 1.0},
     }
 
 
-@pytest.mark.parametrize(
-    ("update", "wider"), [("orthogonal", (0.25, 1.0)), ("relative", (1.0, 1.0)), ("elementwise", (0.25, 1.0))]
-)
-def test_dimensions_that_grow_alone(update, wider):
+def test_dimensions_that_grow_alone():
     """``sqrt(m / (n t))``, t = max(m, n): one matrix gets four times the inputs, the other four times the outputs."""
-    shapes = (
-        {"inputs": {"kernel": (64, 32)}, "outputs": {"kernel": (16, 64)}},
-        {"inputs": {"kernel": (256, 32)}, "outputs": {"kernel": (16, 256)}},
-    )
-    base, wide = (jax.tree.map(jnp.zeros, s, is_leaf=lambda x: isinstance(x, tuple)) for s in shapes)
-    found = npo.multipliers_by_width(wide, base, update=update)
-    np.testing.assert_allclose((found["inputs"]["kernel"], found["outputs"]["kernel"]), wider)
+    base, wide = arrays([(64, 32), (16, 64)]), arrays([(256, 32), (16, 256)])
+    dims = npo.MatrixDims(0, 1)
+    for update, expected in {"orthogonal": (0.25, 1.0), "relative": (1.0, 1.0), "elementwise": (0.25, 1.0)}.items():
+        found = npo.multipliers_by_width(wide, base, update=update, matrix_dims=[dims, dims])
+        np.testing.assert_allclose(found, expected)
 
 
 def test_of_unequal_blocks_the_largest_decides():
@@ -107,74 +95,67 @@ GRADS = jax.tree.map(lambda x: jnp.asarray(cases.gaussian(x.shape), jnp.float32)
 
 @pytest.mark.parametrize("control", ["none", "hyperball"])
 def test_multipliers_apply_to_updates_and_not_to_weight_decay(control):
-    options = {"weight_decay": 0.0, "norm_control": control}
+    """A tree, a prefix of one, a function that returns one, or traced."""
+
+    def first_update(grads, times, rate=0.001, decay=0.0):
+        tx = npo.rmnp(rate, weight_decay=decay, norm_control=control, learning_rate_multipliers=times)
+        return cases.first_update(tx, grads, PARAMS)
+
+    single, double = (first_update(GRADS, None, rate) for rate in (1e-3, 2e-3))
     times = {"up": {"kernel": 2.0, "bias": 3.0}, "down": {"kernel": jnp.float32(1.0)}}
-    single, double = (cases.first_update(npo.muon(rate, **options), GRADS, PARAMS) for rate in (1e-3, 2e-3))
-    for given in (times, lambda params: times):
-        found = cases.first_update(npo.muon(1e-3, learning_rate_multipliers=given, **options), GRADS, PARAMS)
-        np.testing.assert_allclose(found["up"]["kernel"], double["up"]["kernel"], rtol=1e-5, atol=1e-9)
-        np.testing.assert_allclose(found["down"]["kernel"], single["down"]["kernel"], rtol=1e-5, atol=1e-9)
-        np.testing.assert_allclose(found["up"]["bias"], 3 * single["up"]["bias"], rtol=1e-6)
-    zero, decay = jax.tree.map(jnp.zeros_like, GRADS), {"weight_decay": 0.5, "norm_control": control}
-    pair = (npo.muon(0.1, learning_rate_multipliers=given, **decay) for given in (None, times))
-    jax.tree.map(np.testing.assert_array_equal, *(cases.first_update(tx, zero, PARAMS) for tx in pair))
+    expected = {"up": {"kernel": double["up"]["kernel"], "bias": 3 * single["up"]["bias"]}, "down": single["down"]}
+    prefix = {"up": 2.0, "down": 1.0}
+    for given, wanted in (
+        (times, expected),
+        (lambda params: times, expected),
+        (prefix, {"up": double["up"], "down": single["down"]}),
+    ):
+        found = first_update(GRADS, given)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), found, wanted)
+    zero = jax.tree.map(jnp.zeros_like, GRADS)
+    jax.tree.map(np.testing.assert_array_equal, *(first_update(zero, given, 0.1, 0.5) for given in (None, times)))
+    traced = jax.eval_shape(lambda two: first_update(GRADS, {"up": two, "down": 1.0}), 2.0)
+    assert jax.tree.map(jnp.shape, traced) == jax.tree.map(jnp.shape, PARAMS)
 
 
-def test_a_prefix_is_a_tree_of_multipliers():
-    prefix, whole = {"up": 2.0, "down": 1.0}, {"up": {"kernel": 2.0, "bias": 2.0}, "down": {"kernel": 1.0}}
-    found = [
-        cases.first_update(npo.muon(1e-3, learning_rate_multipliers=x, norm_control="hyperball"), GRADS, PARAMS)
-        for x in (prefix, whole)
-    ]
-    jax.tree.map(np.testing.assert_array_equal, *found)
-
-
-def test_multipliers_may_be_traced():
-    params = {"kernel": jnp.eye(3)}
-    factory = lambda times: npo.muon(1e-3, learning_rate_multipliers={"kernel": times})  # noqa: E731
-    tx = optax.inject_hyperparams(factory)(times=2.0)
-    found = jax.eval_shape(lambda p: cases.first_update(tx, p, p), params)
-    assert found["kernel"].shape == (3, 3)
+LIKE = "must be a tree like the parameters"
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("options", "message"),
     [
-        (
-            lambda: npo.multipliers_by_width({"a": jnp.zeros(3)}, {"b": jnp.zeros(3)}, update="relative"),
-            "different trees",
-        ),
-        (lambda: npo.multipliers_by_width({}, {}, update="spectral"), "update='spectral' is not one of"),
-        (
-            lambda: npo.multipliers_by_width({"a": jnp.zeros((6, 5))}, {"a": jnp.zeros(3)}, update="relative"),
-            r"parameter 'a' has shape \(6, 5\), in base \(3,\)",
-        ),
         *(
-            (
-                lambda x=x: npo.muon(1e-3, learning_rate_multipliers=x).init(PARAMS),
-                f"learning_rate_multipliers must be {say}",
-            )
-            for x, say in (
-                ("x", "a tree of numbers"),
-                ({"first": 5.0, "second": 1.0}, "a tree like the parameters"),
-                ([5.0, 1.0], "a tree like the parameters"),
-                (lambda params: None, "a tree like the parameters"),
-            )
-        ),
-        (lambda: npo.muon(1e-3, weight_decay_mask="x").init(PARAMS), "weight_decay_mask must be a tree of bools"),
-        (lambda: npo.muon(1e-3, weight_decay_mask={"up": True}).init(PARAMS), "weight_decay_mask must be a tree like"),
-        *(
-            (lambda o=o: npo.learning_rate_from_muon(0.02, 0.1, **o), say)
-            for o, say in (
-                ({"convention": "kimi"}, "convention='kimi' is not"),
-                ({"convention": "keller"}, r"convention='keller' depends on the shape .*shape=\(outputs, inputs\)"),
+            ({"learning_rate_multipliers": given}, f"learning_rate_multipliers {said}")
+            for given, said in (
+                ("x", "must be a tree of numbers"),
+                ({"first": 5.0, "second": 1.0}, LIKE),
+                ([5.0, 1.0], LIKE),
+                (lambda params: None, LIKE),
+                ({"up": {"kernel": -1.0, "bias": 1.0}, "down": 1.0}, r"of 'up/kernel' must be in \[0, inf\)"),
+                ({"up": {"kernel": float("nan"), "bias": 1.0}, "down": 1.0}, r"of 'up/kernel' must be in \[0, inf\)"),
             )
         ),
+        ({"weight_decay_mask": "x"}, "weight_decay_mask must be a tree of bools"),
+        ({"weight_decay_mask": {"up": True}}, f"weight_decay_mask {LIKE}"),
     ],
 )
-def test_what_does_not_fit_is_named(call, message):
+def test_an_option_that_is_no_tree_like_the_parameters_is_named(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        call()
+        npo.muon(1e-3, **options).init(PARAMS)
+
+
+def test_what_does_not_fit_is_named():
+    vector, matrix = {"a": jnp.zeros(3)}, {"a": jnp.zeros((6, 5))}
+    with pytest.raises(ValueError, match="different trees"):
+        npo.multipliers_by_width(vector, {"b": jnp.zeros(3)}, update="relative")
+    with pytest.raises(ValueError, match="update='spectral' is not one of"):
+        npo.multipliers_by_width({}, {}, update="spectral")
+    with pytest.raises(ValueError, match=r"parameter 'a' has shape \(6, 5\), in base \(3,\)"):
+        npo.multipliers_by_width(matrix, vector, update="relative")
+    with pytest.raises(ValueError, match="convention='kimi' is not"):
+        npo.learning_rate_from_muon(0.02, 0.1, convention="kimi")
+    with pytest.raises(ValueError, match=r"convention='keller' depends on the shape .*shape=\(outputs, inputs\)"):
+        npo.learning_rate_from_muon(0.02, 0.1, convention="keller")
 
 
 # The classical iteration to convergence: the five steps of Muon leave singular values between 0.7 and 1.2.
@@ -194,11 +175,3 @@ def test_converted_learning_rates_take_the_same_step(consistent_rms, convention)
         after = npo.muon(rate, ns_steps=None, weight_decay=decay)
         found, expected = (cases.first_update(tx, grads, params)["kernel"] for tx in (after, before))
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
-def test_multipliers_out_of_range_are_named(wrong):
-    params = {"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}}
-    tx = npo.muon(0.1, learning_rate_multipliers={"up": {"kernel": wrong, "bias": 1.0}})
-    with pytest.raises(ValueError, match=r"learning_rate_multipliers of 'up/kernel' must be in \[0, inf\)"):
-        tx.init(params)

@@ -11,18 +11,14 @@ import sys
 
 import pytest
 
-METHODS = {
-    "normpre_g": "normpre_g(0.01, matrix_dims=dims)",
-    "normpre_g-exact": "normpre_g(0.01, ns_steps=None, matrix_dims=dims)",
-    "normpre_l-sketch": "normpre_l(0.01, matrix_dims=dims)",
-    "normpre_l-exact": "normpre_l(0.01, method='exact', matrix_dims=dims)",
-}
-
-SCRIPT = """
+TWO_CORES = """
 import os
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # before JAX makes its threads
 import jax, jax.numpy as jnp, optax
+"""
+
+SCRIPT = """
 from normpre_optax import MatrixDims, normpre_g, normpre_l
 
 def dims(path, leaf):
@@ -53,32 +49,21 @@ print("returned")
 """
 
 # 48 matrices: three stacks of eight, two of four, and sixteen that stand alone, in eight shapes.
-MANY = {
-    "a": (8, 128, 128),
-    "b": (8, 64, 128),
-    "c": (8, 128, 48),
-    "d": (4, 96, 96),
-    "e": (4, 32, 64),
-    **{f"f{i}": (128, 64) for i in range(8)},
-    **{f"g{i}": (40, 128) for i in range(4)},
-    **{f"h{i}": (72, 72) for i in range(4)},
-}
+MANY = {"a": (8, 128, 128), "b": (8, 64, 128), "c": (8, 128, 48), "d": (4, 96, 96), "e": (4, 32, 64)}
+MANY |= {f"f{i}": (128, 64) for i in range(8)}
+MANY |= {f"{name}{i}": shape for name, shape in {"g": (40, 128), "h": (72, 72)}.items() for i in range(4)}
 # Three stacks of eight: with a batched svd in place of ours this hung within ten steps.
 FEW = {"a": (8, 128, 128), "b": (8, 192, 192), "c": (8, 256, 256)}
 
 # The program of docs/cpu_hang.md with each factorization of the library; with `jnp.linalg.eigh` it never returns.
 KERNEL_SCRIPT = """
-import os
-if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-import jax, jax.numpy as jnp
 from normpre_optax.linalg.newton_schulz import exact_msign
-from normpre_optax.linalg.sketch import clip_exactly, _inverse_cholesky, solve_together
+from normpre_optax.linalg.sketch import Clipping, clip_exactly, _inverse_cholesky, solve_together
 
 xs = [jax.random.normal(jax.random.key(i), (8, 128 + 64 * i, 128 + 64 * i)) for i in range(3)]
 for factor in (
     lambda g: solve_together(_inverse_cholesky, [(g,), (g[:, :30, :30],)]),
-    lambda g: jax.vmap(lambda x: clip_exactly(x, 4, jnp.ones((1, 1))))(g),
+    lambda g: jax.vmap(lambda x: clip_exactly(x, Clipping(*jnp.ones((4, 1, 1)))))(g),
     lambda g: jax.vmap(exact_msign)(g),
 ):
     program = jax.jit(lambda xs: [factor((x @ x.mT)[..., :40, :40]) for x in xs])
@@ -88,18 +73,13 @@ print("returned")
 """
 
 
-def run(optimizer, shapes, steps, lanes, timeout):
-    execute(SCRIPT.format(optimizer=optimizer, shapes=shapes, steps=steps, lanes=lanes), timeout)
-
-
-def execute(code, timeout):
+def returns(code, timeout):
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     # On a busy machine, OpenBLAS threads that spin while they wait slow a run down; that is another matter.
     env |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TWO_CORES + code]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         pytest.fail(f"did not return within {timeout} s")
     assert done.returncode == 0, done.stderr
@@ -107,29 +87,24 @@ def execute(code, timeout):
 
 
 def test_the_factorizations_return():
-    execute(KERNEL_SCRIPT, 120)
+    returns(KERNEL_SCRIPT, 120)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["normpre_g-exact", "normpre_l-sketch"])
-def test_a_few_stacks_return(method):
-    """The short form of the test below, for methods that factor matrices."""
-    run(METHODS[method], FEW, 10, 0, 120)
+EXACT, G = "normpre_g(0.01, ns_steps=None, matrix_dims=dims)", "normpre_g(0.01, matrix_dims=dims)"
+SKETCH, EXACT_L = "normpre_l(0.01, matrix_dims=dims)", "normpre_l(0.01, method='exact', matrix_dims=dims)"
 
 
-def often(*methods):
-    """All methods; CI runs those named, the others are thorough."""
-    return [pytest.param(m, marks=pytest.mark.slow if m in methods else pytest.mark.thorough) for m in METHODS]
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("method", often("normpre_l-sketch"))
-def test_two_hundred_steps_of_48_matrices_return(method):
-    assert sum(shape[0] if len(shape) == 3 else 1 for shape in MANY.values()) == 48
-    run(METHODS[method], MANY, 200, 0, 800)
+# CI runs these; the first two are a short form, for methods that factor matrices. The others are thorough.
+RUNS = [(SKETCH, FEW, 10, 0), (EXACT, FEW, 10, 0), (SKETCH, MANY, 200, 0)]
+THOROUGH = [(one, MANY, 200, 0) for one in (G, EXACT, EXACT_L)]
+THOROUGH += [(one, MANY, 20, 4) for one in (G, EXACT, SKETCH, EXACT_L)]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("method", often())
-def test_they_return_under_vmap_too(method):
-    run(METHODS[method], MANY, 20, 4, 800)
+@pytest.mark.parametrize(
+    ("optimizer", "shapes", "steps", "lanes"),
+    [pytest.param(*x, marks=pytest.mark.slow) for x in RUNS]
+    + [pytest.param(*x, marks=pytest.mark.thorough) for x in THOROUGH],
+)
+def test_two_hundred_steps_of_48_matrices_return(optimizer, shapes, steps, lanes):
+    returns(SCRIPT.format(optimizer=optimizer, shapes=shapes, steps=steps, lanes=lanes), 120 if shapes is FEW else 800)

@@ -116,7 +116,7 @@ def _factor_by_eigenvectors(
     """``F`` and the sum of squares of the clipped matrix, from the Gram matrices of Q and B: the ``rank`` largest."""
     inverse, interaction = _orthonormal(gram, interaction)
     values, vectors = one_at_a_time(lambda x: tuple(jnp.linalg.eigh(x)))(interaction)
-    among = jnp.arange(len(values)) >= len(values) - rank[0]  # eigh sorts in ascending order
+    among = jnp.arange(len(values), dtype=rank.dtype) >= len(values) - rank[0]  # eigh sorts in ascending order
     level = jnp.maximum(least, share * (total - jnp.sum(jnp.where(among, values, 0))))
     clipped = among & (values > level[0])
     gains = jnp.where(clipped, jnp.sqrt(level[0] / jnp.where(clipped, values, 1)), 1)

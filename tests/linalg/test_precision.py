@@ -7,71 +7,52 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from normpre_optax.linalg.precision import (
-    by_platform,
-    exact_product,
-    inverse_root,
-    on,
-    platform,
-    product,
-    working_dtype,
-)
+from normpre_optax.linalg.precision import by_platform, exact_product, inverse_root, on, platform, product
+
+HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
 
-@pytest.mark.parametrize(
-    ("stored", "working"),
-    [(jnp.bfloat16, jnp.float32), (jnp.float16, jnp.float32), (jnp.float32, jnp.float32), (np.float64, np.float64)],
-)
-def test_the_working_dtype_is_at_least_float32(x64, stored, working):
-    assert working_dtype(stored) == working
+def the_product(f, *args):
+    """The one product of a program, also inside its conditionals."""
 
+    def products(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                yield eqn
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from products(inner)
 
-def products(jaxpr):
-    """Every product of a program, also inside its conditionals."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            yield eqn
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from products(inner)
+    (eqn,) = products(jax.make_jaxpr(f)(*args).jaxpr)
+    return eqn
 
 
 @pytest.mark.parametrize("where", ["cpu", "tpu", "gpu"])
-@pytest.mark.parametrize("operand", [None, jnp.bfloat16, jnp.float16, jnp.float32])
-def test_products_sum_in_float32_and_are_true_float32_on_request(operand, where):
+def test_products_sum_in_float32_and_are_true_float32_on_request(where):
     x = jnp.ones((3, 3))
-    (eqn,) = products(on(where, jax.make_jaxpr(lambda a, b: product(a, b, operand)))(x, x).jaxpr)
-    half = operand in (jnp.bfloat16, jnp.float16)
-    # XLA's CPU backend lacks half-precision products with float32 sums; operands are rounded and converted back.
-    assert eqn.invars[0].aval.dtype == (operand if half and where != "cpu" else jnp.float32)
-    assert eqn.params["preferred_element_type"] == jnp.float32
-    true_float32 = operand is not None and not (half and where != "cpu")
-    # None is the platform's usual product.
-    assert eqn.params["precision"] == ((jax.lax.Precision.HIGHEST,) * 2 if true_float32 else None)
-
-
-def test_the_usual_product_follows_the_default_matmul_precision():
-    x = jnp.ones((3, 3))
+    for operand in (None, jnp.bfloat16, jnp.float16, jnp.float32):
+        eqn = the_product(on(where, lambda a, b, dtype=operand: product(a, b, dtype)), x, x)
+        # XLA's CPU backend lacks half-precision products with float32 sums; operands are rounded and converted back.
+        half = operand in (jnp.bfloat16, jnp.float16) and where != "cpu"
+        assert eqn.invars[0].aval.dtype == (operand if half else jnp.float32)
+        assert eqn.params["preferred_element_type"] == jnp.float32
+        assert eqn.params["precision"] == (None if operand is None or half else HIGHEST)  # None: the usual product
     with jax.default_matmul_precision("highest"):
-        (eqn,) = products(jax.make_jaxpr(product)(x, x).jaxpr)
-    assert set(eqn.params["precision"]) == {jax.lax.Precision.HIGHEST}
+        assert the_product(on(where, product), x, x).params["precision"] == HIGHEST
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-def test_an_exact_product_has_the_precision_of_its_operands(x64, dtype):
-    """On every platform, also under a lower default."""
-    x = jnp.ones((2, 3, 3), dtype)
+def test_an_exact_product_has_the_precision_of_its_operands(x64):
     with jax.default_matmul_precision("bfloat16"):
-        (eqn,) = products(jax.make_jaxpr(exact_product)(x, x).jaxpr)
-    assert set(eqn.params["precision"]) == {jax.lax.Precision.HIGHEST}
-    assert [v.aval.dtype for v in (*eqn.invars, *eqn.outvars)] == [dtype] * 3
+        for dtype in (jnp.float32, jnp.float64):
+            eqn = the_product(exact_product, *[jnp.ones((2, 3, 3), dtype)] * 2)
+            assert eqn.params["precision"] == HIGHEST
+            assert [v.aval.dtype for v in (*eqn.invars, *eqn.outvars)] == [dtype] * 3
 
 
 @pytest.mark.parametrize("operand", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_operands_are_rounded_and_sums_are_not(operand, compiled):
+def test_operands_are_rounded_and_sums_are_not(operand):
+    """Also in a compiled program, which could leave out the rounding."""
     a, b = (jnp.asarray(np.random.default_rng(i).standard_normal((40, 40)), jnp.float32) for i in range(2))
-    f = lambda a, b: product(a, b, operand)  # noqa: E731
-    got = np.asarray((jax.jit(f) if compiled else f)(a, b), np.float64)
+    got = np.asarray(jax.jit(lambda a, b: product(a, b, operand))(a, b), np.float64)
     rounded = np.float64(a.astype(operand)) @ np.float64(b.astype(operand))
     np.testing.assert_allclose(got, rounded, atol=40 * 2e-7 * 10)  # forty roundings in float32 of sums up to ten
     assert np.abs(got - np.float64(a) @ np.float64(b)).max() > 1e-3
@@ -108,10 +89,7 @@ def test_a_traced_platform_takes_its_branches_at_every_depth():
     with pytest.raises(ZeroDivisionError):
         on("tpu", lambda: 1 / 0)()
     assert int(choice(x)) == 1  # the platform holds for the call only
-
-
-@pytest.mark.every_platform
-def test_without_arrays_and_with_unknown_backends():
+    # Without arrays, and with unknown backends.
     assert by_platform(platform) == platform()
     assert on("rocm", platform)() == "gpu"
-    assert on("gpu", lambda x: by_platform(lambda y: platform(), x))(jnp.ones(1)) == "gpu"
+    assert on("gpu", lambda x: by_platform(lambda y: platform(), x))(x) == "gpu"

@@ -12,8 +12,7 @@ from normpre_optax.linalg import rows
 from tests import reference
 from tests.cases import EPS32, EPS64, gaussian, quick_jit
 
-SHAPES = [(3, 8), (8, 3), (5, 5), (1, 6), (6, 1), (1, 1)]
-TANGENTS = rows.TANGENTS
+every_tangent = pytest.mark.parametrize("tangent", rows.TANGENTS)
 
 
 def unit_tangent(m, w, along=(1,), tangent="relaxed"):
@@ -25,106 +24,84 @@ def unit_tangent(m, w, along=(1,), tangent="relaxed"):
 compiled = quick_jit(unit_tangent, static_argnums=(2, 3))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rows_and_columns_agree_with_the_reference(x64, shape):
-    x = gaussian(shape)
-    # A sum of n squares, a root and a division: n + 3 roundings at most.
-    np.testing.assert_allclose(rows.unit_rows(jnp.asarray(x), (1,)), reference.unit_rows(x), rtol=16 * EPS64)
-    np.testing.assert_allclose(rows.unit_rows(jnp.asarray(x), (0,)), reference.unit_rows(x.T).T, rtol=16 * EPS64)
+def by_reference(m, w, tangent):
+    return reference.unit_rows(reference.tangent_rows(np.float64(m), np.float64(w), tangent))
 
 
-@pytest.mark.parametrize("tangent", TANGENTS)
-def test_a_row_may_run_along_several_axes(x64, tangent):
-    """(heads, size, out): rows run along the first two axes. And a stack is a loop over its matrices."""
-    m, w = gaussian((2, 3, 4)), gaussian((2, 3, 4), 1)
-    flat = [x.reshape(6, 4).T for x in (m, w)]
-    expected = reference.unit_rows(reference.tangent_rows(*flat, tangent)).T.reshape(2, 3, 4)
-    np.testing.assert_allclose(unit_tangent(jnp.asarray(m), jnp.asarray(w), (0, 1), tangent), expected, rtol=1e-12)
-    stack = unit_tangent(jnp.asarray(m), jnp.asarray(w), (2,), tangent)
-    for got, a, b in zip(stack, m, w, strict=True):
-        np.testing.assert_allclose(got, reference.unit_rows(reference.tangent_rows(a, b, tangent)), rtol=1e-12)
-
-
-@pytest.mark.parametrize("tangent", TANGENTS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_tangent_agrees_with_the_reference(x64, shape, tangent):
+@every_tangent
+def test_rows_along_any_axes_agree_with_the_reference(x64, tangent):
     # Row norms of w on both sides of one, where the relaxed factor changes its sign.
-    m, w = gaussian(shape), np.linspace(0.2, 2.0, shape[0])[:, None] * reference.unit_rows(gaussian(shape, 1))
-    expected = reference.tangent_rows(m, w, tangent)
-    got = rows.tangent_rows(jnp.asarray(m), jnp.asarray(w), (1,), tangent)
-    # |x - exact| <= a few eps (|m| + |<m, w> w|), and the second is at most 4 |m| (|w| <= 2). A row of one element has
-    # nothing across w: its strict tangent is rounding and counts as zero.
-    np.testing.assert_allclose(got, expected, rtol=0, atol=64 * 5 * EPS64 * np.abs(m).max())
+    for shape in ((3, 8), (6, 1)):
+        m, w = gaussian(shape), np.linspace(0.2, 2.0, shape[0])[:, None] * reference.unit_rows(gaussian(shape, 1))
+        got = rows.tangent_rows(jnp.asarray(m), jnp.asarray(w), (1,), tangent)
+        # |x - exact| <= a few eps (|m| + |<m, w> w|), and the second is at most 4 |m| (|w| <= 2). A row of one element
+        # has nothing across w: its strict tangent is rounding and counts as zero.
+        expected = reference.tangent_rows(m, w, tangent)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=64 * 5 * EPS64 * np.abs(m).max())
+    # (heads, size, out): rows run along the first two axes. And a stack is a loop over its matrices.
+    m, w = gaussian((2, 3, 4)), gaussian((2, 3, 4), 1)
+    flat = by_reference(m.reshape(6, 4).T, w.reshape(6, 4).T, tangent).T.reshape(2, 3, 4)
+    np.testing.assert_allclose(unit_tangent(jnp.asarray(m), jnp.asarray(w), (0, 1), tangent), flat, rtol=1e-12)
+    stack = np.stack([by_reference(a, b, tangent) for a, b in zip(m, w, strict=True)])
+    np.testing.assert_allclose(unit_tangent(jnp.asarray(m), jnp.asarray(w), (2,), tangent), stack, rtol=1e-12)
 
 
-@pytest.mark.parametrize("tangent", TANGENTS)
-def test_zero_weights_leave_the_momentum(tangent):
-    m = jnp.asarray(gaussian((4, 6)), jnp.float32)
-    np.testing.assert_array_equal(rows.tangent_rows(m, jnp.zeros_like(m), (1,), tangent), m)
-
-
-@pytest.mark.parametrize("tangent", TANGENTS)
-@pytest.mark.parametrize("along", [(1,), (0,)])
-@pytest.mark.parametrize(("scale", "norm"), [(1e-15, 1e-3), (1e15, 1e3), (1e-15, 1e3), (1e15, 1e-3), (1.0, 1e8)])
-def test_projection_and_normalization_in_one_pass(tangent, along, scale, norm):
+@every_tangent
+def test_projection_and_normalization_in_one_pass(tangent):
     """Gradients within the scale contract, weights of very different norms; one row is zero, one has zero weights."""
     m, w = (gaussian((6, 8), seed) for seed in (0, 1))
     m[2], w[3] = 0, 0
-    turn = (lambda x: x.T) if along == (0,) else (lambda x: x)
-    m32, w32 = jnp.asarray(turn(scale * m), jnp.float32), jnp.asarray(turn(norm * w), jnp.float32)
-    got = turn(np.asarray(compiled(m32, w32, along, tangent), np.float64))
-    exact = reference.unit_rows(reference.tangent_rows(*(turn(np.float64(x)) for x in (m32, w32)), tangent))
-    # Ten roundings over the square of the share that is left: 0.5 and more of these rows is across w.
-    np.testing.assert_allclose(got, exact, rtol=0, atol=10 / 0.5**2 * EPS32)
+    for scale, norm in ((1e-15, 1e-3), (1e15, 1e3), (1e-15, 1e3), (1e15, 1e-3), (1.0, 1e8)):
+        m32, w32 = np.float32(scale * m), np.float32(norm * w)
+        # Ten roundings over the square of the share that is left: 0.5 and more of these rows is across w.
+        expected = by_reference(m32, w32, tangent)
+        np.testing.assert_allclose(compiled(m32, w32, (1,), tangent), expected, rtol=0, atol=10 / 0.5**2 * EPS32)
+    np.testing.assert_array_equal(rows.tangent_rows(m32, 0 * w32, (1,), tangent), m32)
 
 
-def test_rows_of_different_norm_do_not_affect_each_other():
-    x = gaussian((3, 5))
-    scaled = jnp.asarray(x * np.array([[1e-15], [1.0], [1e15]]), jnp.float32)
-    np.testing.assert_allclose(rows.unit_rows(scaled, (1,)), reference.unit_rows(x), rtol=8 * EPS32)
+def test_unit_rows_and_those_with_zeros_and_nan():
+    x = gaussian((5, 6))
+    expected = reference.unit_rows(x)
+    scaled = np.float32(x * np.array([1e-15, 1.0, 1e15, 0.0, 1.0])[:, None])
+    expected[3], scaled[4, 0] = 0, np.nan
+    got = np.asarray(rows.unit_rows(scaled, (1,)))
+    # A sum of n squares, a root and a division: n + 3 roundings at most.
+    np.testing.assert_allclose(got[:4], expected[:4], rtol=9 * EPS32)
+    assert np.isnan(got[4]).all()
+    np.testing.assert_array_equal(rows.unit_rows(scaled.T, (0,)).T, got)
 
 
-def test_zero_rows_stay_zero_and_bad_rows_stay_visible_and_alone():
-    x = jnp.array([[0.0, 0.0], [jnp.nan, 1.0], [3.0, 4.0]])
-    out = np.asarray(rows.unit_rows(x, (1,)))
-    assert (out[0] == 0).all()
-    assert np.isnan(out[1]).all()
-    np.testing.assert_allclose(out[2], [0.6, 0.8], rtol=4 * EPS32)
-    m, w = gaussian((3, 5)).astype(np.float32), gaussian((3, 5), 1).astype(np.float32)
-    bad = m.copy()
-    bad[1, 2], bad[0] = np.nan, 0
-    for tangent in TANGENTS:
-        good, hurt = (np.asarray(unit_tangent(jnp.asarray(x), jnp.asarray(w), (1,), tangent)) for x in (m, bad))
-        np.testing.assert_array_equal(hurt[2], good[2])
-        assert np.isnan(hurt[1]).any()
-        assert (hurt[0] == 0).all()
+@every_tangent
+def test_zero_rows_stay_zero_and_nan_stays_visible_and_alone(tangent):
+    m, w = (np.float32(gaussian((3, 5), seed)) for seed in (0, 1))
+    bad = np.stack([0 * m[0], np.where(np.arange(5) == 2, np.nan, m[1]), m[2]])
+    good, hurt = (np.asarray(unit_tangent(x, w, (1,), tangent)) for x in (m, bad))
+    np.testing.assert_array_equal(hurt[2], good[2])
+    assert np.isnan(hurt[1]).any()
+    assert not hurt[0].any()
 
 
 def along_weights(share, seed=0):
-    """Momentum of norm one that lies along w but for ``share``, and w."""
+    """Momentum of norm one that is parallel to w but for ``share``, and w."""
     w = reference.unit_rows(gaussian((64, 16), seed))
     across = reference.unit_rows(reference.tangent_rows(gaussian((64, 16), seed + 1), w, "strict"))
     return np.float32((1 - share**2) ** 0.5 * w + share * across), np.float32(w)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.3, 0.1, 0.03, 0.01, 0.003])
-def test_the_error_grows_as_the_share_across_the_weights_shrinks(share):
-    m, w = along_weights(share)
-    got = np.asarray(compiled(m, w, (1,), "strict"), np.float64)
-    exact = reference.unit_rows(reference.tangent_rows(np.float64(m), np.float64(w), "strict"))
-    norm = np.linalg.norm(got, axis=-1)
-    # <m, m> and <m, w>^2 / <w, w> are sums of sixteen products: a few eps, of which x has a share q^2; half in a root.
-    assert np.abs(norm - 1).max() <= 4 * EPS32 / share**2
-    # The direction loses no more than m did when it was rounded: a few eps over q.
-    np.testing.assert_allclose(got / norm[:, None], exact, rtol=0, atol=8 * EPS32 / share)
-
-
-@pytest.mark.parametrize(("factor", "gone"), [(0.5, True), (2.0, False)])
-def test_what_cannot_be_distinguished_from_rounding_counts_as_zero(factor, gone):
-    """Below ``4 sqrt(eps) = 1.4e-3`` across the weights: half of that is zero, twice of it is not."""
-    m, w = along_weights(factor * 4 * EPS32**0.5)
-    got = np.abs(np.asarray(compiled(m, w, (1,), "strict"))).max(axis=-1)
-    assert ((got == 0) == gone).all()
+def test_the_error_grows_as_the_share_across_the_weights_shrinks():
+    for share in (1.0, 0.1, 0.01, 0.003):
+        m, w = along_weights(share)
+        got = np.asarray(compiled(m, w, (1,), "strict"), np.float64)
+        norm = np.linalg.norm(got, axis=-1)
+        # <m, m> and <m, w>^2 / <w, w> are sums of sixteen products: a few eps, of which x has a share q^2; half in a
+        # root. The direction loses no more than m did when it was rounded: a few eps over q.
+        assert np.abs(norm - 1).max() <= 4 * EPS32 / share**2
+        expected = by_reference(m, w, "strict")
+        np.testing.assert_allclose(got / norm[:, None], expected, rtol=0, atol=8 * EPS32 / share)
+    # Below ``4 sqrt(eps) = 1.4e-3`` across the weights: half of that is zero, twice of it is not.
+    for factor, gone in ((0.5, True), (2.0, False)):
+        got = np.abs(compiled(*along_weights(factor * 4 * EPS32**0.5), (1,), "strict")).max(axis=-1)
+        assert ((got == 0) == gone).all()
 
 
 @pytest.mark.parametrize("tangent", ["strict", "relaxed"])
@@ -134,35 +111,27 @@ def test_of_momentum_along_unit_weights_only_rounding_is_left(tangent):
     w = np.float32(reference.unit_rows(random.standard_normal((200, 37))))
     m = w * np.float32(random.uniform(0.1, 9, (200, 1)))
     assert not np.asarray(compiled(m, w, (1,), tangent)).any()
-    assert not np.asarray(rows.tangent_rows(jnp.asarray(m), jnp.asarray(w), (1,), tangent)).any()
+    assert not np.asarray(rows.tangent_rows(m, w, (1,), tangent)).any()
 
 
-@pytest.mark.parametrize("tangent", TANGENTS)
+@every_tangent
 def test_momentum_that_decays_along_the_weights_gives_no_longer_rows(tangent):
     """A gradient once along the weights and then none, down to the end of the scale contract."""
     random = np.random.default_rng(0)
     w = random.standard_normal((48, 32)).astype(np.float32)
     for size, noise in itertools.product((1.0, 1e-8, 1e-15), (0, 1e-6, 1e-3)):
         m = np.float32((w + noise * random.standard_normal(w.shape)) * size)
-        psi = np.asarray(compiled(m, w, (1,), tangent), np.float64)
         # Beyond rounding, what a difference of numbers 1e6 times as large has lost: some per cent.
-        assert np.linalg.norm(psi, axis=-1).max() < 1.1, (size, noise)
+        assert np.linalg.norm(compiled(m, w, (1,), tangent), axis=-1).max() < 1.1, (size, noise)
 
 
-@pytest.mark.parametrize("along", [(1,), (0,)])
-def test_standardized_rows(x64, along):
-    x = gaussian((3, 5, 7), 3) + 4
-    expected = (x - x.mean(along, keepdims=True)) / x.std(along, keepdims=True)
-    np.testing.assert_allclose(rows.standardized_rows(jnp.asarray(x), along), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_constant_rows_become_zero_and_not_noise():
-    x = jnp.asarray([[0.1] * 7, [1e-15, 2e-15] + [0.0] * 5, [0.0] * 7, [jnp.nan] + [1.0] * 6], jnp.float32)
-    flat, tiny, zero, nan = rows.standardized_rows(x, (1,))
-    assert not flat.any()
-    assert not zero.any()
-    np.testing.assert_allclose(jnp.std(tiny), 1, rtol=1e-6)
-    assert jnp.isnan(nan).all()
+def test_standardized_rows_that_are_constant_become_zero():
+    """SWAN's transcription has the others."""
+    x = np.float32([[0.1] * 7, [1e-15, 2e-15] + [0.0] * 5, [0.0] * 7, [np.nan] + [1.0] * 6])
+    flat, tiny, zero, nan = np.asarray(rows.standardized_rows(x, (1,)))
+    assert not np.any([flat, zero])
+    np.testing.assert_allclose([np.mean(tiny), np.std(tiny)], [0, 1], rtol=0, atol=1e-6)
+    assert np.isnan(nan).all()
 
 
 def test_rows_and_columns_at_once(x64):
@@ -172,15 +141,7 @@ def test_rows_and_columns_at_once(x64):
     expected = x / np.where(r == 0, 1, r) / c * r.max(axis=-2, keepdims=True)
     for scale in (1e-100, 1.0, 1e100):
         np.testing.assert_allclose(rows.unit_rows_and_columns(jnp.asarray(x * scale), (2,), (1,)), expected, rtol=1e-12)
-    assert not rows.unit_rows_and_columns(jnp.zeros((3, 2)), (1,), (0,)).any()
-
-
-def test_an_eps_damps_rows_below_it():
-    x = jnp.asarray([[3.0, 4.0], [3e-9, 4e-9], [0.0, 0.0]], jnp.float32)
-    large, small, zero = np.linalg.norm(rows.unit_rows(x, (1,), eps=1e-7), axis=-1)
-    np.testing.assert_allclose(large, 1, atol=1e-6)
-    np.testing.assert_allclose(small, 5e-9 / np.sqrt(1e-7), rtol=1e-5)
-    assert zero == 0
+    assert not rows.unit_rows_and_columns(jnp.zeros((2, 4, 6)), (2,), (1,)).any()
 
 
 def test_parameters_are_neither_transposed_nor_reshaped():
