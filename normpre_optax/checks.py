@@ -33,7 +33,7 @@ def check_numbers(**options: Any) -> None:
         ValueError: momentum must be in [0, 1), got 1.5
     """
     for name, value in options.items():
-        if name not in RANGES or value is None or callable(value) or isinstance(value, jax.Array | str):
+        if name not in RANGES or value is None or callable(value) or isinstance(value, jax.Array):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float | np.number | np.ndarray) or np.ndim(value):
             raise TypeError(f"{name} must be a number, got {value!r}")

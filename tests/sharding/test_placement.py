@@ -83,8 +83,8 @@ def test_manual_axes_beside_explicit_ones_are_named():
             jax.eval_shape(mapped, {"kernel": put(KERNEL, mesh, None, "fsdp")})
 
 
-NAMES = (*npo.families(), "muon-hyperball")
-COMPILED = ("normpre_g", "normuon", "adamuon", "muon-hyperball")  # by default: one per kind of state
+NAMES = (*npo.families(), "muon-hyperball", "muon-keller")
+COMPILED = ("normpre_g", "normuon", "adamuon", "muon-hyperball", "muon-keller")  # by default: one per kind of state
 
 
 @pytest.mark.parametrize(
