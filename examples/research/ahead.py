@@ -74,8 +74,6 @@ class Options:
     """A configuration of examples.pretrain, such as gpt2_small: its whole step instead of the optimizer's."""
     micro_batch: int | None = None
     """Sequences whose gradients are taken at once in that step, as fit into memory; None: as configured."""
-    bfloat16: bool = False
-    """Products of the optimizer in bfloat16 with float32 sums, where it has the choice."""
     out: Path = Path("docs/results")
     """Folder for the reports."""
 
@@ -87,11 +85,6 @@ def missing(target: str) -> str:
     plugins = importlib.util.find_spec("jax_plugins")
     found = plugins and any(importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13))
     return "" if found else "gpu-compile"
-
-
-def device(target: str) -> Any:
-    """One device of a machine that is not there; see ``devices``."""
-    return devices(target)[0]
 
 
 @functools.cache
@@ -134,7 +127,7 @@ def compiled(target: str, function: Any, arguments: tuple) -> tuple[Any, float]:
         SystemExit: with the compiler's words where the program does not fit into the chip's memory.
     """
     machine = MACHINES[target]
-    sharding = NamedSharding(Mesh(np.array([device(target)]), ("device",)), PartitionSpec())
+    sharding = NamedSharding(Mesh(np.array(devices(target)[:1]), ("device",)), PartitionSpec())
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
     # Without a GPU there is nothing to time kernels on.
     flags: Any = {"xla_gpu_autotune_level": 0} if machine.platform == "cuda" else {}
@@ -178,9 +171,7 @@ def _bytes(tree: Any) -> int:
 
 
 @functools.cache
-def estimate(
-    target: str, model: str, layers: int | None, optimizer_name: str, *, bfloat16: bool = False
-) -> dict[str, Any]:
+def estimate(target: str, model: str, layers: int | None, optimizer_name: str) -> dict[str, Any]:
     """One row: an optimizer's step on the matrices of a model, compiled for and priced on a chip.
 
     Args:
@@ -188,7 +179,6 @@ def estimate(
         model: a name in ``shapes.MODELS``.
         layers: how many layers of it, None for all.
         optimizer_name: a name in ``optimizer_step.KNOWN``, or ``"matmul"``: a product of 4096 x 4096 in bfloat16.
-        bfloat16: products in bfloat16, where the optimizer has the choice.
 
     Returns:
         What ``machine_cost.meter`` returns, and ``compile_s``, ``argument_bytes``, ``temporary_bytes``,
@@ -201,20 +191,13 @@ def estimate(
         square = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.bfloat16)
         return row_of(target, jax.jit(jnp.matmul), (square, square), (square, square), ())
     params = jax.eval_shape(lambda: shapes.matrices(model, layers=layers))
-    tx = optimizer_step.KNOWN[optimizer_name](jnp.dtype(jnp.bfloat16) if bfloat16 else None)
-    step, arguments = optimizer_step.jitted(tx, params)
+    step, arguments = optimizer_step.jitted(optimizer_step.KNOWN[optimizer_name](1e-3), params)
     return row_of(target, step, arguments, params, arguments[1])
 
 
 @functools.cache
 def estimate_train_step(
-    target: str,
-    config_name: str,
-    layers: int | None,
-    optimizer_name: str,
-    *,
-    bfloat16: bool = False,
-    micro_batch: int | None = None,
+    target: str, config_name: str, layers: int | None, optimizer_name: str, *, micro_batch: int | None = None
 ) -> dict[str, Any]:
     """One row: a whole step of ``examples.pretrain`` on one device, model arithmetic in bfloat16, attention XLA's.
 
@@ -222,10 +205,9 @@ def estimate_train_step(
     ``micro_batch`` the number of sequences whose gradients are taken at once, None for as many as it says.
     """
     config = configs.load(config_name)
-    config = dataclasses.replace(config, micro_batch=micro_batch or config.micro_batch)
     model = dataclasses.replace(config.model, layers=layers or config.model.layers, attention="xla")
-    matrix = dataclasses.replace(config.matrix, bfloat16=bfloat16 or config.matrix.bfloat16)
-    config = dataclasses.replace(config, model=model, matrix=matrix, optimizer=optimizer_name, mesh="")
+    micro_batch = micro_batch or config.micro_batch
+    config = dataclasses.replace(config, model=model, optimizer=optimizer_name, micro_batch=micro_batch, mesh="")
     vocabulary = model.vocabulary or config.data.vocabulary
     build = lambda: models.build(model, vocabulary, dtype=jnp.dtype(jnp.bfloat16), seed=0)  # noqa: E731
     graphdef, variables = nnx.split(nnx.eval_shape(build))
@@ -251,7 +233,7 @@ def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def result_of(options: Options, target: str, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What is written as JSON."""
     machine = MACHINES[target]
-    result = report.header(command(options, target), device(target))
+    result = report.header(report.command("ahead", dataclasses.replace(options, target=(target,))), devices(target)[0])
     for package in ("libtpu",) if machine.platform == "tpu" else ("jax-cuda12-plugin", "jax-cuda13-plugin"):
         try:
             result["versions"][package] = importlib.metadata.version(package)
@@ -264,25 +246,10 @@ def result_of(options: Options, target: str, rows: dict[str, dict[str, Any]]) ->
         "model": options.train_step or options.model,
         "layers": options.layers,
         "whole_train_step": bool(options.train_step),
-        "assumptions": assumptions(machine),
+        "assumptions": f"{machine.assumptions} Loops whose bounds are data turn {TURNS} times. Collectives cost "
+        "nothing here.",
         "rows": with_ratios(rows),
     }
-
-
-def assumptions(machine: machine_cost.Machine) -> str:
-    """In words."""
-    return f"{machine.assumptions} Loops whose bounds are data turn {TURNS} times. Collectives cost nothing here."
-
-
-def command(options: Options, target: str) -> str:
-    """How to get the report of one target again."""
-    words = ["python -m examples.research.ahead --target", target]
-    words += ["--train-step", options.train_step] if options.train_step else ["--model", options.model]
-    words += ["--micro-batch", str(options.micro_batch)] if options.micro_batch else []
-    words += ["--layers", str(options.layers)] if options.layers else []
-    words += ["--bfloat16"] if options.bfloat16 else []
-    words += [] if options.optimizers == Options.optimizers else ["--optimizers", *options.optimizers]
-    return " ".join(words)
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -290,24 +257,20 @@ def markdown(result: dict[str, Any]) -> str:
     versions, gpu = result["versions"], MACHINES[result["target"]].platform == "cuda"
     compilers = ", ".join(f"{name} {version}" for name, version in versions.items() if name not in ("python", "numpy"))
     layers = f"layers of {result['model']}: {result['layers']}" if result["layers"] else result["model"]
-    step = "a whole train step" if result["whole_train_step"] else "an optimizer step"
-    rows = result["rows"]
-    lines = [
-        f"`{result['command']}`, {result['date']}, {compilers}.",
-        "",
-        f"{step[0].upper()}{step[1:]} on one {result['chip']}, {layers}: **{result['what']}.** {result['assumptions']}",
-        "",
-        *report.table("", {title: f for title, f in columns(gpu).items() if title not in _hidden(result)}, rows),
-    ]
+    step = "A whole train step" if result["whole_train_step"] else "An optimizer step"
+    shown = {title: f for title, f in columns(gpu).items() if title not in _hidden(result)}
+    page = (
+        f"`{result['command']}`, {result['date']}, {compilers}.\n\n"
+        f"{step} on one {result['chip']}, {layers}: **{result['what']}.** {result['assumptions']}\n\n"
+        + report.table("", shown, result["rows"])
+    )
     unpriced = [
         f"{name}: " + ", ".join(f"{what} x {times:g}" for what, times in row["unpriced"].items())
-        for name, row in rows.items()
+        for name, row in result["rows"].items()
         if row["unpriced"]
     ]
-    if unpriced:
-        known = "beyond their bytes and their launch" if gpu else "beyond their bytes"
-        lines += ["", f"No time is known for, and none is counted {known}: {'; '.join(unpriced)}."]
-    return "\n".join(lines) + "\n"
+    known = "beyond their bytes and their launch" if gpu else "beyond their bytes"
+    return page + (f"\nNo time is known for, and none is counted {known}: {'; '.join(unpriced)}.\n" if unpriced else "")
 
 
 def columns(gpu: bool) -> dict[str, Callable[[dict], str]]:
@@ -347,12 +310,12 @@ def chosen_names(options: Options) -> list[str]:
     Raises:
         SystemExit: where a target, model, configuration or optimizer is not known, or there are no such layers.
     """
-    known = set(TRAINED) if options.train_step else {*optimizer_step.KNOWN, PRODUCT}
+    known = [*TRAINED] if options.train_step else [*optimizer_step.KNOWN, PRODUCT]
     names = list(options.optimizers)
     if options.optimizers == Options.optimizers:  # optax's, for one, is not among those of the pretraining program
         names = [name for name in names if name in known]
     _among("--target", options.target, MACHINES)
-    _among("--optimizers", names, sorted(known))
+    _among("--optimizers", names, known)
     if options.train_step:
         _among("--train-step", [options.train_step], configs.NAMES)
         depth = configs.load(options.train_step).model.layers
@@ -365,7 +328,6 @@ def chosen_names(options: Options) -> list[str]:
 
 
 def _among(option: str, given: Sequence[str], known: Iterable[str]) -> None:
-    known = list(known)
     for name in given or [""]:
         if name not in known:
             raise SystemExit(f"{option} {name or 'without a name'}: it takes {', '.join(known)}")
@@ -381,7 +343,7 @@ def main(options: Options) -> None:
     names = chosen_names(options)
     options.out.mkdir(parents=True, exist_ok=True)
     for target in options.target:
-        device(target)
+        devices(target)
     rows: dict[str, dict[str, dict]] = {target: {} for target in options.target}
     too_large = []
     of, one = options.model, estimate
@@ -390,23 +352,18 @@ def main(options: Options) -> None:
     work = [(target, name) for target in options.target for name in names]
     for target, name in track(work, "compiling", console=console):
         try:
-            rows[target][name] = one(target, of, options.layers, name, bfloat16=options.bfloat16)
+            rows[target][name] = one(target, of, options.layers, name)
         except SystemExit as error:
             too_large.append(f"{name} on {error}")
+    what = f"train_step_{of}" if options.train_step else of
     for target, estimated in rows.items():
+        report_name = f"ahead_{target}_{what}" + (f"_{options.layers}layers" if options.layers else "")
         if estimated:
             result = result_of(options, target, estimated)
-            report.write(options.out, report_name(options, target), result, markdown(result))
+            report.write(options.out, report_name, result, markdown(result))
             console.print(markdown(result), soft_wrap=True)
     if too_large:
         raise SystemExit("\n".join(too_large))
-
-
-def report_name(options: Options, target: str) -> str:
-    """The report's file, without its ending."""
-    parts = ["ahead", target, *(["train_step", options.train_step] if options.train_step else [options.model])]
-    parts += [f"{options.layers}layers"] if options.layers else []
-    return "_".join([*parts, *(["bf16"] if options.bfloat16 else [])])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ column-oriented one); they depend on shapes and on the compiler's version only.
 import dataclasses
 import functools
 import os
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -22,11 +21,11 @@ from typing import Any, Literal
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=512"
 
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import tyro
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
@@ -167,83 +166,74 @@ def markdown(result: dict) -> str:
     """One table a model."""
     rows = {(r["model"], r["optimizer"], r["devices"]): r for r in result["rows"]}
     timed = any(r["ms"] for r in result["rows"])
-    lines = [
+    page = (
         f"`{result['command']}`, {result['date']}, jax {result['versions']['jax']}, optax "
         f"{result['versions']['optax']}. Per device and step: output bytes of collectives, operations of products, "
         "temporaries of the compiled step."
-        + (
-            " What goes to other slices or nodes, what moves while the device computes, and ms, what it has to do "
-            "without the network, are the compiler's and our model's estimates: nothing was run."
-            if timed
-            else ""
+    )
+    if timed:
+        page += (
+            " Bytes to other slices or nodes, bytes communicated during computation, and ms, the time without the "
+            "network, are estimates of the compiler and our model: nothing was run."
         )
-    ]
-    mb = lambda r, what: f"{r[what] / 1e6:.1f}"  # noqa: E731
+    mb = lambda what: lambda r: f"{r[what] / 1e6:.1f}"  # noqa: E731
+    columns = {
+        "optimizer": lambda r: r["optimizer"],
+        "MB moved": mb("bytes"),
+        "of it far": lambda r: mb("far_bytes")(r) if timed else "",
+        "of it overlapped": lambda r: mb("overlapped_bytes")(r) if timed else "",
+        "ms": lambda r: f"{r['ms']:.2f}" if timed else "",
+        "optax Muon / this": lambda r: (
+            f"{rows[r['model'], BASELINE, r['devices']]['bytes'] / r['bytes']:.1f}" if r["bytes"] else ""
+        ),
+        "GFLOP": lambda r: f"{r['flops'] / 1e9:.1f}",
+        "x devices / alone": lambda r: (
+            f"{r['flops'] * r['devices'] / rows[r['model'], r['optimizer'], 1]['flops']:.2f}" if r["flops"] else ""
+        ),
+        "temporaries MB": lambda r: f"{r['temporary_bytes'] / 1e6:.0f}",
+    }
     for model in dict.fromkeys(r["model"] for r in result["rows"]):
-        heads = ["devices", "optimizer", "MB moved"]
-        heads += ["of it far", "of it overlapped", "ms"] if timed else []
-        heads += ["optax Muon / this", "GFLOP", "x devices / alone", "temporaries MB"]
-        lines += ["", f"{model}:", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-        for (of, name, devices), r in sorted(rows.items(), key=lambda item: item[0][2]):
-            if of != model:
-                continue
-            peer, alone = rows.get((model, BASELINE, devices)), rows.get((model, name, 1))
-            cells = [str(devices), name, mb(r, "bytes")]
-            cells += [mb(r, "far_bytes"), mb(r, "overlapped_bytes"), f"{r['ms']:.2f}"] if timed else []
-            cells += [
-                f"{peer['bytes'] / r['bytes']:.1f}" if peer and r["bytes"] else "",
-                f"{r['flops'] / 1e9:.1f}",
-                f"{r['flops'] * devices / alone['flops']:.2f}" if alone and alone["flops"] else "",
-                f"{r['temporary_bytes'] / 1e6:.0f}",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        of_model = sorted((r for r in result["rows"] if r["model"] == model), key=lambda r: r["devices"])
+        page += f"\n\n{model}:\n\n" + report.table("devices", columns, of_model).rstrip()
+    return page + "\n"
 
 
-def draw(result: dict, path: Path) -> None:
+def draw(result: dict) -> Figure:
     """Bytes and operations by number of devices, a column for every model."""
     models = list(dict.fromkeys(r["model"] for r in result["rows"]))
     names = list(dict.fromkeys(r["optimizer"] for r in result["rows"]))
-    figure, axes = plt.subplots(2, len(models), figsize=(4 * len(models), 6.5), squeeze=False, layout="constrained")
-    marks = "osv^D<>PX"
+    figure = Figure(figsize=(4 * len(models), 6.5), layout="constrained")
+    axes = figure.subplots(2, len(models), squeeze=False)
     for column, model in enumerate(models):
-        for name, mark, color in zip(names, marks, plt.get_cmap("tab10").colors, strict=False):  # pyright: ignore[reportAttributeAccessIssue]
+        for i, name in enumerate(names):
             rows = [r for r in result["rows"] if (r["model"], r["optimizer"]) == (model, name)]
             for row, key in enumerate(("bytes", "flops")):
                 points = [(r["devices"], r[key]) for r in rows if r[key]]
                 if points:
-                    axes[row, column].loglog(*zip(*points, strict=True), marker=mark, color=color, label=name)
-        axes[0, column].set(title=model, ylabel="bytes moved" if column == 0 else "")
+                    axes[row, column].loglog(*zip(*points, strict=True), marker="osv^D"[i], color=f"C{i}", label=name)
+        axes[0, column].set(title=model, ylabel="bytes communicated" if column == 0 else "")
         axes[1, column].set(xlabel="devices", ylabel="operations of products" if column == 0 else "")
     for ax in axes.flat:
         ax.grid(alpha=0.3)
-    handles, labels = axes[1, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
 
 
 def main(options: Options) -> None:
     """Count, print, write."""
     work = [(m, o, n) for n in options.devices for m in options.models for o in options.optimizers]
     rows = [measure(*one, options) for one in track(work, "compiling")]
-    command = "python -m examples.research.collectives"
-    for field in ("target", "models", "devices", "optimizers", "slices", "fsdp", "expert", "axis"):
-        given = getattr(options, field)
-        if given != getattr(Options, field):
-            command += f" --{field} " + shlex.join(map(str, given if isinstance(given, tuple) else (given,)))
-    told = {
+    parts = {
         options.target: options.target,
         f"{options.slices}_slices": options.slices > 1,
         f"fsdp_{options.fsdp}": options.fsdp != Options.fsdp,
         "experts": options.expert > 1,
         options.axis: options.axis != Options.axis,
     }
-    name = "_".join(["collectives", *(part for part, is_told in told.items() if is_told)])
-    device = ahead.device(options.target) if options.target else jax.devices()[0]
-    result = report.header(command, device) | {"rows": rows}
-    path = report.write(options.out, name, result, markdown(result))
-    draw(result, path.with_suffix(".png"))
+    name = "_".join(["collectives", *(part for part, is_named in parts.items() if is_named)])
+    device = ahead.devices(options.target)[0] if options.target else jax.devices()[0]
+    result = report.header(report.command("collectives", options), device) | {"rows": rows}
+    report.write(options.out, name, result, markdown(result), draw(result))
     Console(highlight=False).print(markdown(result), soft_wrap=True)
 
 

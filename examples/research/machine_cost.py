@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from examples.research import hlo, traffic
@@ -175,10 +174,19 @@ def _name_of(i: hlo.Instruction, target: str | None) -> str:
 Machine = Tpu | Gpu
 
 
-def _gpu_config(description: str, **fields: float) -> str:
-    """XLA's ``GpuTargetConfig`` as text; ``capability`` is major.minor."""
-    capability = str(fields.pop("capability")).split(".")
-    same = {
+def _gpu_config(
+    description: str,
+    capability: tuple[int, int],
+    cores: int,
+    fpus: int,
+    shared_memory: int,
+    bandwidth: int,
+    l2_cache: int,
+    clock_ghz: float,
+    memory: int,
+) -> str:
+    """Return XLA's ``GpuTargetConfig`` as text; FPUs and shared memory are those of a core, sizes are in bytes."""
+    fields = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "shared_memory_per_block": 49152,
@@ -188,10 +196,19 @@ def _gpu_config(description: str, **fields: float) -> str:
         "block_dim_limit_z": 65535,
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
+        "core_count": cores,
+        "fpus_per_core": fpus,
+        "shared_memory_per_core": shared_memory,
+        "shared_memory_per_block_optin": shared_memory - 1024,
+        "memory_bandwidth": bandwidth,
+        "l2_cache_size": l2_cache,
+        "clock_rate_ghz": clock_ghz,
+        "device_memory_size": memory,
     }
-    written = " ".join(f"{name}: {value}" for name, value in (same | fields).items())
+    written = " ".join(f"{name}: {value}" for name, value in fields.items())
+    major, minor = capability
     return (
-        f"gpu_device_info {{ {written} cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} }} }} "
+        f"gpu_device_info {{ {written} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
         f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{description}"'
     )
 
@@ -205,61 +222,16 @@ MACHINES: dict[str, Machine] = {
     "v6e": Tpu("TPU v6e", "v6e:2x2", clock=1.75e9, bandwidth=1640e9, peak=918e12),
     "tpu7x": Tpu("TPU7x (half a chip)", "tpu7x:2x2x1", clock=2.2e9, bandwidth=3690e9, peak=1153e12),
     "a100": Gpu(
-        "A100 SXM 80 GB",
-        bandwidth=2039e9,
-        bfloat16=312e12,
-        tensor_float=156e12,
-        float32=19.5e12,
-        config=_gpu_config(
-            "NVIDIA A100-SXM4-80GB",
-            capability=8.0,
-            core_count=108,
-            fpus_per_core=64,
-            shared_memory_per_core=167936,
-            shared_memory_per_block_optin=166912,
-            memory_bandwidth=2039000000000,
-            l2_cache_size=41943040,
-            clock_rate_ghz=1.41,
-            device_memory_size=85899345920,
-        ),
+        *("A100 SXM 80 GB", 2039e9, 312e12, 156e12, 19.5e12),
+        _gpu_config("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 167936, 2039000000000, 41943040, 1.41, 85899345920),
     ),
     "h100": Gpu(
-        "H100 SXM",
-        bandwidth=3352.32e9,
-        bfloat16=989e12,
-        tensor_float=494.7e12,
-        float32=67e12,
-        config=_gpu_config(
-            "NVIDIA H100 80GB HBM3",
-            capability=9.0,
-            core_count=132,
-            fpus_per_core=128,
-            shared_memory_per_core=233472,
-            shared_memory_per_block_optin=232448,
-            memory_bandwidth=3352320000000,
-            l2_cache_size=52428800,
-            clock_rate_ghz=1.98,
-            device_memory_size=84942979072,
-        ),
+        *("H100 SXM", 3352.32e9, 989e12, 494.7e12, 67e12),
+        _gpu_config("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 233472, 3352320000000, 52428800, 1.98, 84942979072),
     ),
     "b200": Gpu(
-        "B200 SXM",
-        bandwidth=8000e9,
-        bfloat16=2250e12,
-        tensor_float=1125e12,
-        float32=75e12,
-        config=_gpu_config(
-            "NVIDIA B200",
-            capability=10.0,
-            core_count=148,
-            fpus_per_core=128,
-            shared_memory_per_core=233472,
-            shared_memory_per_block_optin=232448,
-            memory_bandwidth=8000000000000,
-            l2_cache_size=132644864,
-            clock_rate_ghz=1.965,
-            device_memory_size=191512248320,
-        ),
+        *("B200 SXM", 8000e9, 2250e12, 1125e12, 75e12),
+        _gpu_config("NVIDIA B200", (10, 0), 148, 128, 233472, 8000000000000, 132644864, 1.965, 191512248320),
     ),
 }
 
@@ -295,22 +267,22 @@ def meter(text: str, machine: Machine, turns: float | None = None) -> dict[str, 
         one = price(i, computation)
         return machine.total_ms(one.compute_ms, one.bytes, one.eigh_ms)
 
-    done = hlo.executed(program, weight, turns)
-    return {
-        **_sums(machine, price, done),
-        "flops": _flops(program, done),
-        "collectives": _collectives(done),
-        "unpriced": _unpriced(price, done),
-        "top": _top(price, machine, done),
-    }
-
-
-def _sums(machine: Machine, price: Callable[..., Price], done: list[hlo.Executed]) -> dict[str, float]:
     compute, eigh, moved, kernels = 0.0, 0.0, 0.0, 0.0
-    for e in done:
+    flops, collectives, unpriced, origins, times = (collections.defaultdict[str, float](float) for _ in range(5))
+    for e in hlo.executed(program, weight, turns):
         one = price(e.instruction, e.computation)
         compute, eigh = compute + e.times * one.compute_ms, eigh + e.times * one.eigh_ms
         moved, kernels = moved + e.times * one.bytes, kernels + e.times * one.kernels
+        for product in hlo.products(program, e.instruction, e.computation):
+            flops[f"{product.dtype} {product.precision}"] += e.times * product.flops
+        if kind := hlo.collective(e.instruction):
+            collectives[kind] += e.times * hlo.collective_bytes(e.instruction)
+        if one.unpriced:
+            unpriced[one.unpriced] += e.times
+        origin = re.sub(r"\d+", "#", e.instruction.op_name or e.instruction.operation)
+        origins[origin] += e.times * weight(e.instruction, e.computation)
+        times[origin] += e.times
+    dearest = sorted(origins, key=lambda origin: -origins[origin])[:TOP]
     return {
         "ms": machine.total_ms(compute, moved, eigh),
         "compute_ms": compute,
@@ -318,41 +290,8 @@ def _sums(machine: Machine, price: Callable[..., Price], done: list[hlo.Executed
         "eigh_ms": eigh,
         "hbm_bytes": moved,
         "kernels": kernels,
+        "flops": dict(sorted(flops.items())),
+        "collectives": dict(sorted(collectives.items())),
+        "unpriced": dict(sorted(unpriced.items())),
+        "top": [{"origin": origin, "ms": origins[origin], "times": times[origin]} for origin in dearest],
     }
-
-
-def _flops(program: hlo.Program, done: list[hlo.Executed]) -> dict[str, float]:
-    found = collections.defaultdict(float)
-    for e in done:
-        for product in hlo.products(program, e.instruction, e.computation):
-            found[f"{product.dtype} {product.precision}"] += e.times * product.flops
-    return dict(sorted(found.items()))
-
-
-def _collectives(done: list[hlo.Executed]) -> dict[str, float]:
-    found = collections.defaultdict(float)
-    for e in done:
-        kind = hlo.collective(e.instruction)
-        if kind:
-            found[kind] += e.times * hlo.collective_bytes(e.instruction)
-    return dict(sorted(found.items()))
-
-
-def _unpriced(price: Callable[..., Price], done: list[hlo.Executed]) -> dict[str, float]:
-    found = collections.defaultdict(float)
-    for e in done:
-        name = price(e.instruction, e.computation).unpriced
-        if name:
-            found[name] += e.times
-    return dict(sorted(found.items()))
-
-
-def _top(price: Callable[..., Price], machine: Machine, done: list[hlo.Executed]) -> list[dict[str, Any]]:
-    ms, times = collections.defaultdict(float), collections.defaultdict(float)
-    for e in done:
-        one = price(e.instruction, e.computation)
-        origin = re.sub(r"\d+", "#", e.instruction.op_name or e.instruction.operation)
-        ms[origin] += e.times * machine.total_ms(one.compute_ms, one.bytes, one.eigh_ms)
-        times[origin] += e.times
-    dearest = sorted(ms.items(), key=lambda item: -item[1])[:TOP]
-    return [{"origin": origin, "ms": t, "times": times[origin]} for origin, t in dearest]
