@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table, figure and page of an ablation: ``python -m examples.research.ablation_report FILE.json ...``.
+"""Table, figure and page of an ablation, from the data that ``examples.research.ablate`` writes."""
 
-A ``FILE.json`` is what ``python -m examples.research.ablate`` wrote; its page and figure are drawn again beside it.
-"""
-
-import argparse
+import itertools
 import json
 import math
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from examples.pretrain.comparison_report import NAMES, frame, save
+from examples.research.report import markdown_table, panels
 
 # Two means count as different where they are this many standard errors of their difference apart.
 CLEAR = 2.0
@@ -51,48 +47,34 @@ def write(folder: Path, content: dict[str, Any]) -> str:
     return shown
 
 
-def arms_of(content: dict[str, Any], row: str, optimizer: str) -> list[dict[str, Any]]:
-    """The arms of a cell of the table."""
-    return [arm for arm in content["arms"] if (arm["row"], arm["optimizer"]) == (row, optimizer)]
-
-
-def finished_arms(content: dict[str, Any], row: str, optimizer: str) -> list[dict[str, Any]]:
-    """Those of them that came to their end."""
-    return [arm for arm in arms_of(content, row, optimizer) if arm["status"] == "finished"]
-
-
 def cells(content: dict[str, Any], optimizer: str) -> dict[str, Cell]:
-    """By row."""
+    """Cells of an optimizer's column, by row."""
     found: dict[str, Cell] = {}
     for row in content["rows"]:
-        arms = arms_of(content, row, optimizer)
-        losses = [arm["best_validation_loss"] for arm in finished_arms(content, row, optimizer)]
+        arms = [arm for arm in content["arms"] if (arm["row"], arm["optimizer"]) == (row, optimizer)]
+        losses = [arm["best_validation_loss"] for arm in arms if arm["status"] == "finished"]
         found[row] = Cell(np.array(losses), len(arms) - len(losses))
     return found
 
 
 def table(content: dict[str, Any]) -> str:
-    """Losses by row, each with its difference to the published row, here and in the paper."""
-    head, paper, paper_rows = [content["axis"] or "setting"], content["paper"], content.get("paper_rows")
-    for optimizer in content["optimizers"]:
+    """Losses by row, each with its difference to the published row, in our runs and in the paper."""
+    axis, paper, names, published = (content.get(key) for key in ("axis", "paper", "paper_rows", "published"))
+    head, rows = [axis or "setting"], {row: [f"**{row}**" if row == published else row] for row in content["rows"]}
+    for place, optimizer in enumerate(content["optimizers"]):
         head += [NAMES[optimizer][0], "- published"]
-        head += [f"paper's {content['axis']}"] * bool(paper_rows)
-        head += ["paper", "- published"] * bool(paper)
+        head += [f"paper's {axis}"] * bool(names) + ["paper", "- published"] * bool(paper)
         head += ["optimizer, ms"] * bool(content["cost"])
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for row in content["rows"]:
-        entries = [f"**{row}**" if row == content["published"] else row]
-        for place, optimizer in enumerate(content["optimizers"]):
-            here = cells(content, optimizer)
-            entries += [_loss(here[row]), _difference(here[row].mean, here[content["published"]].mean)]
+        ours = cells(content, optimizer)
+        for row, entries in rows.items():
+            entries += [_loss(ours[row]), _difference(ours[row].mean, ours[published].mean)]
             if paper:
-                entries += [paper_rows.get(row, row if row in paper else "")] if paper_rows else []
+                entries += [names.get(row, row if row in paper else "")] if names else []
                 theirs = paper[row][place] if row in paper else math.nan
-                entries += [_number(theirs), _difference(theirs, paper[content["published"]][place])]
+                entries += [_number(theirs), _difference(theirs, paper[published][place])]
             if content["cost"]:
                 entries.append(f"{content['cost'][f'{row}/{optimizer}']:.2f}")
-        lines.append(f"| {' | '.join(entries)} |")
-    return "\n".join(lines) + "\n"
+    return markdown_table(head, rows.values())
 
 
 def _number(value: float) -> str:
@@ -110,31 +92,23 @@ def _loss(cell: Cell) -> str:
 
 
 def verdicts(content: dict[str, Any]) -> list[str]:
-    """For every pair of rows of which the paper has both: the same order here, or not, and how clearly."""
+    """For every pair of rows that the paper has: the same order in our runs or not, and how clearly."""
     found = []
     for place, optimizer in enumerate(content["optimizers"]):
-        here = cells(content, optimizer)
-        rows = [row for row in content["rows"] if row in content["paper"] and not math.isnan(here[row].mean)]
-        pairs = [(a, b) for i, a in enumerate(rows) for b in rows[i + 1 :]]
-        if not pairs:
-            continue
-        told = [_pair(here, content["paper"], place, a, b) for a, b in pairs]
-        same = sum(agrees for agrees, _ in told)
-        found.append(
-            f"{NAMES[optimizer][0]}: {same} of {len(pairs)} pairs in the paper's order. "
-            + "; ".join(text for _, text in told)
-            + "."
-        )
+        ours, paper, told = cells(content, optimizer), content["paper"], []
+        rows = [row for row in content["rows"] if row in paper and not math.isnan(ours[row].mean)]
+        for a, b in itertools.combinations(rows, 2):
+            difference, theirs = ours[a].mean - ours[b].mean, paper[a][place] - paper[b][place]
+            error = math.hypot(ours[a].error, ours[b].error)
+            clear = "clear" if abs(difference) > CLEAR * error else "within the noise"
+            clear = "one seed each" if math.isnan(error) else clear
+            order = "as in the paper" if (difference > 0) == (theirs > 0) else "other than in the paper"
+            told.append(f"{a} - {b} {difference:+.4f} ({clear}), the paper {theirs:+.4f}: {order}")
+        same = sum(text.endswith("as in the paper") for text in told)
+        if told:
+            pairs = f"{NAMES[optimizer][0]}: {same} of {len(told)} pairs in the paper's order. "
+            found.append(f"{pairs}{'; '.join(told)}.")
     return found
-
-
-def _pair(here: dict[str, Cell], paper: dict[str, Sequence[float]], place: int, a: str, b: str) -> tuple[bool, str]:
-    ours, theirs = here[a].mean - here[b].mean, paper[a][place] - paper[b][place]
-    error = math.hypot(here[a].error, here[b].error)
-    certain = "one seed each" if math.isnan(error) else "clear" if abs(ours) > CLEAR * error else "within the noise"
-    agrees = (ours > 0) == (theirs > 0)
-    order = "as in the paper" if agrees else "other than in the paper"
-    return agrees, f"{a} - {b} {ours:+.4f} ({certain}), the paper {theirs:+.4f}: {order}"
 
 
 def page(content: dict[str, Any], shown: str) -> str:
@@ -162,41 +136,33 @@ def page(content: dict[str, Any], shown: str) -> str:
 
 def draw(content: dict[str, Any]) -> Figure:
     """Losses by row; the paper's beside them; loss over the optimizer's time, or row norms, where they matter."""
-    panels = [draw_losses]
-    panels += [draw_paper] if content["paper"] else []
-    panels += [draw_frontier] if content["cost"] else []
-    panels += [draw_row_norms] if content["name"] == "tangent" else []
-    figure = Figure(figsize=(1.0 + 3.6 * len(panels), 3.2), layout="constrained")
-    for axes, paint in zip(np.atleast_1d(np.asarray(figure.subplots(1, len(panels)))), panels, strict=True):
-        paint(axes, content)
-        axes.spines[["top", "right"]].set_visible(False)
+    paint = [draw_losses]
+    paint += [draw_paper] if content["paper"] else []
+    paint += [draw_frontier] if content["cost"] else []
+    paint += [draw_row_norms] if content["name"] == "tangent" else []
+    figure, axes = panels(len(paint), 1.0 + 3.6 * len(paint), 3.2)
+    for one, draw_one in zip(axes, paint, strict=True):
+        draw_one(one, content)
+        one.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def draw_losses(axes: Axes, content: dict[str, Any]) -> None:
     """Every seed a dot, their mean a line."""
-    places = _places(content)
     for optimizer in content["optimizers"]:
-        label, colour = NAMES[optimizer]
-        here = cells(content, optimizer)
-        means = [here[row].mean for row in content["rows"]]
-        axes.plot(places, means, color=colour, marker="_", markersize=14, linewidth=_line(content), label=label)
-        for place, row in zip(places, content["rows"], strict=True):
-            losses = here[row].losses
-            axes.plot([place] * len(losses), losses, ".", color=colour, alpha=0.5, markersize=5)
+        ours = cells(content, optimizer)
+        _line(axes, content, optimizer, {row: ours[row].mean for row in content["rows"]})
+        for place, row in zip(_places(content), content["rows"], strict=True):
+            axes.plot([place] * len(ours[row].losses), ours[row].losses, ".", color=NAMES[optimizer][1], alpha=0.5)
     axes.set_ylabel("validation loss (nats per token)")
-    axes.set_title("here", fontsize=9)
-    _rows_below(axes, content)
+    axes.set_title("our runs", fontsize=9)
+    _rows_below(axes, content, {})
 
 
 def draw_paper(axes: Axes, content: dict[str, Any]) -> None:
     """The paper's losses."""
-    rows = [row for row in content["rows"] if row in content["paper"]]
-    places = [place for place, row in zip(_places(content), content["rows"], strict=True) if row in rows]
     for place, optimizer in enumerate(content["optimizers"]):
-        label, colour = NAMES[optimizer]
-        losses = [content["paper"][row][place] for row in rows]
-        axes.plot(places, losses, color=colour, marker="_", markersize=14, linewidth=_line(content), label=label)
+        _line(axes, content, optimizer, {row: losses[place] for row, losses in content["paper"].items()})
     axes.set_title("the paper, GPT-2 Small", fontsize=9)
     _rows_below(axes, content, content.get("paper_rows", {}))
 
@@ -218,36 +184,33 @@ def draw_frontier(axes: Axes, content: dict[str, Any]) -> None:
 
 
 def draw_row_norms(axes: Axes, content: dict[str, Any]) -> None:
-    """Mean length of hidden rows along training, of the first optimizer, seed 0."""
+    """Mean norm of hidden rows along training, of the first optimizer, seed 0."""
     optimizer = content["optimizers"][0]
-    for i, row in enumerate(content["rows"]):
-        arms = [a for a in content["arms"] if (a["row"], a["optimizer"], a["seed"]) == (row, optimizer, 0)]
-        for arm in arms:
-            if arm["status"] == "finished":
+    shades = colormaps["cividis"](np.linspace(0, 0.9, len(content["rows"])))  # in order for the colour-blind, too
+    for row, shade in zip(content["rows"], shades, strict=True):
+        for arm in content["arms"]:
+            if (arm["row"], arm["optimizer"], arm["seed"], arm["status"]) == (row, optimizer, 0, "finished"):
                 steps, norms, _ = zip(*arm["row_norm"], strict=True)
-                share = i / max(len(content["rows"]) - 1, 1)
-                axes.plot(steps, norms, color=shade(share), marker="o", markersize=2.5, linewidth=1.2, label=row)
+                axes.plot(steps, norms, color=shade, marker="o", markersize=2.5, linewidth=1.2, label=row)
     axes.axhline(1, color="0.6", linewidth=0.8, linestyle="--")
-    axes.set_xlabel("step")
-    axes.set_ylabel("mean row norm of hidden matrices")
+    axes.set(xlabel="step", ylabel="mean row norm of hidden matrices")
     axes.set_title(NAMES[optimizer][0], fontsize=9)
     frame(axes)
 
 
-def shade(share: float) -> Any:
-    """Of a sequential map that colour-blind readers can order."""
-    return colormaps["cividis"](0.9 * share)
-
-
-def _line(content: dict[str, Any]) -> float:
-    return 1.0 if content["axis"] else 0.0
+def _line(axes: Axes, content: dict[str, Any], optimizer: str, losses: Mapping[str, float]) -> None:
+    label, colour = NAMES[optimizer]
+    places = [place for place, row in zip(_places(content), content["rows"], strict=True) if row in losses]
+    y = [losses[row] for row in content["rows"] if row in losses]
+    width = 1.0 if content["axis"] else 0.0
+    axes.plot(places, y, color=colour, marker="_", markersize=14, linewidth=width, label=label)
 
 
 def _places(content: dict[str, Any]) -> list[float]:
     return [float(row) for row in content["rows"]] if content["axis"] else [*range(len(content["rows"]))]
 
 
-def _rows_below(axes: Axes, content: dict[str, Any], names: Mapping[str, str] = MappingProxyType({})) -> None:
+def _rows_below(axes: Axes, content: dict[str, Any], names: Mapping[str, str]) -> None:
     """``names`` stand for the rows' own where they are given."""
     places, rows = _places(content), [names.get(row, row) for row in content["rows"]]
     if content["axis"]:
@@ -262,23 +225,3 @@ def _rows_below(axes: Axes, content: dict[str, Any], names: Mapping[str, str] = 
     frame(axes)
     if len(content["optimizers"]) == 1 and axes.get_legend():
         axes.get_legend().remove()  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m examples.research.ablation_report", description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="data of an ablation")
-    chosen = parser.parse_args(arguments)
-    for file in chosen.files:
-        try:
-            content = json.loads(file.read_text())
-            shown = write(file.parent, content)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"error: {file} is no ablation's data: {error!r}", file=sys.stderr)
-            return 1
-        print(shown)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

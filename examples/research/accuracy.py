@@ -38,8 +38,6 @@ class Options:
     """Modes that are clipped."""
     oversample: int = 8
     """Further directions of the sketch."""
-    device: str = ""
-    """JAX platform (cpu, gpu, tpu); the default one if empty."""
     out: Path = Path("docs/results")
     """Folder for the reports."""
 
@@ -146,11 +144,7 @@ def measure(options: Options) -> list[dict]:
             name = f"Newton-Schulz, {table}, {form}, {'bfloat16' if dtype else 'float32'}"
             rounding(name, same, lambda x, t=table, f=form, d=dtype: newton_schulz(x, t, f, d), truth)
         rounding(f"Newton-Schulz, {table}, kept in bfloat16", same, lambda x, t=table: kept_in_half(x, t), truth)
-        row(
-            f"Newton-Schulz, {table}, float64",
-            "msign",
-            lambda x, truth=truth: relative(truth(x), msign_64(x)),
-        )
+        row(f"Newton-Schulz, {table}, float64", "msign", lambda x, truth=truth: relative(truth(x), msign_64(x)))
     rounding("msign by SVD, float32", "msign in float64", ns.exact_msign, msign_64)
     for powers in (0, 1, 2):
         truth = lambda x, p=powers: sketch_clip_64(x, omega, rank, p)  # noqa: E731
@@ -160,11 +154,8 @@ def measure(options: Options) -> list[dict]:
         name = f"sketch, p = {powers}, float32, by products, all {width} modes"
         every = lambda x, p=powers: sketch_clip_64(x, omega, width, p)  # noqa: E731
         rounding(name, "same draws in float64", lambda x, p=powers: clip_sketch(x, p, None, True), every)
-        row(
-            f"sketch, p = {powers}, float64",
-            "exact clipping",
-            lambda x, truth=truth: relative(truth(x), exact_clip_64(x, rank)),
-        )
+        error = lambda x, truth=truth: relative(truth(x), exact_clip_64(x, rank))  # noqa: E731
+        row(f"sketch, p = {powers}, float64", "exact clipping", error)
     rounding("exact clipping, float32", "exact clipping in float64", clip_exact, lambda x: exact_clip_64(x, rank))
     return rows
 
@@ -189,29 +180,22 @@ def msign_64(x: Matrix) -> Matrix:
 def markdown(result: dict) -> str:
     """The report as a table."""
     machine, versions = result["machine"], result["versions"]
-    names = [name for name in result["rows"][0] if name not in ("path", "against")]
-    lines = [
+    titles = list(result["rows"][0])
+    rows = [[x if isinstance(x, str) else f"{x:.1e}" for x in row.values()] for row in result["rows"]]
+    return (
         f"`{result['command']}`, {result['date']}, {machine['device']}, jax {versions['jax']}. Relative "
-        f"Frobenius errors on {result['shape'][0]} x {result['shape'][1]} matrices.",
-        "",
-        f"| path | against | {' | '.join(names)} |",
-        "|---|---|" + "---|" * len(names),
-    ]
-    for row in result["rows"]:
-        lines.append(f"| {row['path']} | {row['against']} | {' | '.join(f'{row[name]:.1e}' for name in names)} |")
-    return "\n".join(lines) + "\n"
+        f"Frobenius errors on {result['shape'][0]} x {result['shape'][1]} matrices.\n\n"
+        + report.markdown_table(titles, rows)
+    )
 
 
 def main(options: Options) -> None:
-    """Measure, print, write."""
-    device = jax.devices(options.device or None)[0]
-    with jax.default_device(device):
-        rows = measure(options)
-    command = f"python -m examples.research.accuracy --rows {options.rows} --columns {options.columns}"
-    result = report.header(command, device) | {
+    """Measure, print and write."""
+    device = jax.devices()[0]
+    result = report.header(report.command("accuracy", options), device) | {
         "shape": [options.rows, options.columns],
         "rank": options.rank,
-        "rows": rows,
+        "rows": measure(options),
     }
     report.write(options.out, f"accuracy_{device.platform}", result, markdown(result))
     Console(highlight=False).print(markdown(result), soft_wrap=True)

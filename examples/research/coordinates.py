@@ -9,7 +9,6 @@ transfer, as far at every width.
 """
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +24,12 @@ from matplotlib.ticker import NullLocator
 from rich.console import Console
 
 from examples.pretrain import configs, data
-from examples.pretrain.comparison_report import LINE_STYLES, NAMES, frame, save
+from examples.pretrain.comparison_report import LINE_STYLES, NAMES, frame
 from examples.pretrain.config import Config, check
-from examples.pretrain.logs import environment, write_json
 from examples.pretrain.models.layers import apply_blocks
 from examples.pretrain.optimizers import make_optimizer
 from examples.pretrain.train import TrainState, initialise, make_train_step
-from examples.research import command
+from examples.research import command, report
 
 HEAD_WIDTH = 16
 HYPERBALL = ["--matrix.norm-control", "hyperball", "--model.hidden-std", "0.1"]
@@ -87,8 +85,7 @@ def moves(config: Config, dataset: data.Dataset) -> list[float]:
 
 def draw(content: dict[str, Any]) -> Figure:
     """Change after the first steps and the last over the width, a panel for every variant."""
-    figure = Figure(figsize=(3.0 * len(content["moves"]), 2.8), layout="constrained")
-    panels = np.atleast_1d(np.asarray(figure.subplots(1, len(content["moves"]), sharey=True)))
+    figure, panels = report.panels(len(content["moves"]), 3.0 * len(content["moves"]), 2.8, sharey=True)
     for axes, (name, by_width) in zip(panels, content["moves"].items(), strict=True):
         widths = [int(width) for width in by_width]
         color, last = NAMES[VARIANTS[name][0]][1], len(by_width[str(widths[0])]) - 1
@@ -99,8 +96,7 @@ def draw(content: dict[str, Any]) -> Figure:
         axes.set_xticks(widths, [str(width) for width in widths])
         axes.xaxis.set_minor_locator(NullLocator())
         frame(axes)
-        if axes is not panels[-1]:
-            axes.get_legend().remove()
+    report.legend_at_end(panels)
     panels[0].set_ylabel("RMS change of the residual stream")
     return figure
 
@@ -108,44 +104,42 @@ def draw(content: dict[str, Any]) -> Figure:
 def table(content: dict[str, Any]) -> str:
     """Change after the last step by width, and how it goes with the width."""
     widths = next(iter(content["moves"].values()))
-    lines = [f"| | {' | '.join(widths)} | exponent |", "|---" * (len(widths) + 2) + "|"]
+    lines = []
     for name, by_width in content["moves"].items():
         last = [values[-1] for values in by_width.values()]
         slope = np.polyfit(np.log([float(width) for width in widths]), np.log(last), 1)[0]
-        lines.append(f"| {name} | {' | '.join(f'{x:.3f}' for x in last)} | {round(float(slope), 2) + 0.0:+.2f} |")
-    return "\n".join(lines) + "\n"
+        lines.append([name, *(f"{x:.3f}" for x in last), f"{round(float(slope), 2) + 0.0:+.2f}"])
+    return report.markdown_table(["", *widths, "exponent"], lines)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The command line."""
+    """Measure all variants at all widths, and write."""
     options = tyro.cli(Options, args=list(arguments), prog="python -m examples.research.coordinates")
-    console, begun = Console(highlight=False, soft_wrap=True), time.strftime("%Y-%m-%d")
+    console = Console(highlight=False, soft_wrap=True)
     named = configs.load(options.config)
-    dataset, base = data.open_corpus(named.data, console.print), named.model.width
+    dataset = data.open_corpus(named.data, console.print)
     found: dict[str, dict[str, list[float]]] = {}
     for name, (optimizer, flags, transferred) in VARIANTS.items():
         for width in options.widths:
-            shape = ["--model.width", str(width), "--model.heads", str(width // HEAD_WIDTH)]
-            shape += ["--model.mlp-width", str(4 * width), *(["--base-width", str(base)] if transferred else [])]
-            own = ["--optimizer", optimizer, "--learning-rate", str(options.learning_rate), *flags, *shape]
-            length = ["--steps", str(options.steps), "--warmup-steps", "0", "--weight-decay", "0"]
-            config = configs.parse(["--config", options.config, *own, *length])
+            own = f"--model.width {width} --model.heads {width // HEAD_WIDTH} --model.mlp-width {4 * width}"
+            own += f" --optimizer {optimizer} --learning-rate {options.learning_rate} --steps {options.steps}"
+            own += " --warmup-steps 0 --weight-decay 0"
+            own += f" --base-width {named.model.width}" if transferred else ""
+            config = configs.parse(["--config", options.config, *own.split(), *flags])
             check(config)
             found.setdefault(name, {})[str(width)] = moves(config, dataset)
             console.print(f"{name}, width {width}: {found[name][str(width)][-1]:.3f}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    line = " ".join(["python -m examples.research.coordinates", *arguments])
-    content = {**environment(), "command": line, "date": begun, "rate": options.learning_rate, "moves": found}
-    write_json(options.out / "coordinates.json", content)
-    save(draw(content), options.out / "coordinates")
+    content = report.header(report.command("coordinates", options), jax.devices()[0])
+    content |= {"rate": options.learning_rate, "moves": found}
     text = (
         "# Coordinate check\n\n"
-        f"`{line}`, {begun}. RMS change of the residual stream where the blocks end, after {options.steps} steps at "
-        f"{options.learning_rate:g} of {options.config}'s model made wider (heads of {HEAD_WIDTH}, MLP four times the "
-        "width), same text. The last column is the exponent of the width in it: 0 where a rate transfers.\n\n"
+        f"`{content['command']}`, {content['date']}. RMS change of the residual stream after the blocks, after "
+        f"{options.steps} steps at learning rate {options.learning_rate:g}. The model is {options.config}'s with other "
+        f"widths (heads of {HEAD_WIDTH}, MLP four times the width), on the same text. The last column is the exponent "
+        "of the width: 0 where a learning rate transfers.\n\n"
         f"{table(content)}\n![Change of the residual stream over the width](coordinates.png)\n"
     )
-    (options.out / "README.md").write_text(text)
+    report.write(options.out, "coordinates", content, text, draw(content), page_name="README.md")
     console.print(table(content))
 
 

@@ -43,16 +43,6 @@ class Update(NamedTuple):
     opt_state: optax.OptState
 
 
-class Matrix(NamedTuple):
-    """One parameter, which may hold several matrices, in its own layout; ``momentum`` may be the gradient."""
-
-    dims: MatrixDims
-    momentum: jax.Array
-    weight: jax.Array
-    gradient: jax.Array
-    update: jax.Array
-
-
 @dataclass(frozen=True)
 class OpenRun:
     """A run whose checkpoints are read."""
@@ -106,16 +96,13 @@ def open_run(folder: Path, tokens: Path | None = None) -> OpenRun:
     return OpenRun(folder, record, config, trainer, checkpoints, make_next_update(trainer))
 
 
-def numbers(
-    run: OpenRun, ranks: Sequence[int], shown: Sequence[int], advance: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
+def numbers(run: OpenRun, ranks: Sequence[int], shown: Sequence[int]) -> dict[str, Any]:
     """All numbers of one run: facts, curves of its log, and what its checkpoints say.
 
     Args:
         run: the run.
         ranks: spectral budgets r of the mode energies.
         shown: steps of the checkpoints whose spectra are wanted; energies and alignment are those of all.
-        advance: called after every checkpoint.
 
     Returns:
         What ``figures.json`` holds of a run.
@@ -124,23 +111,18 @@ def numbers(
         RunError: naming ``--run``, where a checkpoint is damaged or of another version, or there is no log.
     """
     try:
-        told, log, losses = facts(run), gradient_norms(run.folder), loss_curves(run.folder)
-        measured = []
-        for step, state, tokens in restored(run):
-            measured.append(measure(run, step, state, tokens, ranks, step in shown))
-            advance()
+        found = facts(run) | {
+            "ranks": list(ranks),
+            "shown": list(shown),
+            "gradient_norm": gradient_norms(run.folder),
+            "losses": loss_curves(run.folder),
+        }
+        measured = [measure(run, step, *state, ranks, step in shown) for step, *state in restored(run)]
     except (RunError, FileNotFoundError) as error:
         raise RunError(f"--run {run.folder}: {error}") from error
     finally:
         run.checkpoints.close()
-    return {
-        **told,
-        "ranks": list(ranks),
-        "shown": list(shown),
-        "gradient_norm": log,
-        "losses": losses,
-        "checkpoints": measured,
-    }
+    return found | {"checkpoints": measured}
 
 
 def facts(run: OpenRun) -> dict[str, Any]:
@@ -172,7 +154,7 @@ def facts(run: OpenRun) -> dict[str, Any]:
         "command": " ".join(["python -m examples.pretrain", *command[1:]]),
         "device": device,
         "versions": versions,
-        "momentum": sources(run),
+        "momentum": sorted({source for source, _ in momenta(params, run.trainer.state.opt_state, params).values()}),
         "shapes": {name: list(shape) for name, shape in shapes.items()},
     }
 
@@ -232,63 +214,48 @@ def moments(opt_state: optax.OptState) -> dict[str, tuple[str, jax.Array]]:
     """
     found: dict[str, tuple[str, jax.Array]] = {}
     for field in ("trace", "mu"):
-        is_kept = functools.partial(has_field, name=field)
+        is_kept = lambda node, field=field: field in getattr(node, "_fields", ())  # noqa: E731
         for node in filter(is_kept, jax.tree.leaves(opt_state, is_leaf=is_kept)):
             for name, leaf in by_name(getattr(node, field)).items():
                 found.setdefault(name, (field, leaf))
     return found
 
 
-def has_field(node: Any, name: str) -> bool:
-    """Whether a node of a state is a named tuple with that field."""
-    return isinstance(node, tuple) and name in getattr(node, "_fields", ())
-
-
-def sources(run: OpenRun) -> list[str]:
-    """What stands for M: "trace", "mu" (AdamW's average), or "gradient" where the optimizer keeps neither."""
-    params, kept = run.trainer.state.params, moments(run.trainer.state.opt_state)
-    return sorted({kept[name][0] if name in kept else "gradient" for name in hidden_matrices(params)})
-
-
-def matrices(state: TrainState, found: Update) -> dict[str, Matrix]:
-    """All parameters that hold hidden matrices, by name."""
-    weights, gradients, updates = map(by_name, (state.params, found.gradients, found.updates))
-    kept = moments(found.opt_state)
-    return {
-        name: Matrix(
-            dims,
-            kept[name][1] if name in kept else gradients[name],
-            weights[name],
-            gradients[name],
-            updates[name],
-        )
-        for name, dims in hidden_matrices(state.params).items()
-    }
+def momenta(params: Any, opt_state: optax.OptState, gradients: Any) -> dict[str, tuple[str, jax.Array]]:
+    """What stands for M of every hidden matrix: "trace", "mu" (AdamW's average), or "gradient" if neither is kept."""
+    kept, gradients = moments(opt_state), by_name(gradients)
+    return {name: kept.get(name, ("gradient", gradients[name])) for name in hidden_matrices(params)}
 
 
 def measure(
     run: OpenRun, step: int, state: TrainState, tokens: np.ndarray, ranks: Sequence[int], with_spectra: bool
 ) -> dict[str, Any]:
     """What one checkpoint says."""
+    next_update = run.next_update(state, tokens)
+    trees = [by_name(tree) for tree in (state.params, next_update.gradients, next_update.updates)]
+    momentum, dims = momenta(state.params, next_update.opt_state, next_update.gradients), hidden_matrices(state.params)
     found = {}
-    for name, matrix in matrices(state, run.next_update(state, tokens)).items():
-        dims, *arrays = matrix
-        found[name] = jax.device_get(diagnose(*arrays, dims, tuple(ranks), run.config.matrix.tangent))
-    result: dict[str, Any] = {
-        "step": step,
-        "alignment": plain(np.concatenate([one["alignment"] for one in found.values()]).mean()),
-    }
+    for name, (_, m) in momentum.items():
+        arrays = [m, *(tree[name] for tree in trees)]
+        found[name] = jax.device_get(diagnose(*arrays, dims[name], tuple(ranks), run.config.matrix.tangent))
+    alignment = np.concatenate([one["alignment"] for one in found.values()]).mean()
+    result: dict[str, Any] = {"step": step, "alignment": plain(alignment)}
     for orientation in diagnostics.ORIENTATIONS:
         of = {name: one[orientation] for name, one in found.items()}
-        energies = {rank: {name: one["energies"][rank].shares() for name, one in of.items()} for rank in ranks}
-        result[orientation] = {"energies": {str(rank): energy_shares(shares) for rank, shares in energies.items()}}
-        if with_spectra:
-            for rank, shares in energies.items():
-                tops = {name: plain(np.mean(share.top)) for name, share in shares.items()}
-                result[orientation]["energies"][str(rank)]["top_of"] = tops
-            for which in diagnostics.Spectra._fields:
-                spectra = [values for one in of.values() for values in getattr(one["spectra"], which)]
-                result[orientation][which] = by_rank(spectra)
+        result[orientation] = {"energies": {}}
+        for rank in ranks:
+            shares = {name: one["energies"][rank].shares() for name, one in of.items()}
+            means = zip(*shares.values(), strict=True)  # averaged equally over matrices
+            energies = {
+                part: plain(np.concatenate(values).mean())
+                for part, values in zip(diagnostics.ModeEnergies._fields, means, strict=True)
+            }
+            if with_spectra:
+                energies["top_of"] = {name: plain(np.mean(share.top)) for name, share in shares.items()}
+            result[orientation]["energies"][str(rank)] = energies
+        for which in diagnostics.Spectra._fields if with_spectra else ():
+            spectra = [values for one in of.values() for values in getattr(one["spectra"], which)]
+            result[orientation][which] = by_rank(spectra)
     return result
 
 
@@ -306,22 +273,9 @@ def diagnose(
     signal = functools.partial(diagnostics.measure, momentum, weight, dims, tangent=tangent)
     found = signal(names=["alignment"], gradient=gradient, update=update)
     for orientation in diagnostics.ORIENTATIONS:
-        by_budget = {}
-        for rank in ranks:
-            names = ["mode_energies"] if by_budget else ["spectra", "mode_energies"]
-            by_budget[rank] = signal(names=names, orientation=orientation, rank=rank)
-        spectra = by_budget[ranks[0]]["spectra"]
-        energies = {rank: measured["mode_energies"] for rank, measured in by_budget.items()}
-        found[orientation] = {"spectra": spectra, "energies": energies}
+        energies = {r: signal(names=["mode_energies"], orientation=orientation, rank=r)["mode_energies"] for r in ranks}
+        found[orientation] = signal(names=["spectra"], orientation=orientation) | {"energies": energies}
     return found
-
-
-def energy_shares(shares: dict[str, diagnostics.ModeEnergies]) -> dict[str, Any]:
-    """Shares of the transformation energy, averaged equally over matrices."""
-    return {
-        part: plain(np.concatenate([getattr(share, part) for share in shares.values()]).mean())
-        for part in diagnostics.ModeEnergies._fields
-    }
 
 
 def by_rank(spectra: Sequence[np.ndarray]) -> dict[str, list]:

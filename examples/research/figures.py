@@ -10,22 +10,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from examples.pretrain.comparison_report import NAMES
 from examples.pretrain.config import RunError
 from examples.research import command, figure_data, figure_drawing, report
+from examples.research.figure_drawing import ENERGIES
 
 PAPER_SHARES_OF_ENERGY = {"rows": "62-67", "columns": "55-60"}
 """Share of the top 32 modes in %, over the checkpoints of NormPre-L on GPT-2 Small, width 768."""
 CAPTIONS = {
     "spectra": "Eigenvalues of the momentum's Gram matrix after the relaxed tangent, {orientation} active, before "
-    "(solid; scaled to the same trace) and after normalisation (dotted): mean over matrices and, shaded, from the 25th "
+    "(solid; scaled to the same trace) and after normalization (dotted): mean over matrices and, shaded, from the 25th "
     "to the 75th percentile. At one: the target of preconditioning. Below {lowest:g} nothing is shown.",
     "energy": "Share of the squared change of singular values by mode, {orientation} active, mean over matrices. Left "
     "bars: global preconditioning changes all of it; right bars: local preconditioning changes the largest modes.",
@@ -45,8 +44,8 @@ SOURCES = {
 class Options:
     """Draw the paper's figures from the checkpoints and logs of runs."""
 
-    run: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
-    """Folder of a run: runs/<name>; once for every run."""
+    run: tuple[Path, ...] = ()
+    """Folders of runs: runs/<name>."""
     out: Path = Path("figures")
     """Folder for the figures, figures.json and README.md."""
     rank: tuple[int, ...] = ()
@@ -55,7 +54,7 @@ class Options:
     """Checkpoints whose spectra and energies are drawn; none given: those nearest to 1, 5, 10, 20, 50 and 100 % of the
     run, as in the paper."""
     tokens: Path | None = None
-    """Folder of the token files, where they are no longer where they were."""
+    """Folder of the token files, if it has moved."""
 
 
 def check(options: Options) -> None:
@@ -65,7 +64,7 @@ def check(options: Options) -> None:
         RunError: naming the flag.
     """
     if not options.run:
-        raise RunError("--run must name the folder of a run: --run runs/NAME, once for every run")
+        raise RunError("--run must name the folders of runs: --run runs/NAME ...")
     for rank in options.rank:
         if rank < 1:
             raise RunError(f"--rank must be at least 1, got {rank}")
@@ -73,101 +72,62 @@ def check(options: Options) -> None:
         raise RunError(f"--out {options.out} is not a folder")
 
 
-def command_of(options: Options) -> str:
-    """The command line that these options came from."""
-    parts = ["python -m examples.research.figures", *(f"--run {folder}" for folder in options.run)]
-    parts += [
-        f"--{name} {' '.join(map(str, v))}" for name, v in (("rank", options.rank), ("steps", options.steps)) if v
-    ]
-    parts += [f"--tokens {options.tokens}"] if options.tokens else []
-    return " ".join([*parts, f"--out {options.out}"])
-
-
-def collect(options: Options, console: Console) -> list[dict[str, Any]]:
-    """The numbers of all runs, with a bar over their checkpoints on a terminal."""
-    opened = [figure_data.open_run(folder, options.tokens) for folder in options.run]
-    chosen = [(run, run.ranks(options.rank), run.shown(options.steps)) for run in opened]
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("checkpoints", total=sum(len(run.steps) for run in opened))
-        return [figure_data.numbers(run, ranks, shown, lambda: bar.advance(task)) for run, ranks, shown in chosen]
-
-
 def energy_table(runs: Sequence[dict[str, Any]]) -> str:
     """Shares of the transformation energy by run, rank and step, beside the paper's."""
-    lines = [
-        "| run | rank | step | rows: top | remain | sub | columns: top | remain | sub |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for run in runs:
-        shown = [checkpoint for checkpoint in run["checkpoints"] if checkpoint["step"] in run["shown"]]
         for rank in map(str, run["ranks"]):
-            for checkpoint in shown:
-                parts = [checkpoint[o]["energies"][rank][part] for o in PAPER_SHARES_OF_ENERGY for part in energies()]
-                cells = " | ".join(percent(part) for part in parts)
-                lines.append(f"| {run['name']} | {rank} | {checkpoint['step']:,} | {cells} |")
-            every = run["checkpoints"]
-            rows, columns = (span([c[o]["energies"][rank]["top"] for c in every]) for o in PAPER_SHARES_OF_ENERGY)
-            lines.append(f"| {run['name']} | {rank} | all {len(every)} checkpoints | {rows} | | | {columns} | | |")
+            shares = [(c["step"], [c[o]["energies"][rank] for o in PAPER_SHARES_OF_ENERGY]) for c in run["checkpoints"]]
+            for step, sides in shares:
+                if step in run["shown"]:
+                    cells = [percent(side[part]) for side in sides for part in ENERGIES]
+                    lines.append([run["name"], rank, f"{step:,}", *cells])
+            rows, columns = (span([sides[side]["top"] for _, sides in shares]) for side in (0, 1))
+            lines.append([run["name"], rank, f"all {len(shares)} checkpoints", rows, "", "", columns, "", ""])
     rows, columns = PAPER_SHARES_OF_ENERGY.values()
-    lines.append(f"| paper: NormPre-L, GPT-2 Small, width 768 | 32 | 100 to 10,000 | {rows} | | | {columns} | | |")
-    return "\n".join(lines) + "\n"
-
-
-def energies() -> tuple[str, ...]:
-    """The components of the energy, in the order of the table."""
-    return tuple(figure_drawing.ENERGIES)
+    lines.append(["paper: NormPre-L, GPT-2 Small, width 768", "32", "100 to 10,000", rows, "", "", columns, "", ""])
+    titles = ["run", "rank", "step", "rows: top", "remain", "sub", "columns: top", "remain", "sub"]
+    return report.markdown_table(titles, lines)
 
 
 def percent(share: float | None) -> str:
-    """A share in per cent; None, where it was no number, as such."""
-    return "no number" if share is None else f"{100 * share:.1f}"
+    """A share in per cent."""
+    return "NaN" if share is None else f"{100 * share:.1f}"
 
 
 def span(shares: Sequence[float | None]) -> str:
-    """From the least to the largest share, in per cent."""
+    """From the smallest to the largest share, in per cent."""
     known = [share for share in shares if share is not None]
-    return f"{100 * min(known):.1f}-{100 * max(known):.1f}" if known else "no number"
+    return f"{100 * min(known):.1f}-{100 * max(known):.1f}" if known else "NaN"
 
 
-def runs_table(runs: Sequence[dict[str, Any]]) -> str:
-    """What the runs were, and where they ended."""
-    lines = [
-        "| run | optimizer | learning rate | model | parameters | steps | tokens a step | checkpoints | "
-        "last validation loss | last alignment |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for run in runs:
-        last, alignment = run["losses"]["validation"][-1], run["checkpoints"][-1]["alignment"]
-        lines.append(
-            f"| {run['name']} | {NAMES[run['optimizer']][0]} | {run['learning_rate']:g} | {run['model']} | "
-            f"{run['parameters']:,} | {run['steps']:,} | {run['tokens_a_step']:,} | {len(run['checkpoints'])} | "
-            f"{last} | {alignment} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def remarks(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """What a reader must know before comparing."""
-    found = []
-    for run in runs:
-        found += [f"{run['name']}: {SOURCES[source]}." for source in run["momentum"] if source in SOURCES]
-    if len({(run["vocabulary"], run["text"]) for run in runs}) > 1:
-        found.append("The runs have different texts or vocabularies: their losses per token cannot be compared.")
-    return found
+RUN_COLUMNS = {
+    "optimizer": lambda run: NAMES[run["optimizer"]][0],
+    "learning rate": lambda run: f"{run['learning_rate']:g}",
+    "model": lambda run: run["model"],
+    "parameters": lambda run: f"{run['parameters']:,}",
+    "steps": lambda run: f"{run['steps']:,}",
+    "tokens per step": lambda run: f"{run['tokens_a_step']:,}",
+    "checkpoints": lambda run: str(len(run["checkpoints"])),
+    "last validation loss": lambda run: str(run["losses"]["validation"][-1]),
+    "last alignment": lambda run: str(run["checkpoints"][-1]["alignment"]),
+}
 
 
 def markdown(content: dict[str, Any], drawn: Sequence[str]) -> str:
     """The report."""
     machine, versions, runs = content["machine"], content["versions"], content["runs"]
+    remarks = [f"{run['name']}: {SOURCES[source]}." for run in runs for source in run["momentum"] if source in SOURCES]
+    if len({(run["vocabulary"], run["text"]) for run in runs}) > 1:
+        remarks.append("The runs have different texts or vocabularies: their losses per token cannot be compared.")
     parts = [
         f"# Figures of {', '.join(run['name'] for run in runs)}\n",
         f"`{content['command']}`, {content['date']}, {machine['device']}, {machine['cores']} core(s), Python "
         f"{versions['python']}, jax {versions['jax']}, optax {versions['optax']}, numpy {versions['numpy']}.\n",
         "## Runs\n",
-        runs_table(runs),
+        report.table("run", RUN_COLUMNS, {run["name"]: run for run in runs}),
         "".join(f"- `{run['command']}` ({run['device']}, jax {run['versions']['jax']})\n" for run in runs),
-        "".join(f"- {remark}\n" for remark in remarks(runs)),
+        "".join(f"- {remark}\n" for remark in remarks),
         "## Transformation energy\n",
         "In % of the energy of all modes, mean over hidden matrices: the at most `rank` largest eigenvalues above one "
         "(top), the others above one (remain), those below one (sub).\n",
@@ -181,27 +141,22 @@ def markdown(content: dict[str, Any], drawn: Sequence[str]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def write(folder: Path, content: dict[str, Any]) -> None:
-    """The figures (PNG), ``figures.json`` and ``README.md``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "figures.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
-    (folder / "README.md").write_text(markdown(content, figure_drawing.draw(folder, content["runs"])))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line.
+    """Measure all runs, then draw.
 
     Raises:
-        RunError: where something the user can mend is wrong; its one line names the flag.
+        RunError: where the user can fix something; it names the flag.
     """
     options = tyro.cli(Options, args=arguments, prog="python -m examples.research.figures")
     check(options)
-    console = Console(markup=False, highlight=False, soft_wrap=True)
-    runs = collect(options, console)
-    content = report.header(command_of(options), jax.devices()[0]) | {"runs": runs}
-    write(options.out, content)
-    console.print(energy_table(runs))
-    console.print(f"Figures, numbers and report: {options.out}/")
+    opened = [figure_data.open_run(folder, options.tokens) for folder in options.run]
+    chosen = [(run, run.ranks(options.rank), run.shown(options.steps)) for run in opened]
+    runs = [figure_data.numbers(*one) for one in chosen]
+    content = report.header(report.command("figures", options), jax.devices()[0]) | {"runs": runs}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "figures.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
+    (options.out / "README.md").write_text(markdown(content, figure_drawing.draw(options.out, runs)))
+    print(energy_table(runs), f"Figures, numbers and report: {options.out}/", sep="\n")
 
 
 if __name__ == "__main__":

@@ -80,6 +80,18 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value else ""
 
 
+def panels(count: int, width: float, height: float, **options: Any) -> tuple[Figure, list[Any]]:
+    """Return a figure with panels side by side; ``options`` are those of ``Figure.subplots``."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False, **options)[0])
+
+
+def legend_at_end(axes: Sequence[Any]) -> None:
+    """Keep the legend of the last panel only."""
+    for one in axes[:-1]:
+        one.get_legend().remove()
+
+
 def write(folder: Path, name: str, result: dict, page: str, figure: Figure | None = None, page_name: str = "") -> None:
     """Write ``name.json``, ``name.md`` (or ``page_name``) and ``name.png``."""
     folder.mkdir(parents=True, exist_ok=True)

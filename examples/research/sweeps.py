@@ -22,7 +22,7 @@ from matplotlib.ticker import NullLocator
 
 from examples.pretrain.comparison_report import first_seed, frame, label, optimizers, save, swept
 from examples.pretrain.config import Config, RunError, to_dict
-from examples.research import command
+from examples.research import command, report
 
 # What may tell comparisons apart, in the order of a size's name.
 SIZES = {
@@ -128,13 +128,13 @@ def table(found: Sequence[Sweep], over: str = "") -> str:
     """A line for every sweep."""
     rates = sorted({rate for sweep in found for rate in sweep.losses})
     heads = ["optimizer", "size", *(f"{rate:g}" for rate in rates), *([] if over else ["lowest at", "loss there"])]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     for sweep in sorted(found, key=lambda s: [x.optimizer for x in found].index(s.optimizer)):
         shown = [sweep.losses.get(rate) for rate in rates]
         losses = ["" if x is None else "diverged" if np.isnan(x) else f"{x:{'+' if over else ''}.4f}" for x in shown]
         end = [] if over else _lowest_in_words(sweep)
-        lines.append(f"| {' | '.join([label(sweep.optimizer), sweep.size, *losses, *end])} |")
-    return "\n".join(lines) + "\n"
+        lines.append([label(sweep.optimizer), sweep.size, *losses, *end])
+    return report.markdown_table(heads, lines)
 
 
 def _lowest_in_words(sweep: Sweep) -> list[str]:
@@ -149,8 +149,7 @@ def draw(found: Sequence[Sweep], over: str = "") -> Figure:
     sizes = list(dict.fromkeys(sweep.size for sweep in found))
     shades = dict(zip(sizes, np.linspace(0.75, 0, len(sizes)).astype(str), strict=True))
     ticks = sorted({rate for sweep in found for rate in sweep.losses})
-    figure = Figure(figsize=(2.5 + 2.5 * len(names), 3.0), layout="constrained")
-    panels = np.atleast_1d(np.asarray(figure.subplots(1, len(names), sharey=True)))
+    figure, panels = report.panels(len(names), 2.5 + 2.5 * len(names), 3.0, sharey=True)
     lines = {}
     for axes, name in zip(panels, names, strict=True):
         for sweep in (sweep for sweep in found if sweep.optimizer == name):

@@ -19,18 +19,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 import tyro
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from examples.research import command, report
 from examples.research.inequalities import COROLLARY, LEMMAS, THEOREM, Step, slacks, tolerance
 from normpre_optax import MatrixDims, precondition_globally, precondition_locally, scale_by_normpre
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,14 +276,13 @@ def measure(options: Options, console: Console) -> tuple[list[dict], dict[str, S
     return rows, {inequality: Slack.over(parts) for inequality, parts in found.items()}
 
 
-def plot(rows: Sequence[dict], file: Path) -> None:
+def plot(rows: Sequence[dict]) -> Figure:
     """Bound and measured norm over the number of steps; runs without a bound are hollow."""
     titles = list(dict.fromkeys(row["problem"] for row in rows))
     across = min(len(titles), len(LENGTHS))
     down = math.ceil(len(titles) / across)
-    size = (3.4 * across, 3.2 * down)
-    figure, grid = plt.subplots(down, across, figsize=size, layout="constrained", sharex=True, squeeze=False)
-    axes = list(grid.flat)[: len(titles)]
+    figure = Figure(figsize=(3.4 * across, 3.2 * down), layout="constrained")
+    axes = list(figure.subplots(down, across, sharex=True, squeeze=False).flat)[: len(titles)]
     styles = {"G": ("#CB2DD7", 1.5), "L exact": ("#E44628", 4.0), "L sketch": ("#1F77B4", 1.2)}  # the last two coincide
     for axis, title in zip(axes, titles, strict=True):
         for name, (color, width) in styles.items():
@@ -299,66 +295,59 @@ def plot(rows: Sequence[dict], file: Path) -> None:
             bounds = [math.nan if row["bound"] is None else row["bound"] for row in mine]
             if any(row["holds"] for row in mine):
                 axis.plot(count, bounds, "--s", color=color, lw=width, markersize=3, label=f"{name}, bound")
-        axis.set(xscale="log", yscale="log", xlabel="steps", ylabel="least gradient norm", title=title)
+        axis.set(xscale="log", yscale="log", xlabel="steps", ylabel="smallest gradient norm", title=title)
         low, high = axis.get_ylim()
         if high < 10 * low:
             axis.set_ylim(low / 10, high * 10)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False, fontsize=7)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 def markdown(result: dict) -> str:
     """The report as tables."""
-    lines = [
+    columns = {
+        "variant": lambda row: row["variant"],
+        "steps": lambda row: str(row["steps"]),
+        "gamma": lambda row: f"{row['gamma']:.3f}",
+        "gamma'": lambda row: f"{row['gamma_prime']:.2f}",
+        "nu": lambda row: f"{row['nu']:.2g}",
+        "chi": lambda row: f"{row['chi']:.2f}",
+        "epsilon": lambda row: f"{row['epsilon']:.3g}",
+        "steps with epsilon > 0": lambda row: str(row["steps_with_epsilon"]),
+        "delta lambda_1": lambda row: f"{row['delta_lambda_1']:.2g}" if row["variant"] == "L sketch" else "",
+        "condition": lambda row: "holds" if row["holds"] else "fails",
+        "bound": lambda row: f"{row['bound']:.3g}" if row["holds"] else "",
+        "measured": lambda row: f"{row['measured']:.3g}",
+        "bound / measured": lambda row: f"{row['bound'] / row['measured']:,.0f}" if row["holds"] else "",
+    }
+    slacks = [[name, f"{found['steps']:,}", f"{found['least']:.1e}"] for name, found in result["slacks"].items()]
+    return (
         f"`{result['command']}`, {result['date']}, {result['machine']['device']}, jax {result['versions']['jax']}, "
         "float64. Constants are the worst over a run's steps. Where the condition `nu gamma' chi <= 1 - epsilon` (for "
-        "the sketch also `delta lambda_1 < epsilon gamma`) fails, the theorem says nothing, and no bound is given.",
-        "",
-        "| problem | variant | steps | gamma | gamma' | nu | chi | epsilon | steps with epsilon > 0 | delta lambda_1 | "
-        "condition | bound | measured | bound / measured |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        bound = ("", "") if row["bound"] is None else (f"{row['bound']:.3g}", f"{row['bound'] / row['measured']:,.0f}")
-        lost = f"{row['delta_lambda_1']:.2g}" if row["variant"] == "L sketch" else ""
-        lines.append(
-            f"| {row['problem']} | {row['variant']} | {row['steps']} | {row['gamma']:.3f} | {row['gamma_prime']:.2f} | "
-            f"{row['nu']:.2g} | {row['chi']:.2f} | {row['epsilon']:.3g} | {row['steps_with_epsilon']} | {lost} | "
-            f"{'holds' if row['holds'] else 'fails'} | {bound[0]} | {row['measured']:.3g} | {bound[1]} |"
-        )
-    lines += [
-        "",
-        f"All inequalities held on all of the {result['steps']:,} steps to which they apply. Slack is the difference "
-        "of both sides as a share of the larger one, the least over all steps; an equality has none, up to rounding. "
-        "`signal`, `one_step` and `corollary_signal` apply where the condition holds on the step by itself.",
-        "",
-        "| inequality | steps | least slack |",
-        "|---|---|---|",
-        *(f"| {name} | {found['steps']:,} | {found['least']:.1e} |" for name, found in result["slacks"].items()),
-    ]
-    return "\n".join(lines) + "\n"
+        "the sketch also `delta lambda_1 < epsilon gamma`) fails, the theorem makes no statement, and there is no "
+        "bound.\n\n"
+        + report.table("problem", columns, result["rows"])
+        + f"\nAll inequalities held on all of the {result['steps']:,} steps to which they apply. Slack is the "
+        "difference of both sides as a share of the larger one, the smallest over all steps; an equality has none, up "
+        "to rounding. `signal`, `one_step` and `corollary_signal` apply where the condition holds on the step by "
+        "itself.\n\n" + report.markdown_table(["inequality", "steps", "smallest slack"], slacks)
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    hold(tyro.cli(Options, args=arguments, prog="python -m examples.research.theorem"))
-
-
-def hold(options: Options) -> None:
-    """Run, assert, print, write."""
+    """Run, assert, print and write."""
+    options = tyro.cli(Options, args=arguments, prog="python -m examples.research.theorem")
     console = Console(highlight=False)
     with jax.enable_x64(True):
         rows, found = measure(options, console)
-    result = report.header("python -m examples.research.theorem", jax.devices()[0]) | {
+    result = report.header(report.command("theorem", options), jax.devices()[0]) | {
         "options": {k: v for k, v in dataclasses.asdict(options).items() if k != "out"},
         "steps": sum(row["steps"] for row in rows),
         "rows": rows,
         "slacks": {name: seen._asdict() for name, seen in found.items()},
     }
-    file = report.write(options.out, "theorem", result, markdown(result))
-    plot(rows, file.with_suffix(".png"))
+    report.write(options.out, "theorem", result, markdown(result), plot(rows))
     console.print(markdown(result), soft_wrap=True)
 
 

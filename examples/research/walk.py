@@ -26,7 +26,7 @@ from examples.pretrain.config import Config, RunError, from_dict
 from examples.pretrain.models.layers import residual_std
 from examples.pretrain.optimizers import by_name, hidden_matrices, kind_of
 from examples.pretrain.train import schedule
-from examples.research import command
+from examples.research import command, report
 from normpre_optax.parameters.dims import split_axes
 
 FREE, TANGENT = "normpre_g:matrix.tangent=none", "normpre_g"
@@ -127,11 +127,9 @@ def arms_of(content: dict[str, Any]) -> list[tuple[Config, dict[str, Any], dict[
 
 def table(content: dict[str, Any]) -> str:
     """A line for every rate and kind of matrix: rows and columns at the start, as the walk ends, as they were."""
-    sides = "start | walk | no tangent | with it"
-    lines = [
-        f"| learning rate | matrix | rows: {sides} | columns: {sides} |",
-        "|---" * 10 + "|",
-    ]
+    sides = ["start", "walk", "no tangent", "with it"]
+    titles = [f"{prefix}{side}" for prefix in ("rows: ", "columns: ") for side in sides]
+    lines = []
     for config, arm, other in arms_of(content):
         for kind, sizes in walks(config).items():
             cells = []
@@ -139,15 +137,14 @@ def table(content: dict[str, Any]) -> str:
                 name = f"{side}_norm/{kind.name}"
                 ends = [sizes[0] * math.sqrt(size), sizes[-1] * math.sqrt(size), arm["norms"][name]]
                 cells += [f"{x:.2f}" for x in ends] + [f"{other['norms'][name]:.2f}" if other else ""]
-            lines.append(f"| {config.learning_rate:g} | {kind.name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            lines.append([f"{config.learning_rate:g}", kind.name, *cells])
+    return report.markdown_table(["learning rate", "matrix", *titles], lines)
 
 
 def draw(content: dict[str, Any]) -> Figure:
     """Mean row norm along training, without the tangent, with it, and of the walk: a panel for every rate."""
     arms = arms_of(content)
-    figure = Figure(figsize=(1.6 + 2.6 * len(arms), 2.8), layout="constrained")
-    panels = np.atleast_1d(np.asarray(figure.subplots(1, len(arms), sharey=True)))
+    figure, panels = report.panels(len(arms), 1.6 + 2.6 * len(arms), 2.8, sharey=True)
     color = NAMES["normpre_g"][1]
     for axes, (config, arm, other) in zip(panels, arms, strict=True):
         found = walks(config)
@@ -160,8 +157,7 @@ def draw(content: dict[str, Any]) -> Figure:
         axes.set_title(f"learning rate {config.learning_rate:g}", fontsize=9)
         axes.set_xlabel("step")
         frame(axes)
-        if axes is not panels[-1]:
-            axes.get_legend().remove()  # pyright: ignore[reportOptionalMemberAccess]
+    report.legend_at_end(panels)
     panels[0].set_ylabel("mean row norm of hidden matrices")
     return figure
 
