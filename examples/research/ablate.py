@@ -97,8 +97,10 @@ def ablations(config: Config) -> dict[str, Ablation]:
         usual = getattr(config.matrix, name)
         return {f"{v:g}": () if v == usual else (f"matrix.{name}={v:g}",) for v in values}
 
-    ranks = (8, 16, 32, 64) if config.model.width >= 512 else tuple(config.model.width * k // 64 for k in (2, 4, 8, 16))
-    rank = config.matrix.rank if config.model.width >= 512 else config.model.width // 8
+    wide = config.model.width >= 512
+    ranks = (8, 16, 32, 64) if wide else tuple(config.model.width * k // 64 for k in (2, 4, 8, 16))
+    rank = config.matrix.rank if wide else config.model.width // 8
+    inputs = "+".join(f"attention/{part}" for part in ("qkv", "query", "key", "value"))
     return {
         "tangent": Ablation(
             "Momentum processing",
@@ -107,7 +109,7 @@ def ablations(config: Config) -> dict[str, Ablation]:
             paper={"no tangent": (3.0945, 3.1139), "strict": (3.1869, 3.1196), "relaxed": (3.0711, 3.0864)},
         ),
         "orientation": Ablation(
-            "Orientation of the normalisation",
+            "Orientation of the normalization",
             {
                 "rows": ("matrix.orientation=rows",),
                 "columns": ("matrix.orientation=columns",),
@@ -167,12 +169,10 @@ def ablations(config: Config) -> dict[str, Ablation]:
             "Momentum", numbers("momentum", (0.8, 0.9, 0.95, 0.98)), "0.95", (G,), axis="momentum coefficient"
         ),
         "layers": Ablation(
-            "Which matrices are NormPre-G's, the others being AdamW's",
+            "Matrices in the matrix group of NormPre-G, the others in the AdamW group",
             {
                 "none (AdamW)": None,
-                "attention in": (
-                    "matrix.layers=" + "+".join(f"attention/{part}" for part in ("qkv", "query", "key", "value")),
-                ),
+                "attention in": (f"matrix.layers={inputs}",),
                 "attention out": ("matrix.layers=attention/out",),
                 "MLP in": ("matrix.layers=mlp/up+mlp/gate",),
                 "MLP out": ("matrix.layers=mlp/down",),

@@ -6,7 +6,6 @@ stage to stage, the singular values of a larger matrix, the entries of one whose
 turn, and what the tangent modes leave of a row. ``docs/method.md`` explains them.
 """
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -315,7 +314,5 @@ def draw(folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
     with jax.default_matmul_precision("highest"):
-        print(*draw(parser.parse_args().out), sep="\n")
+        print(*draw(Path("docs/pictures")), sep="\n")

@@ -14,12 +14,13 @@ bfloat16: ``--config gpt2_small --batch-size 32``.
 """
 
 import dataclasses
+import functools
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +63,8 @@ class Options:
     """Counted rounds; each runs every whole step and every part once."""
     warmup: int = 2
     """Rounds before them that are not counted."""
-    torch_compile: Literal["auto", "on", "off"] = "auto"
-    """Whether torch compiles its model. auto: where that works."""
+    torch_compile: bool = True
+    """Whether torch compiles its model, if that works on this machine."""
     out: Path = Path("docs/results")
     """Folder for the reports."""
 
@@ -155,31 +156,21 @@ def norm_of(leaves: Sequence[Any]) -> float:
     return float(np.sqrt(sum(np.square(np.asarray(leaf, np.float64)).sum() for leaf in leaves)))
 
 
-def compilable(trainer: Trainer, tokens: np.ndarray) -> str:
-    """Why torch cannot compile its model here, empty where it can."""
-    try:
-        trainer.backward(tokens)
-    except Exception as error:  # no compiler, no headers, no backend: each has a class of its own
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return ""
-
-
 def torch_trainer(options: Options, config: Config, params: dict, tokens: np.ndarray) -> tuple[Trainer, str]:
     """PyTorch's side, and in words how it runs."""
-    device, bfloat16 = torch_device(), compute_dtype(config) == jnp.bfloat16
+    device, how = torch_device(), "eager"
     if device == "cuda":
         torch.set_float32_matmul_precision("high")
-    if options.torch_compile != "off":
-        trainer = Trainer(config, params, device=device, bfloat16=bfloat16, compiled=True)
-        obstacle = compilable(trainer, tokens)
-        if not obstacle:
+    build = functools.partial(Trainer, config, params, device=device, bfloat16=compute_dtype(config) == jnp.bfloat16)
+    if options.torch_compile:
+        trainer = build(compiled=True)
+        try:
+            trainer.backward(tokens)
             return trainer, "compiled"
-        if options.torch_compile == "on":
-            raise SystemExit(f"torch.compile does not work here: {obstacle}")
-        how = f"eager, as torch.compile does not work here ({obstacle})"
-    else:
-        how = "eager"
-    return Trainer(config, params, device=device, bfloat16=bfloat16, compiled=False), how
+        except Exception as error:  # no compiler, no headers, no backend: each has a class of its own
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            how = f"eager, as torch.compile does not work here ({reason})"
+    return build(compiled=False), how
 
 
 def torch_device() -> str:
@@ -202,7 +193,7 @@ def parts(ours: dict[str, Ours], trainer: Trainer, rates: np.ndarray) -> dict[tu
 
         return run
 
-    found: dict[tuple[str, str], Callable] = {
+    return {
         ("adamw", "forward"): lambda i, tokens: ours["adamw"].forward(tokens),
         (TORCH, "forward"): waiting(torch.no_grad()(lambda i, tokens: trainer.forward(tokens))),
         ("adamw", "forward_backward"): lambda i, tokens: ours["adamw"].backward(tokens),
@@ -212,7 +203,6 @@ def parts(ours: dict[str, Ours], trainer: Trainer, rates: np.ndarray) -> dict[tu
         (TORCH, "step"): waiting(lambda i, tokens: trainer.step(tokens, float(rates[2 * i + 1]))),
         **{(name, "step"): lambda i, tokens, arm=arm: arm.step(tokens) for name, arm in ours.items()},
     }
-    return found
 
 
 def measure(options: Options, config: Config, console: Console) -> tuple[dict, dict]:
@@ -279,19 +269,7 @@ def summary(command: str, config: Config, seconds: dict, found: dict) -> dict:
 
 def markdown(result: dict) -> str:
     """The report as a table."""
-    model, rows, last = result["model"], result["rows"], result["last_loss"]
-    lines = [
-        f"`{result['command']}`, {result['date']}, {result['machine']['device']} ({result['machine']['cores']} cores), "
-        f"jax {result['versions']['jax']}, torch {result['versions']['torch']} ({result['torch_is']}); "
-        f"{result['parameters']:,} parameters, {model['layers']} layers of width {model['width']}, "
-        f"{result['batch_size']} x {model['context']} tokens, {result['dtype']}. Times are medians of "
-        f"{result['rounds']} rounds, with the median of each round's ratio to torch.",
-        "",
-        f"On the same weights in float32 the losses differ by {result['float32_difference']['loss']:.0e} and the "
-        f"gradients' norms by {result['float32_difference']['gradient_norm']:.0e}, relatively. The last step's loss is "
-        f"{last['adamw']:.4f} with our AdamW, {last[TORCH]:.4f} with torch's.",
-        "",
-    ]
+    model, last = result["model"], result["last_loss"]
     part = lambda name: lambda row: f"{row[f'{name}_ms']:.1f} ({row[f'{name}_over_torch']:.2f})"  # noqa: E731
     columns = {
         "step, ms": part("step"),
@@ -301,7 +279,17 @@ def markdown(result: dict) -> str:
         "tokens / s": lambda row: f"{row['tokens_per_second']:,.0f}",
         "MFU": lambda row: f"{row['mfu']:.1%}",
     }
-    return "\n".join([*lines, *report.table("", columns, rows)]) + "\n"
+    return (
+        f"`{result['command']}`, {result['date']}, {result['machine']['device']} ({result['machine']['cores']} cores), "
+        f"jax {result['versions']['jax']}, torch {result['versions']['torch']} ({result['torch_is']}); "
+        f"{result['parameters']:,} parameters, {model['layers']} layers of width {model['width']}, "
+        f"{result['batch_size']} x {model['context']} tokens, {result['dtype']}. Times are medians of "
+        f"{result['rounds']} rounds, with the median of each round's ratio to torch.\n\n"
+        f"On the same weights in float32 the losses differ by {result['float32_difference']['loss']:.0e} and the "
+        f"gradients' norms by {result['float32_difference']['gradient_norm']:.0e}, relatively. The last step's loss is "
+        f"{last['adamw']:.4f} with our AdamW, {last[TORCH]:.4f} with torch's.\n\n"
+        + report.table("", columns, result["rows"])
+    )
 
 
 def main(options: Options, overrides: Sequence[str] = ()) -> None:
@@ -311,13 +299,7 @@ def main(options: Options, overrides: Sequence[str] = ()) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # the cores that JAX uses
     console = Console(highlight=False, markup=False, soft_wrap=True)
     config = settings(options, overrides)
-    command = (
-        f"python -m examples.research.train_step --config {options.config}"
-        + (f" --batch-size {options.batch_size}" if options.batch_size else "")
-        + f" --repeats {options.repeats}"
-        + ("" if options.torch_compile == "auto" else f" --torch-compile {options.torch_compile}")
-        + "".join(f" {flag}" for flag in overrides)
-    )
+    command = report.command("train_step", options, overrides)
     result = summary(command, config, *measure(options, config, console))
     report.write(options.out, f"train_step_{options.config}_{result['machine']['platform']}", result, markdown(result))
     console.print(markdown(result))

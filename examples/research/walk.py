@@ -83,11 +83,9 @@ def walk(first: float, rates: np.ndarray, *, rms: float, decay: float, momentum:
         ``(steps + 1,)``.
 
     Example:
-        >>> import numpy as np
-        >>> from examples.research.walk import walk
         >>> far = walk(0.0, np.full(4000, 0.01), rms=0.2, decay=0.0, momentum=0.95)
-        >>> (far[-1] ** 2 - far[-2] ** 2) / 0.002**2
-        39.0...
+        >>> print(round((far[-1] ** 2 - far[-2] ** 2) / 0.002**2, 6))
+        39.0
     """
     square, product, sizes = first**2, 0.0, [first]  # of W, of W and U
     for rate in rates:

@@ -18,11 +18,6 @@ def row(target, name):
     return ahead.estimate(target, "gpt2_small", 2 if target == "v5e" else None, name)
 
 
-def without_eigh(found):
-    """The eigensolver's share is an assumption, not an estimate."""
-    return found["ms"] - found["eigh_ms"]
-
-
 @pytest.mark.parametrize(
     ("target", "name", "against", "bound"),
     [
@@ -39,21 +34,19 @@ def without_eigh(found):
     ],
 )
 def test_a_step_costs_no_more_than(target, name, against, bound):
-    assert without_eigh(row(target, name)) <= bound * row(target, against)["ms"]
+    found = row(target, name)
+    # The eigensolver's share is an assumption, not an estimate.
+    assert found["ms"] - found["eigh_ms"] <= bound * row(target, against)["ms"]
 
 
-@pytest.mark.parametrize(
-    ("target", "name", "bound"),
-    [("v5e", "normpre_g", 0.35), ("v5e", "normpre_l", 0.35), ("h100", "normpre_g", 1.0), ("h100", "normpre_l", 1.0)],
-)
-def test_temporaries_stay_few(target, name, bound):
+@pytest.mark.parametrize("name", ["normpre_g", "normpre_l"])
+@pytest.mark.parametrize(("target", "bound"), [("v5e", 0.35), ("h100", 1.0)])
+def test_temporaries_stay_few(target, bound, name):
     assert row(target, name)["temporaries_per_weight_byte"] <= bound
 
 
-def test_a_gpu_launches_few_kernels():
-    assert row("h100", "normpre_l")["kernels"] <= 250
-
-
-def test_one_eigensolver_serves_the_whole_model():
+def test_a_gpu_launches_few_kernels_and_one_eigensolver_for_the_whole_model():
     """All small problems in one call: half a millisecond by the assumption, not half a millisecond a shape."""
-    assert row("h100", "normpre_l")["eigh_ms"] <= 0.5
+    found = row("h100", "normpre_l")
+    assert found["kernels"] <= 250
+    assert found["eigh_ms"] <= 0.5

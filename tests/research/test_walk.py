@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The random walk's lengths, against walks that are walked, and its table and figure."""
+"""The random walk's lengths, against walks that are walked; the coordinate check's table; their figures."""
 
 import json
 
@@ -8,7 +8,7 @@ import pytest
 
 from examples.pretrain import configs
 from examples.pretrain.config import RunError, to_dict
-from examples.research import walk
+from examples.research import coordinates, walk
 
 
 def test_a_walk_of_many_entries_gets_as_far():
@@ -26,32 +26,17 @@ def test_a_walk_of_many_entries_gets_as_far():
     np.testing.assert_allclose(found, seen, rtol=0.015)
 
 
-def test_without_updates_weights_decay():
-    found = walk.walk(2.0, np.full(3, 0.1), rms=0.0, decay=1.0, momentum=0.9)
-    np.testing.assert_allclose(found, 2 * 0.9 ** np.arange(4))
-
-
-def test_the_sizes_of_every_kind_of_matrix():
-    config = configs.parse(["--config", "nano", "--model.hidden-std", "0.06"])
-    found = {kind.name: kind for kind in walk.kinds(config)}
-    assert found["mlp/up"] == walk.Kind("mlp/up", 64, 256, 0.06)
-    assert found["mlp/down"][1:3] == (256, 64)
-    assert found["mlp/down"].std == pytest.approx(0.06 / np.sqrt(6))
-    assert found["attention/qkv"] == walk.Kind("attention/qkv", 64, 192, 0.06)
-
-
-@pytest.fixture
-def content():
-    config = configs.parse(["--config", "nano", "--steps", "20", "--warmup-steps", "2"])
-    norms = {f"{side}_norm/{kind.name}": 0.5 for side in ("row", "column") for kind in walk.kinds(config)}
+def test_the_walks_report(tmp_path, capsys):
+    config = configs.parse(["--config", "nano", "--steps", "20", "--warmup-steps", "2", "--model.hidden-std", "0.02"])
+    kinds = {kind.name: kind for kind in walk.kinds(config)}
+    assert kinds["mlp/up"] == walk.Kind("mlp/up", 64, 256, 0.02)
+    assert kinds["mlp/down"] == walk.Kind("mlp/down", 256, 64, pytest.approx(0.02 / np.sqrt(6)))
+    assert kinds["attention/qkv"] == walk.Kind("attention/qkv", 64, 192, 0.02)
+    norms = {f"{side}_norm/{name}": 0.5 for side in ("row", "column") for name in kinds}
     arm = {"learning_rate": 4e-3, "seed": 0, "status": "finished", "norms": norms}
     arm["row_norm"] = [[0, 0.1, 0.0], [20, 0.5, 0.0]]
-    arms = [arm | {"optimizer": walk.FREE}, arm | {"optimizer": walk.TANGENT}]
-    told = {"settings": "nano", "command": "compare nano", "date": "2026-11-23"}
-    return told | {"config": to_dict(config), "arms": arms}
-
-
-def test_the_report(content, tmp_path, capsys):
+    content = {"settings": "nano", "command": "compare nano", "date": "2026-11-23", "config": to_dict(config)}
+    content["arms"] = [arm | {"optimizer": walk.FREE}, arm | {"optimizer": walk.TANGENT}]
     (tmp_path / "comparison.json").write_text(json.dumps(content))
     walk.main([str(tmp_path), "--out", str(tmp_path)])
     report = (tmp_path / "walk.md").read_text()
@@ -59,8 +44,25 @@ def test_the_report(content, tmp_path, capsys):
     assert "| 0.004 | mlp/up | 0.16 | 0.17 | 0.50 | 0.50 | 0.32 |" in report
     (axes,) = walk.draw(content).axes
     assert [line.get_label() for line in axes.get_lines()] == ["random walk", "no tangent", "with tangent"]
-
-
-def test_a_comparison_without_such_a_run(content):
     with pytest.raises(RunError, match=r"no finished run of normpre_g:matrix\.tangent=none"):
         walk.arms_of(content | {"arms": content["arms"][1:]})
+
+
+def test_the_coordinate_checks_exponent_of_the_width():
+    steps = [0.1, 0.2, 0.3, 0.4]
+    grows = {str(width): [x * width / 64 for x in steps] for width in (64, 128, 256)}
+    content = {"moves": {"AdamW": grows, "MuonEq, Hyperball": dict.fromkeys(grows, steps)}}
+    assert coordinates.table(content).splitlines()[2:] == [
+        "| AdamW | 0.400 | 0.800 | 1.600 | +1.00 |",
+        "| MuonEq, Hyperball | 0.400 | 0.400 | 0.400 | +0.00 |",
+    ]
+    panels = coordinates.draw(content).axes
+    assert [axes.get_title() for axes in panels] == list(content["moves"])
+    assert [len(axes.get_lines()) for axes in panels] == [4, 4]
+
+
+@pytest.mark.slow
+def test_a_step_that_changes_nothing_moves_nothing(dataset):
+    """A rate near zero: the streams of two programs, compared by the code that compares any."""
+    flags = "--config tiny --model.family gpt2 --learning-rate 1e-30 --steps 2 --warmup-steps 0 --weight-decay 0"
+    assert coordinates.moves(configs.parse(flags.split()), dataset) == [0.0, 0.0]
