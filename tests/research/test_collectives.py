@@ -36,13 +36,11 @@ def test_products_in_loops_and_branches():
     assert cost.flops in (loop + wide + small, loop + 2 * wide + small)
     assert cost.bytes == 0
 
-
-def test_a_loop_that_does_not_say_how_often_it_turns():
     f = lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y) @ jnp.eye(4), x)  # noqa: E731
-    compiled = jax.jit(f).lower(jnp.ones((4, 4)), 3).compile()
+    text = jax.jit(f).lower(jnp.ones((4, 4)), 3).compile().as_text()
     with pytest.raises(ValueError, match="does not say how often"):
-        hlo.cost(compiled.as_text())
-    assert hlo.cost(compiled.as_text(), turns=2.5).flops == 2.5 * 2 * 4**3
+        hlo.cost(text)
+    assert hlo.cost(text, turns=2.5).flops == 2.5 * 2 * 4**3
 
 
 def test_bytes_of_collectives():
@@ -60,24 +58,24 @@ def test_bytes_of_collectives():
     assert cost.collectives == {"all-reduce": 192, "all-gather": 1536, "all-to-all": 192}
 
 
-@pytest.mark.parametrize(
-    ("said", "groups"),
-    [
-        ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
-        ("source_target_pairs={{0,2},{2,0}}", [[0, 2], [2, 0]]),
-        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
-        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
-        ("replica_groups=mesh['data'=2,'fsdp'=2] {'fsdp'}", [[0, 1], [2, 3]]),
-        ("replica_groups=mesh['data'=2,'fsdp'=2] {'data'}", [[0, 2], [1, 3]]),
-        ("replica_groups=mesh['data'=2,'fsdp'=2] {'data','fsdp'}", [[0, 1, 2, 3]]),
-        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
-        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", [[3, 1], [2, 0]]),
-    ],
-)
-def test_between_which_devices(said, groups):
-    instruction = hlo.Instruction("x", "f32[2]", "all-reduce", (), "", f", channel_id=1, {said}, to_apply=%add", False)
-    assert hlo.groups(instruction) == groups
-    assert hlo.goes_beyond(instruction, 2) == any(len({device // 2 for device in one}) > 1 for one in groups)
+GROUPS = {
+    "replica_groups={{0,1},{2,3}}": [[0, 1], [2, 3]],
+    "source_target_pairs={{0,2},{2,0}}": [[0, 2], [2, 0]],
+    "replica_groups=[2,2]<=[4]": [[0, 1], [2, 3]],
+    "replica_groups=[2,2]<=[2,2]T(1,0)": [[0, 2], [1, 3]],
+    "replica_groups=mesh['data'=2,'fsdp'=2] {'fsdp'}": [[0, 1], [2, 3]],
+    "replica_groups=mesh['data'=2,'fsdp'=2] {'data'}": [[0, 2], [1, 3]],
+    "replica_groups=mesh['data'=2,'fsdp'=2] {'data','fsdp'}": [[0, 1, 2, 3]],
+    "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}": [[0, 2], [1, 3]],
+    "replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}": [[3, 1], [2, 0]],
+}
+
+
+def test_between_which_devices():
+    for said, groups in GROUPS.items():
+        one = hlo.Instruction("x", "f32[2]", "all-reduce", (), "", f", channel_id=1, {said}, to_apply=%add", False)
+        assert hlo.groups(one) == groups
+        assert hlo.goes_beyond(one, 2) == any(len({device // 2 for device in group}) > 1 for group in groups)
 
 
 def test_bytes_beyond_the_fast_network():
@@ -121,17 +119,14 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "moved", "overlapped"),
-    [
+def test_what_is_communicated_while_the_device_computes():
+    for text, moved, overlapped in (
         (CHAIN, 32, 32),  # one collective, which two fusions show
         (STARTED.replace("BETWEEN", "%m = f32[4]{0} multiply(%p, %p)"), 16, 16),
         (STARTED.replace("BETWEEN", "%m = f32[4]{0} bitcast(%p)"), 16, 0),
-    ],
-)
-def test_what_moves_while_the_device_computes(text, moved, overlapped):
-    cost = hlo.cost(text)
-    assert (cost.bytes, cost.overlapped) == (moved, overlapped)
+    ):
+        cost = hlo.cost(text)
+        assert (cost.bytes, cost.overlapped) == (moved, overlapped)
 
 
 OPTIMIZERS = {
@@ -163,14 +158,10 @@ def test_nothing_goes_over_the_slow_axis_and_no_stack_of_experts_is_gathered(nam
 def test_the_byte_targets_hold_on_eight_devices(tmp_path):
     """GPT-2 Small under FSDP: these are counts, not times, so they can be held."""
     command = "-m examples.research.collectives --models gpt2_small --devices 1 8"
-    names = ["optax_muon", "normpre_g", "normpre_l"]
-    flags = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    subprocess.run(
-        [sys.executable, *command.split(), "--optimizers", *names, "--out", str(tmp_path)],
-        check=True,
-        env=os.environ | flags,
-        capture_output=True,
-    )
+    command += " --optimizers optax_muon normpre_g normpre_l"
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    words = [sys.executable, *command.split(), "--out", str(tmp_path)]
+    subprocess.run(words, check=True, env=environment, capture_output=True)
     rows = json.loads((tmp_path / "collectives.json").read_text())["rows"]
     at = {(row["optimizer"], row["devices"]): row for row in rows}
     peer = at["optax_muon", 8]["bytes"]

@@ -53,7 +53,7 @@ def test_spectra_do_not_depend_on_the_scale():
 
 
 def test_the_papers_examples_of_spectra(x64):
-    """Introduction, one row of 1e4 among rows of 1e-3: the leading mode is the large row's axis, before normalization."""
+    """Introduction: one row of 1e4 among rows of 1e-3 makes up the leading mode, before normalization."""
     directions = np.vstack([gaussian((1, 16)), np.ones((7, 16)) + 0.05 * gaussian((7, 16), 1)])
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     x = np.array([1e4] + [1e-3] * 7)[:, None] * directions

@@ -12,17 +12,16 @@ import matplotlib.image
 import numpy as np
 import optax
 import pytest
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from examples.pretrain import comparison_report, main, optimizers, train
+from examples.pretrain import main, optimizers, train
 from examples.pretrain import run as run_module
 from examples.pretrain.checkpoint import Checkpoints
-from examples.pretrain.config import Config, MatrixConfig, ModelConfig, RunError
+from examples.pretrain.config import Config, MatrixConfig, ModelConfig
 from examples.pretrain.data import load, training_batches
 from examples.pretrain.evaluate import token_losses
 from examples.pretrain.logs import read_lines
-from examples.research import command, diagnostics, figure_data, figure_drawing, figures
+from examples.research import command, figure_data, figure_drawing, figures
 from normpre_optax import families
 from tests import reference
 
@@ -83,8 +82,7 @@ def runs(tmp_path_factory, dataset) -> dict[str, Path]:
 def drawn(runs, tmp_path_factory) -> tuple[Path, dict]:
     """The folder of the figures of both runs, and what ``figures.json`` says."""
     out = tmp_path_factory.mktemp("drawn") / "figures"
-    flags = [part for folder in runs.values() for part in ("--run", str(folder))]
-    flags += ["--out", str(out), "--rank", str(RANK), "2", "--steps", "8", "12"]
+    flags = ["--run", *map(str, runs.values()), "--out", str(out), "--rank", str(RANK), "2", "--steps", "8", "12"]
     assert command.run(figures.main, flags) == 0
     return out, json.loads((out / "figures.json").read_text())
 
@@ -94,8 +92,9 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def checkpoint(content: dict, optimizer: str, step: int) -> dict:
-    (found,) = [one for one in content["runs"] if one["optimizer"] == optimizer]
-    (found,) = [c for c in found["checkpoints"] if c["step"] == step]
+    (found,) = (
+        c for one in content["runs"] if one["optimizer"] == optimizer for c in one["checkpoints"] if c["step"] == step
+    )
     return found
 
 
@@ -103,108 +102,78 @@ def float64(tree) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf, np.float64) for name, leaf in optimizers.by_name(tree).items()}
 
 
-def kept(opt_state, kind):
-    """The one node of that kind in an optimizer's state."""
-    (found,) = [x for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
-    return found
-
-
-def state_and_gradients(folder: Path, step: int) -> tuple[train.TrainState, dict[str, np.ndarray]]:
-    """A checkpoint's state, and the gradients of the batch that follows, counted from the first."""
+def state_and_gradients(folder: Path, step: int, kind) -> tuple:
+    """A checkpoint's weights and node of that kind; clipped gradients of the batch that follows, from the first on."""
     opened = figure_data.open_run(folder)
     state, _ = opened.checkpoints.restore(step, opened.trainer.state)
     opened.checkpoints.close()
-    data_folder, config = Path(opened.record["data"]["folder"]), opened.config
-    batches = training_batches(load(data_folder), context=32, batch_size=config.batch_size, seed=config.seed)
+    batches = training_batches(load(Path(opened.record["data"]["folder"])), context=32, batch_size=4, seed=0)
     tokens = jnp.asarray([next(batches) for _ in range(step + 1)][-1])
-    gradients = jax.grad(lambda p: token_losses(opened.trainer.graphdef, p, tokens).mean())
-    return state, float64(jax.jit(gradients)(state.params))
-
-
-def clipped(gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    gradients = jax.jit(jax.grad(lambda p: token_losses(opened.trainer.graphdef, p, tokens).mean()))(state.params)
+    gradients = float64(gradients)
     norm = np.sqrt(sum(np.sum(g**2) for g in gradients.values()))
-    return {name: g * min(1.0, 1 / norm) for name, g in gradients.items()}
+    opt_state = state.opt_state[1].inner_states["matrix"]
+    (node,) = (x for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind))
+    return state.params, node, {name: g * min(1.0, 1 / norm) for name, g in gradients.items()}
 
 
 @pytest.fixture(scope="module")
 def by_hand(runs) -> dict[str, dict[str, np.ndarray]]:
     """What the run of RMNP does after its second checkpoint, by parameter, as (out, in)."""
-    state, gradients = state_and_gradients(runs["rmnp"], 8)
-    trace, weights = float64(kept(state.opt_state, optax.TraceState).trace), float64(state.params)
-    assert len(trace) == MATRICES
-    found = {}
-    for name, g in clipped(gradients).items():
-        if name in trace:
-            momentum = 0.95 * trace[name] + g
-            looked_ahead = reference.unit_rows((g + 0.95 * momentum).T)  # Nesterov; kernels are (in, out)
-            found[name] = {
-                "momentum": momentum.T,
-                "weight": weights[name].T,
-                "gradient": g.T,
-                "direction": looked_ahead,
-            }
+    params, node, gradients = state_and_gradients(runs["rmnp"], 8, optax.TraceState)
+    trace, weights, found = float64(node.trace), float64(params), {}
+    for name, old in trace.items():
+        g = gradients[name]
+        momentum = 0.95 * old + g
+        direction = reference.unit_rows((g + 0.95 * momentum).T)  # Nesterov; kernels are (in, out)
+        found[name] = {"momentum": momentum.T, "weight": weights[name].T, "gradient": g.T, "direction": direction}
+    assert len(found) == MATRICES
     return found
 
 
 def spectra(matrix: dict, orientation: str) -> tuple[np.ndarray, np.ndarray]:
-    """Eigenvalues before (scaled to trace d) and after normalisation, largest first, all d of them."""
+    """Eigenvalues before (scaled to trace d) and after normalization, largest first: those of the smaller dimension."""
     m, w = (matrix[key] if orientation == "rows" else matrix[key].T for key in ("momentum", "weight"))
     x = reference.tangent_rows(m, w)
     psi = reference.unit_rows(x)
     before = np.linalg.eigvalsh(len(x) / np.trace(x @ x.T) * x @ x.T)[::-1]
-    return before, np.linalg.eigvalsh(psi @ psi.T)[::-1]
+    return before[:16], np.linalg.eigvalsh(psi @ psi.T)[::-1][:16]
 
 
 @pytest.mark.parametrize("orientation", ORIENTATIONS)
-def test_spectra_are_those_of_the_next_update(drawn, by_hand, orientation):
+def test_spectra_and_energies_are_those_of_the_next_update(drawn, by_hand, orientation):
     found = checkpoint(drawn[1], "rmnp", 8)[orientation]
     for place, which in enumerate(("before", "after")):
-        full = [spectra(matrix, orientation)[place] for matrix in by_hand.values()]
-        for matrix, values in zip(by_hand.values(), full, strict=True):
-            rows, columns = matrix["weight"].shape
-            np.testing.assert_allclose(values.sum(), rows if orientation == "rows" else columns)  # the trace is d
-        table = np.array([values[:16] for values in full])  # the short side; there are no other nonzero ones
+        table = np.array([spectra(matrix, orientation)[place] for matrix in by_hand.values()])
         assert found[which]["count"] == [MATRICES] * 16
         # Five digits are kept; float32 leaves 1e-6 of the largest eigenvalue, about 30.
         close = {"rtol": 1e-3, "atol": 1e-4}
         np.testing.assert_allclose(found[which]["mean"], table.mean(0), **close)
         np.testing.assert_allclose(found[which]["low"], np.percentile(table, 25, axis=0), **close)
         np.testing.assert_allclose(found[which]["high"], np.percentile(table, 75, axis=0), **close)
+    for rank in (RANK, 2):
+        energies, shares = found["energies"][str(rank)], {}
+        for name, matrix in by_hand.items():
+            values = np.sqrt(np.maximum(spectra(matrix, orientation)[1], 0))
+            energy, above = (values - 1) ** 2, values > 1
+            parts = energy[above][:rank].sum(), energy[above][rank:].sum(), energy[~above].sum()
+            shares[name] = np.array(parts) / energy.sum()
+            np.testing.assert_allclose(energies["top_of"][name], shares[name][0], rtol=1e-3)
+        mean = [energies[part] for part in ("top", "remain", "sub")]
+        np.testing.assert_allclose(mean, np.mean([*shares.values()], axis=0), rtol=1e-3)
+        assert mean[1] > 0.01 or rank > 2
 
 
-@pytest.mark.parametrize("orientation", ORIENTATIONS)
-@pytest.mark.parametrize("rank", [RANK, 2])
-def test_energies_are_shares_of_what_msign_would_change(drawn, by_hand, orientation, rank):
-    found = checkpoint(drawn[1], "rmnp", 8)[orientation]["energies"][str(rank)]
-    shares = {"top": [], "remain": [], "sub": []}
-    for name, matrix in by_hand.items():
-        values = np.sqrt(np.maximum(spectra(matrix, orientation)[1][:16], 0))
-        energy = (values - 1) ** 2
-        above = values > 1
-        parts = energy[above][:rank].sum(), energy[above][rank:].sum(), energy[~above].sum()
-        for key, part in zip(shares, parts, strict=True):
-            shares[key].append(part / energy.sum())
-        np.testing.assert_allclose(found["top_of"][name], parts[0] / energy.sum(), rtol=1e-3)
-    for key, values in shares.items():
-        np.testing.assert_allclose(found[key], np.mean(values), rtol=1e-3, err_msg=key)
-    assert found["top"] + found["remain"] + found["sub"] == pytest.approx(1, abs=1e-4)
-    assert found["remain"] > 0.01 or rank > 2
-
-
-def test_alignment_is_the_cosine_of_gradient_and_direction(drawn, by_hand):
+def test_alignment_is_the_cosine_of_gradient_and_direction(drawn, by_hand, runs):
     expected = np.mean([cosine(matrix["gradient"], matrix["direction"]) for matrix in by_hand.values()])
     assert abs(expected) > 1e-3
     # The decay that is not there would be half of W, several times the direction.
     assert checkpoint(drawn[1], "rmnp", 8)["alignment"] == pytest.approx(expected, rel=1e-3)
-
-
-def test_alignment_of_adamw_by_its_formula(drawn, runs):
-    state, gradients = state_and_gradients(runs["adamw"], 4)
-    adam = kept(state.opt_state[1].inner_states["matrix"], optax.ScaleByAdamState)
+    # AdamW by its formula.
+    params, adam, gradients = state_and_gradients(runs["adamw"], 4, optax.ScaleByAdamState)
     assert int(adam.count) == 4
-    first, second, gradients = float64(adam.mu), float64(adam.nu), clipped(gradients)
-    cosines = []
-    for name in optimizers.hidden_matrices(state.params):
+    first, second, cosines = float64(adam.mu), float64(adam.nu), []
+    for name in optimizers.hidden_matrices(params):
         g = gradients[name]
         mean, square = (0.9 * first[name] + 0.1 * g) / (1 - 0.9**5), (0.95 * second[name] + 0.05 * g**2) / (1 - 0.95**5)
         cosines.append(cosine(g, mean / (np.sqrt(square) + 1e-8)))
@@ -213,11 +182,10 @@ def test_alignment_of_adamw_by_its_formula(drawn, runs):
 
 
 @pytest.mark.slow
-def test_a_run_from_training_to_figures(flags, tmp_path, capsys):
+def test_a_run_from_training_to_figures(flags, tmp_path):
     """NormPre-L by the commands alone; its direction is the run's own update, decay and learning rate taken out."""
-    more = ["--steps", "6", "--warmup-steps", "1", "--checkpoint-every", "3", "--keep-checkpoints", "9"]
-    more += ["--optimizer", "normpre_l", "--matrix.rank", str(RANK), "--name", "own", "--weight-decay", "0.5"]
-    assert main.main([*flags, *more]) == 0
+    more = "--steps 6 --warmup-steps 1 --checkpoint-every 3 --keep-checkpoints 9 --optimizer normpre_l --name own"
+    assert main.main([*flags, *more.split(), "--matrix.rank", str(RANK), "--weight-decay", "0.5"]) == 0
     folder, out = tmp_path / "runs" / "own", tmp_path / "out"
     assert command.run(figures.main, ["--run", str(folder), "--out", str(out)]) == 0
     (found,) = json.loads((out / "figures.json").read_text())["runs"]
@@ -226,10 +194,11 @@ def test_a_run_from_training_to_figures(flags, tmp_path, capsys):
 
     opened = figure_data.open_run(folder)
     (step, state, tokens), *_ = figure_data.restored(opened)
-    gradients = jax.grad(lambda p: token_losses(opened.trainer.graphdef, p, jnp.asarray(tokens)).mean())(state.params)
+    loss = lambda p: token_losses(opened.trainer.graphdef, p, jnp.asarray(tokens)).mean()  # noqa: E731
+    gradients = jax.jit(jax.grad(loss))(state.params)
     opened.checkpoints.close()
     own = optimizers.make_optimizer(opened.config, train.schedule(opened.config))
-    updates, _ = own.update(gradients, state.opt_state, state.params)
+    updates, _ = jax.jit(own.update)(gradients, state.opt_state, state.params)
     rate = float(train.schedule(opened.config)(step))
     weights, gradients, updates = map(float64, (state.params, gradients, updates))
     names = optimizers.hidden_matrices(state.params)
@@ -238,10 +207,10 @@ def test_a_run_from_training_to_figures(flags, tmp_path, capsys):
     assert 0 < np.mean(cosines) < 1
 
 
-def test_curves_are_those_of_the_log(drawn, runs):
-    for found in drawn[1]["runs"]:
-        lines = read_lines(runs[found["name"]] / "log.jsonl")
-        norms = [line["grad_norm"] for line in lines if "grad_norm" in line]
+def test_curves_files_and_bars(drawn, runs):
+    out, content = drawn
+    for found in content["runs"]:
+        norms = [line["grad_norm"] for line in read_lines(runs[found["name"]] / "log.jsonl") if "grad_norm" in line]
         assert found["gradient_norm"]["steps"] == found["losses"]["train_steps"] == list(range(1, 13))
         np.testing.assert_allclose(found["gradient_norm"]["raw"], norms, rtol=1e-4)
         averages = [np.mean(norms[:k]) for k in range(1, 13)]  # fewer steps than the window holds
@@ -249,71 +218,38 @@ def test_curves_are_those_of_the_log(drawn, runs):
         assert found["losses"]["validation_steps"] == [0, 6, 12]
         assert [c["step"] for c in found["checkpoints"]] == [4, 8, 12]
         assert found["shown"] == [8, 12]
-
-
-def test_files(drawn):
-    out, content = drawn
     names = [f"{kind}_{o}" for kind in ("spectra", "energy") for o in ORIENTATIONS] + [*figure_drawing.LINES]
-    expected = {f"{name}.png" for name in names} | {"README.md", "figures.json"}
-    assert {path.name for path in out.iterdir()} == expected
-    for name in names:
-        assert matplotlib.image.imread(out / f"{name}.png").std() > 0.01
-    report = (out / "README.md").read_text()
+    assert {path.name for path in out.iterdir()} == {f"{name}.png" for name in names} | {"README.md", "figures.json"}
+    assert all(matplotlib.image.imread(out / f"{name}.png").std() > 0.01 for name in names)
+    text = (out / "README.md").read_text()
     top = checkpoint(content, "rmnp", 12)["rows"]["energies"][str(RANK)]["top"]
-    assert f"| rmnp | {RANK} | 12 | {100 * top:.1f} |" in report
-    assert "| 32 | 100 to 10,000 | 62-67 | | | 55-60 | | |" in report
-    assert "adamw: AdamW's average of gradients stands for the momentum." in report
+    assert f"| rmnp | {RANK} | 12 | {100 * top:.1f} |" in text
+    assert "| 32 | 100 to 10,000 | 62-67 |  |  | 55-60 |  |  |" in text
+    assert "adamw: AdamW's average of gradients stands for the momentum." in text
     assert content["command"].startswith("python -m examples.research.figures --run ")
-    assert f"({content['machine']['device']}, jax {jax.__version__})" in report
 
-
-def test_a_figure_is_the_same_whenever_it_is_drawn(drawn, tmp_path):
-    out, content = drawn
-    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
-    figure_drawing.draw_alignments(figure.add_subplot(), content["runs"])
-    comparison_report.save(figure, tmp_path / "alignment")
-    assert (tmp_path / "alignment.png").read_bytes() == (out / "alignment.png").read_bytes()
-
-
-def test_the_bars_are_the_energies(drawn):
-    run = drawn[1]["runs"][0]
-    figure = figure_drawing.panelled([run], lambda axes, r: figure_drawing.draw_energies(axes, r, "columns"))
-    (axes,) = figure.axes
-    tops = [100 * checkpoint(drawn[1], "rmnp", step)["columns"]["energies"][str(RANK)]["top"] for step in run["shown"]]
+    run = content["runs"][0]
+    (axes,) = figure_drawing.panelled([run], lambda axes, r: figure_drawing.draw_energies(axes, r, "columns")).axes
+    tops = [100 * checkpoint(content, "rmnp", step)["columns"]["energies"][str(RANK)]["top"] for step in run["shown"]]
     totals = np.max([[bar.get_y() + bar.get_height() for bar in bars] for bars in axes.containers], axis=0)
-    local = [bars for bars in axes.containers if bars[0].get_x() + bars[0].get_width() / 2 > 0]
     np.testing.assert_allclose(totals, 100, atol=0.02)
-    assert len(local) == 1
-    np.testing.assert_allclose([bar.get_height() for bar in local[0]], tops)
+    (local,) = (bars for bars in axes.containers if bars[0].get_x() + bars[0].get_width() / 2 > 0)
+    np.testing.assert_allclose([bar.get_height() for bar in local], tops)
+    one, other = figure_drawing.styles([run, {**run, "name": "other"}])  # of one optimizer
+    assert (one[0], other[0], one[1] == other[1], one[2] == other[2]) == ("RMNP, rmnp", "RMNP, other", True, False)
 
 
-def test_checkpoints_nearest_to_the_papers_are_shown(runs):
+def test_which_checkpoints_ranks_and_eigenvalues_are_shown(runs):
     run = figure_data.open_run(runs["rmnp"])
-    assert run.steps == [4, 8, 12]
     assert run.shown(()) == (4, 12)  # of 0.12, 0.6, 1.2, 2.4, 6 and 12; 6 is as near to 4 as to 8
     assert run.shown((8, 4)) == (4, 8)
     assert run.ranks(()) == (RANK,)
     assert run.ranks((3, 1, 3)) == (3, 1)
     run.checkpoints.close()
-
-
-def test_runs_of_one_optimizer_are_told_apart(drawn):
-    first, second = drawn[1]["runs"]
-    assert [label for label, _, _ in figure_drawing.styles([first, second])] == ["RMNP", "AdamW"]
-    one, other = figure_drawing.styles([first, {**first, "name": "other"}])
-    assert (one[0], other[0]) == ("RMNP, rmnp", "RMNP, other")
-    assert one[1] == other[1]
-    assert one[2] != other[2]
-
-
-def test_spectra_of_unequal_lengths():
     found = figure_data.by_rank([np.array([4.0, 1.0, 1e-20], np.float32), np.array([2.0], np.float32)])
     assert found == {"mean": [3.0, 1.0], "low": [2.5, 1.0], "high": [3.5, 1.0], "count": [2, 1]}
-
-
-def test_what_is_no_number_is_none():
     assert figure_data.plain(np.array([1.0, np.nan, np.inf])) == [1.0, None, None]
-    assert figures.percent(None) == figures.span([None]) == "no number"
+    assert figures.percent(None) == figures.span([None]) == "NaN"
     assert figures.span([0.25, None, 0.5]) == "25.0-50.0"
 
 
@@ -321,47 +257,10 @@ def test_what_is_no_number_is_none():
 def test_the_momentum_of_every_optimizer_is_found(name):
     params = {"blocks": {"0": {"up": {"kernel": jnp.ones((4, 6))}}}, "tokens": {"embedding": jnp.ones((8, 4))}}
     optimizer = optimizers.make_optimizer(dataclasses.replace(Config(), optimizer=name), lambda t: 1.0)
-    kept = figure_data.moments(jax.eval_shape(optimizer.init, params))
-    expected = {"adamw": "mu", "swan": None}.get(name, "trace")
-    field, moment = kept.get("blocks/0/up/kernel", (None, None))
-    assert field == expected
-    if expected:
-        assert moment.shape == (4, 6)
-    assert kept["tokens/embedding"][0] == "mu"
-
-
-def test_an_optimizer_without_momentum_is_looked_at_by_its_gradient():
-    dims = optimizers.hidden_matrices({"up": {"kernel": jnp.ones((4, 6))}})["up/kernel"]
-    params, gradients = {"up": {"kernel": jnp.ones((4, 6))}}, {"up": {"kernel": jnp.eye(4, 6)}}
-    update = figure_data.Update(gradients, gradients, optax.EmptyState())
-    (matrix,) = figure_data.matrices(figure_data.TrainState(params, optax.EmptyState()), update).values()
-    assert matrix.dims == dims
-    assert matrix.momentum is gradients["up"]["kernel"]
-
-
-def test_the_librarys_orientations_are_these():
-    assert diagnostics.ORIENTATIONS == ORIENTATIONS
-
-
-def refused(arguments: list[str], capsys) -> str:
-    """The one line that a command ends with."""
-    assert command.run(figures.main, arguments) == 1
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1
-    return said.err
-
-
-def test_bad_input_is_one_line(runs, tmp_path, capsys):
-    good = ["--run", str(runs["rmnp"]), "--out"]
-    out = str(tmp_path / "out")
-    assert "--run must name the folder of a run" in refused([], capsys)
-    assert "--run" in (line := refused(["--run", str(tmp_path), "--out", out], capsys))
-    assert "is not the folder of a run" in line
-    assert "--rank must be at least 1, got 0" in refused([*good, out, "--rank", "0"], capsys)
-    assert "--steps 5: " in (line := refused([*good, out, "--steps", "5"], capsys))
-    assert "there are 4, 8, 12" in line
-    assert "is not a folder" in refused([*good, str(runs["rmnp"] / "run.json")], capsys)
-    assert not Path(out).exists()
+    state = jax.eval_shape(optimizer.init, params)
+    ((field, moment),) = figure_data.momenta(params, state, params).values()
+    assert (field, moment.shape) == ({"adamw": "mu", "swan": "gradient"}.get(name, "trace"), (4, 6))
+    assert figure_data.moments(state)["tokens/embedding"][0] == "mu"
 
 
 def edited(run: Path, folder: Path, **changes) -> Path:
@@ -374,21 +273,29 @@ def edited(run: Path, folder: Path, **changes) -> Path:
     return copy
 
 
-def test_a_run_without_checkpoints_or_of_another_version_is_one_line(runs, tmp_path, capsys):
+def test_bad_input_is_one_line(runs, tmp_path, capsys):
+    run, out = str(runs["rmnp"]), tmp_path / "out"
     none = edited(runs["rmnp"], tmp_path / "none")
     shutil.rmtree(none / "checkpoints")
-    line = refused(["--run", str(none), "--out", str(tmp_path / "out")], capsys)
-    assert line == f"error: --run {none}: it has no checkpoints\n"
     other = edited(runs["rmnp"], tmp_path / "other", **{"model.width": 32})
-    line = refused(["--run", str(other), "--out", str(tmp_path / "out")], capsys)
-    assert line.startswith(f"error: --run {other}: cannot restore ")
-    assert "it is of another model or optimizer" in line
+    unknown = edited(runs["rmnp"], tmp_path / "unknown", optimizer="sophia")
     older = edited(runs["rmnp"], tmp_path / "older")
     record = json.loads((older / "run.json").read_text())
     del record["sessions"]
     (older / "run.json").write_text(json.dumps(record))
-    line = refused(["--run", str(older), "--out", str(tmp_path / "out")], capsys)
-    assert line == f"error: --run {older}: its run.json is of another version or damaged: it has no 'sessions'\n"
-    unknown = edited(runs["rmnp"], tmp_path / "unknown", optimizer="sophia")
-    with pytest.raises(RunError, match=r"--run .*another version, with an optimizer 'sophia'"):
-        figure_data.open_run(unknown)
+    for arguments, lines in (
+        ([], ["--run must name the folders of runs"]),
+        (["--run", str(tmp_path)], [f"--run {tmp_path}: ", "is not the folder of a run"]),
+        (["--run", run, "--rank", "0"], ["--rank must be at least 1, got 0"]),
+        (["--run", run, "--steps", "5"], ["--steps 5: ", "there are 4, 8, 12"]),
+        (["--run", run, "--out", f"{run}/run.json"], ["is not a folder"]),
+        (["--run", str(none)], [f"error: --run {none}: it has no checkpoints\n"]),
+        (["--run", str(other)], [f"error: --run {other}: cannot restore ", "it is of another model or optimizer"]),
+        (["--run", str(older)], ["its run.json is of another version or damaged: it has no 'sessions'\n"]),
+        (["--run", str(unknown)], ["another version, with an optimizer 'sophia'"]),
+    ):
+        assert command.run(figures.main, ["--out", str(out), *arguments]) == 1
+        said = capsys.readouterr().err
+        assert all(line in said for line in lines), said
+        assert said.count("\n") == 1
+    assert not out.exists()

@@ -100,3 +100,24 @@ def test_on_a_mesh_it_is_the_same_and_stays_where_it_is(axis_type, spec):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     for _, state in found:
         assert state.trace.values.sharding.is_equivalent_to(there.sharding, 2)
+
+
+def test_state_may_wait_in_the_hosts_memory():
+    """The program of docs/scaling.md, compared with state on the device."""
+    params = {"up": {"kernel": jnp.asarray(cases.gaussian((16, 32)), jnp.float32), "bias": jnp.zeros(32)}}
+    tx = quantize_momentum(npo.normpre_g(1e-3))
+    on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    on_host = on_device.with_memory_kind("pinned_host")
+
+    @jax.jit
+    def step(grads, state, params):
+        updates, state = tx.update(grads, jax.device_put(state, on_device), params)
+        return updates, jax.device_put(state, on_host)
+
+    stays = tx.init(params)
+    waits = jax.device_put(stays, on_host)
+    for _ in range(2):
+        expected, stays = jax.jit(tx.update)(params, stays, params)
+        found, waits = step(params, waits, params)
+        jax.tree.map(np.testing.assert_array_equal, (found, waits), (expected, stays))
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(waits)} == {"pinned_host"}
