@@ -59,7 +59,7 @@ def cells(content: dict[str, Any], optimizer: str) -> dict[str, Cell]:
 
 def table(content: dict[str, Any]) -> str:
     """Losses by row, each with its difference to the published row, in our runs and in the paper."""
-    axis, paper, names, published = (content.get(key) for key in ("axis", "paper", "paper_rows", "published"))
+    axis, paper, names, published = content["axis"], content["paper"], content.get("paper_rows"), content["published"]
     head, rows = [axis or "setting"], {row: [f"**{row}**" if row == published else row] for row in content["rows"]}
     for place, optimizer in enumerate(content["optimizers"]):
         head += [NAMES[optimizer][0], "- published"]

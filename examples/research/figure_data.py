@@ -117,7 +117,7 @@ def numbers(run: OpenRun, ranks: Sequence[int], shown: Sequence[int]) -> dict[st
             "gradient_norm": gradient_norms(run.folder),
             "losses": loss_curves(run.folder),
         }
-        measured = [measure(run, step, *state, ranks, step in shown) for step, *state in restored(run)]
+        measured = [measure(run, *at, ranks, at[0] in shown) for at in restored(run)]
     except (RunError, FileNotFoundError) as error:
         raise RunError(f"--run {run.folder}: {error}") from error
     finally:

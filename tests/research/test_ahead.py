@@ -213,13 +213,6 @@ def test_eigendecompositions_are_priced_by_assumption():
     assert (row["eigh_ms"], row["kernels"]) == (1, 1)  # two batches of up to 64
 
 
-def test_a_program_compiled_here():
-    """The CPU's text, on the model of a GPU: 3 turns of 2 x 16 x 16 x 16 operations."""
-    f = lambda x: jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y) @ y, x)  # noqa: E731
-    text = jax.jit(f).lower(jnp.ones((16, 16))).compile().as_text()
-    assert sum(machine_cost.meter(text or "", GPU)["flops"].values()) == 3 * 2 * 16**3
-
-
 def test_an_option_that_is_not_known_is_named():
     for options, said in (
         ({"target": ("v99",)}, "--target v99: it takes v5e, "),
