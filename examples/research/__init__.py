@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Research programs around the library; ``python -m examples.research.NAME --help`` shows the options of one.
 
-- Ablations: ``ablate`` trains the rows of a table and ``ablation_report`` draws it. ``train`` is the pretraining program
+- Ablations: ``ablate`` trains the rows of a table, ``ablation_report`` draws it. ``train`` is the pretraining program
   with the further optimizers of ``ablations`` and ``quantized``.
 - Runs: ``figures`` (the paper's figures, by ``figure_data`` and ``figure_drawing``), ``sweeps``, ``walk`` and
   ``coordinates``. ``diagnostics`` has functions of matrices, ``monitor`` records them during training.
