@@ -30,6 +30,7 @@ from .processes import Stopped, begin_as_child, lock
 from .variants import Variant
 
 ROOT = Path(__file__).parents[2]
+PROGRAM = "examples.pretrain"  # what trains an arm; examples.research.train has further optimizers
 STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT}
 
 
@@ -163,7 +164,7 @@ class Study:
             held.close()
         if folder.exists() and not (folder / "run.json").exists():
             shutil.rmtree(folder)  # killed before there was anything to go on with
-        command = [sys.executable, "-m", "examples.pretrain", "train", *self.flags(arm)]
+        command = [sys.executable, "-m", PROGRAM, "train", *self.flags(arm)]
         command += ["--resume"] if folder.exists() else []
         mine = cores_of(place, self.jobs)
         with (self.folder / f"{arm.name}.txt").open("a") as output:
@@ -231,7 +232,7 @@ class Study:
         if set(names) <= measured["rows"].keys():
             return {**measured, "rows": {name: measured["rows"][name] for name in names}}
         console.print(f"Measuring {steps} steps of each optimizer")
-        command = [sys.executable, "-m", "examples.pretrain", "efficiency", "--optimizers", ",".join(names)]
+        command = [sys.executable, "-m", PROGRAM, "efficiency", "--optimizers", ",".join(names)]
         command += ["--steps", str(steps), "--output", str(path), *self.config_flags]
         done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment())
         if done.returncode:

@@ -17,9 +17,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from examples.analysis import comparison_report
-
-from . import cluster, configs, data, mesh
+from . import cluster, comparison_report, configs, data, mesh
 from .arms import Arm, Study, stop
 from .config import RunError, check, flag
 from .processes import on_signals

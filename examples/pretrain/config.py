@@ -111,12 +111,8 @@ class MatrixConfig:
     """To what leading singular values are clipped: a number, or mean, the root mean square of all (normpre_l)."""
     tangent: Literal["relaxed", "strict", "none"] = "relaxed"
     """What becomes of the radial part of the momentum (normpre_g, normpre_l)."""
-    tangent_on: Literal["both", "rows", "columns"] = "both"
-    """On which of the alternating steps it does (normpre_g)."""
     orientation: Literal["alternating", "rows", "columns", "both"] = "alternating"
     """What is normalised, step by step (normpre_g, normpre_l)."""
-    source: Literal["psi", "x"] = "psi"
-    """What the spectral stage is built from: the update after normalisation, or before it (normpre_g, normpre_l)."""
     layers: str = ""
     """Hidden matrices with one of these in their path, such as attention or mlp/up+mlp/down; the others go to AdamW.
     Empty: all (all but adamw)."""
@@ -127,9 +123,8 @@ class MatrixConfig:
     muon_ratio: float = 1.0
     """Learning rate for matrices over --learning-rate, which stays that of AdamW's part (muon, rmnp, muon_plus,
     normuon, moga; updates of the others have the size of AdamW's)."""
-    momentum_in: Literal["float32", "bfloat16", "int8"] = "float32"
-    """What momentum is kept in: bfloat16 that of AdamW's part too (all but adamw), int8 that of matrices (all but
-    adamw and swan)."""
+    momentum_in: Literal["float32", "bfloat16"] = "float32"
+    """What momentum is kept in, that of AdamW's part too (all but adamw)."""
     bfloat16: bool = False
     """bfloat16 products with float32 sums in the spectral stage (all but adamw, mano, rmnp and moga)."""
 
@@ -158,21 +153,9 @@ class Config:
     seed: int = 0
     """Seed of initialisation, data order and sampling."""
 
-    optimizer: Literal[
-        "adamw",
-        "muon",
-        "mano",
-        "rmnp",
-        "muoneq",
-        "muon_plus",
-        "normuon",
-        "adamuon",
-        "moga",
-        "swan",
-        "normpre_g",
-        "normpre_l",
-    ] = "normpre_g"
-    """Optimizer of the hidden matrices; embeddings, norms and biases go to AdamW under all of them."""
+    optimizer: str = "normpre_g"
+    """Optimizer of the hidden matrices: adamw, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon, moga, swan,
+    normpre_g or normpre_l; embeddings, norms and biases go to AdamW under all of them."""
     steps: int = 800
     """Number of updates."""
     batch_size: int = 16

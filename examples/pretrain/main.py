@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from . import ablate, cluster, commands, compare, configs, efficiency, mesh, run
+from . import cluster, commands, compare, configs, efficiency, mesh, optimizers, run
 from .config import RunError, check
 from .prepare import command as prepare
 from .processes import Stopped
@@ -18,7 +18,6 @@ usage: python -m examples.pretrain [COMMAND] ...
   train      train a model (also without the word; --config names one of {configs})
   prepare    turn a corpus into token files
   compare    train with several optimizers, learning rates and seeds; tables, figures, report
-  ablate     train with one choice in NormPre changed at a time; table beside the paper's, figure
   efficiency measure time and memory of a step under each optimizer
   evaluate   score a run's model
   generate   let a run's model write
@@ -36,7 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "train": train,
         "prepare": prepare.main,
         "compare": compare.main,
-        "ablate": ablate.main,
         "efficiency": efficiency.main,
         "evaluate": commands.evaluate,
         "generate": commands.generate,
@@ -68,6 +66,7 @@ def train(arguments: Sequence[str]) -> None:
     """Train a model."""
     config = configs.parse(arguments)
     check(config)
+    optimizers.check(config)
     mesh.check(config)
     cluster.check(config)
     with cluster.joined(config):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizers one can ask for by name, with the settings of a run.
 
-This file and ``ablations.py`` are those of the program that know ``normpre_optax``.
+Only this file of the program imports ``normpre_optax``. To add an optimizer, put its factory into ``OPTIMIZERS``.
 """
 
 import inspect
@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.research.quantized import quantize_momentum
 from normpre_optax import (
     MatrixDims,
     decay_matrices_only,
@@ -24,7 +23,6 @@ from normpre_optax import (
 from normpre_optax.optimizer import complete
 from normpre_optax.parameters.dims import split_axes
 
-from .ablations import FROM_X, normpre_g_tangent_on
 from .config import Config, RunError
 from .mesh import whole
 
@@ -39,7 +37,16 @@ def scale_by_adamw(*, adam_b1: float = 0.9, adam_b2: float = 0.95, matrix_dims: 
 OPTIMIZERS = {"adamw": complete(scale_by_adamw), **families()}
 # Optimizers whose updates do not have the size of AdamW's: they need a learning rate of their own.
 OWN_RATE = frozenset({"muon", "rmnp", "muon_plus", "normuon", "moga"})
-NO_TRACE = frozenset({"adamw", "swan"})  # optimizers without momentum of matrices in an optax.trace
+
+
+def check(config: Config) -> None:
+    """Refuse an unknown optimizer.
+
+    Raises:
+        RunError: with the names of all optimizers.
+    """
+    if config.optimizer not in OPTIMIZERS:
+        raise RunError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {config.optimizer!r}")
 
 
 def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTransformationExtraArgs:
@@ -50,10 +57,6 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
     """
     factory = OPTIMIZERS[config.optimizer]
     matrix = config.matrix
-    if matrix.source == "x":
-        factory = FROM_X.get(config.optimizer, factory)
-    elif config.optimizer == "normpre_g" and matrix.tangent_on != "both":
-        factory = normpre_g_tangent_on
     settings = {
         **vars(matrix),
         "weight_decay": config.weight_decay,
@@ -78,8 +81,6 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         optimizer = factory(lambda t: ratio * learning_rate(t), **settings)
     except (ValueError, TypeError) as error:
         raise RunError(f"{config.optimizer} refuses its --matrix settings: {error}") from error
-    if matrix.momentum_in == "int8" and config.optimizer not in NO_TRACE:
-        optimizer = quantize_momentum(optimizer)
     return optax.with_extra_args_support(optax.chain(clip(config.clip, config.clip_norm), optimizer))
 
 
@@ -94,8 +95,6 @@ RENAMED = {
 def has_setting(optimizer: str, name: str) -> bool:
     """Whether a field of ``MatrixConfig`` says anything to an optimizer."""
     ways = {
-        "source": optimizer in FROM_X,
-        "tangent_on": optimizer == "normpre_g",
         "muon_ratio": optimizer in OWN_RATE,
     }
     return ways.get(name, RENAMED.get(name, name) in inspect.signature(OPTIMIZERS[optimizer]).parameters)

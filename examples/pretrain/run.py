@@ -13,8 +13,6 @@ import optax
 from flax import nnx
 from rich.console import Console
 
-from examples.analysis.plot_loss import plot_loss
-
 from . import cluster, data, logs
 from .checkpoint import Checkpoints, Damaged
 from .commands import Trained, load
@@ -22,6 +20,7 @@ from .config import Config, Diverged, MatrixConfig, RunError, differences, flag,
 from .evaluate import Score
 from .generate import generate
 from .optimizers import has_setting, parameter_table
+from .plot_loss import plot_loss
 from .processes import LOCK, lock, on_signals
 from .train import Trainer, compute_dtype, first_row_length, warmup_steps
 

@@ -1,2 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools for experiments: numbers about matrices, a monitor that records them, momentum in eight bits."""
+"""Research programs around the library; ``python -m examples.research.NAME --help`` shows the options of one.
+
+- Ablations: ``ablate`` trains the rows of a table, ``ablation_report`` draws it. ``train`` is the pretraining program
+  with the further optimizers of ``ablations`` and ``quantized``.
+- Runs: ``figures`` (the paper's figures, by ``figure_data`` and ``figure_drawing``), ``sweeps``, ``walk`` and
+  ``coordinates``. ``diagnostics`` has functions of matrices, ``monitor`` records them during training.
+- Theory: ``theorem`` checks ``inequalities`` on runs, ``method_pictures`` draws the method.
+- Cost: ``optimizer_step``, ``accuracy`` and ``train_step`` (with ``torch_gpt2``) measure. ``ahead`` and ``collectives``
+  estimate the cost of a step on accelerators from compiled programs, by ``hlo``, ``traffic`` and ``machine_cost``, on
+  the matrices of ``shapes``.
+
+``report`` writes the files and ``command`` runs a program with errors on one line.
+"""

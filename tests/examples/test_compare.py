@@ -7,15 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-import typing
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from examples.analysis import comparison_report
-from examples.pretrain import arms, compare, configs, main
-from examples.pretrain.config import Config, RunError
+from examples.pretrain import arms, compare, comparison_report, configs, main
+from examples.pretrain.config import RunError
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.variants import Variant, read_variants
 
@@ -125,7 +123,6 @@ def test_a_report_can_be_drawn_again(content, tmp_path, capsys):
 
 def test_every_optimizer_has_a_name_and_a_colour_of_its_own():
     assert set(comparison_report.NAMES) == set(OPTIMIZERS)
-    assert set(typing.get_args(typing.get_type_hints(Config)["optimizer"])) == set(OPTIMIZERS)
     assert len(set(comparison_report.NAMES.values())) == len(OPTIMIZERS)
 
 

@@ -189,7 +189,7 @@ def test_half_an_address_is_refused(flags, line, capsys):
 
 
 def test_other_commands_run_in_one_process(capsys):
-    for command, *words in (["compare"], ["ablate", "tangent"], ["efficiency"]):
+    for command, *words in (["compare"], ["efficiency"]):
         assert main.main([command, *words, "--config", "tiny", "--mesh", "data=2", "--process", "0"]) == 1
         assert f"{command} runs in one process" in capsys.readouterr().err
         assert main.main([command, *words, "--config", "tiny", "--mesh", "data=3"]) == 1

@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from examples.analysis import plot_loss
+from examples.pretrain import plot_loss
 
 
 @pytest.fixture

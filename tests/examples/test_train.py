@@ -375,13 +375,14 @@ def test_generate_stops_at_the_end_of_a_text(dataset):
     assert text == "x" + dataset.tokenizer.decode([65, 65])
 
 
-def test_only_optimizers_and_ablations_know_the_library():
+def test_only_optimizers_imports_the_library_and_nothing_imports_research():
     root = Path(examples.__file__).parent / "pretrain"
     knowing = set()
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else names
+            assert not any(name.startswith("examples.research") for name in names), path
             if any(name.split(".")[0] == "normpre_optax" for name in names):
                 knowing.add(path.relative_to(root).as_posix())
-    assert knowing == {"optimizers.py", "ablations.py"}
+    assert knowing == {"optimizers.py"}

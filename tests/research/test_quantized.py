@@ -45,29 +45,26 @@ def test_nan_and_infinity_stay_visible():
 
 def test_vectors_and_moments_of_adam_are_left_alone():
     params = {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16), "embedding": jnp.ones((9, 8))}
-    tx = quantize_momentum(npo.muon(0.1))
-    state = tx.init(params)
-    found = [x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Quantized)) if isinstance(x, Quantized)]
-    assert [x.values.shape for x in found] == [(8, 16)]
-    sgd = quantize_momentum(optax.sgd(0.1, momentum=0.9)).init(params)[0].trace
-    assert sgd["bias"].dtype == jnp.float32
-    assert sgd["embedding"].values.dtype == jnp.int8
-    np.testing.assert_array_equal(state.inner_states["adamw"].inner_state[0].mu["embedding"], jnp.zeros((9, 8)))
+    is_quantized = lambda x: isinstance(x, Quantized)  # noqa: E731
+    shapes = [
+        [x.values.shape for x in filter(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))]
+        for state in (quantize_momentum(tx).init(params) for tx in (npo.muon(0.1), optax.sgd(0.1, momentum=0.9)))
+    ]
+    assert shapes == [[(8, 16)], [(9, 8), (8, 16)]]
+    with pytest.raises(ValueError, match="has no momentum from"):
+        quantize_momentum(npo.swan(0.1)).init(params)
 
 
-@pytest.mark.parametrize("make", [npo.normpre_g, npo.muon])
-def test_a_step_is_nearly_the_same(make):
+def test_a_step_is_nearly_the_same():
     """An error of a block's 254th in the momentum is one of about a hundredth in a singular vector."""
     params, grads = ({"kernel": jnp.asarray(cases.gaussian((64, 96), seed), jnp.float32)} for seed in (0, 1))
-    plain, tx = make(0.1, weight_decay=0.0), quantize_momentum(make(0.1, weight_decay=0.0))
-    states = plain.init(params), tx.init(params)
-    for _ in range(3):
-        (expected, one), (found, two) = (
-            cases.updater(t)(grads, s, params) for t, s in zip((plain, tx), states, strict=True)
-        )
-        states = one, two
-    error = np.linalg.norm(found["kernel"] - expected["kernel"]) / np.linalg.norm(expected["kernel"])
-    assert 0 < error < 0.03
+    found = []
+    for tx in (npo.muon(0.1, weight_decay=0.0), quantize_momentum(npo.muon(0.1, weight_decay=0.0))):
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = cases.updater(tx)(grads, state, params)
+        found.append(updates["kernel"])
+    assert 0 < np.linalg.norm(found[1] - found[0]) / np.linalg.norm(found[0]) < 0.03
 
 
 def test_it_stands_inside_and_around_others():
@@ -93,12 +90,7 @@ def update_all_kinds(x, states):
 
 @pytest.mark.parametrize(
     ("axis_type", "spec"),
-    [
-        (AxisType.Explicit, ("fsdp", None)),
-        (AxisType.Auto, (None, "fsdp")),
-        pytest.param(AxisType.Explicit, (None, "fsdp"), marks=pytest.mark.thorough),
-        pytest.param(AxisType.Auto, ("fsdp", None), marks=pytest.mark.thorough),
-    ],
+    [(AxisType.Explicit, ("fsdp", None)), (AxisType.Explicit, (None, "fsdp")), (AxisType.Auto, (None, "fsdp"))],
 )
 def test_on_a_mesh_it_is_the_same_and_stays_where_it_is(axis_type, spec):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(axis_type,))
@@ -129,8 +121,3 @@ def test_state_may_wait_in_the_hosts_memory():
         found, waits = step(params, waits, params)
         jax.tree.map(np.testing.assert_array_equal, (found, waits), (expected, stays))
     assert {x.sharding.memory_kind for x in jax.tree.leaves(waits)} == {"pinned_host"}
-
-
-def test_an_optimizer_without_momentum_is_refused():
-    with pytest.raises(ValueError, match="has no momentum from"):
-        quantize_momentum(npo.swan(0.1)).init({"kernel": jnp.ones((4, 8))})

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import normpre_optax as npo
-from examples.benchmarks import hlo
+from examples.research import hlo
 
 KERNELS = {"q": (768, 768), "k": (768, 768), "v": (768, 768), "o": (768, 768), "up": (768, 3072), "down": (3072, 768)}
 # name: sizes, axes, those that shard the rows, and the bound on Auto axes in MB

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pretraining program with the optimizers of ablations: ``python -m examples.research.train [COMMAND] ...``.
+
+It has the commands and options of ``python -m examples.pretrain``, and these further optimizers:
+
+- ``normpre_g_from_x``, ``normpre_l_from_x``: the preconditioner is built before normalization, from X instead of Psi;
+- ``normpre_g_tangent_on_rows``, ``normpre_g_tangent_on_columns``: the tangent projection on every second step only;
+- ``muon_int8``: Muon with its momentum in eight bits.
+"""
+
+import functools
+import sys
+
+from examples.pretrain import arms, comparison_report, optimizers
+from examples.pretrain.main import main
+from examples.research.ablations import normpre_from_x, normpre_g_tangent_on
+from examples.research.quantized import quantize_momentum
+
+
+@functools.wraps(optimizers.OPTIMIZERS["muon"])
+def muon_int8(*args, **kwargs):
+    """Muon with its momentum in eight bits."""
+    return quantize_momentum(optimizers.OPTIMIZERS["muon"](*args, **kwargs))
+
+
+FURTHER = {
+    "normpre_g_from_x": (functools.partial(normpre_from_x, variant="normpre_g"), "NormPre-G from X", "#F0E442"),
+    "normpre_l_from_x": (functools.partial(normpre_from_x, variant="normpre_l"), "NormPre-L from X", "#117733"),
+    "normpre_g_tangent_on_rows": (
+        functools.partial(normpre_g_tangent_on, tangent_on="rows"),
+        "NormPre-G, tangent on rows",
+        "#AA4499",
+    ),
+    "normpre_g_tangent_on_columns": (
+        functools.partial(normpre_g_tangent_on, tangent_on="columns"),
+        "NormPre-G, tangent on columns",
+        "#88CCEE",
+    ),
+    "muon_int8": (muon_int8, "Muon, momentum in int8", "#661100"),
+}
+for name, (factory, label, colour) in FURTHER.items():
+    optimizers.OPTIMIZERS[name] = factory
+    comparison_report.NAMES[name] = (label, colour)
+arms.PROGRAM = "examples.research.train"
+
+if __name__ == "__main__":
+    sys.exit(main())

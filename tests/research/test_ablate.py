@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ablations: what their rows train, the preconditioner built from X, tables and figures."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from examples.pretrain import configs, optimizers
+from examples.pretrain.arms import Arm, environment
+from examples.pretrain.compare import make_study
+from examples.pretrain.config import RunError, check
+from examples.pretrain.processes import lock
+from examples.pretrain.variants import Variant
+from examples.research import ablate, ablation_report, command, train
+from normpre_optax import normpre_g, normpre_l
+from tests import reference
+
+FROM_X = {name: train.FURTHER[f"{name}_from_x"][0] for name in ("normpre_g", "normpre_l")}
+SMALL, WIDE = (configs.load(name) for name in ("nano", "gpt2_small"))
+
+
+def test_every_row_is_a_run_of_its_own_that_the_program_accepts(capsys):
+    for name, ablation in ablate.ablations(WIDE).items():
+        arms = ablate.arms(ablation, WIDE, 1)
+        assert len({arm.name for arm in arms}) == len(arms) == len(ablation.rows) * len(ablation.optimizers)
+        for arm in arms:
+            run = configs.parse(["--config", "gpt2_small", *arm.variant.flags])
+            check(dataclasses.replace(run, name=arm.name))  # a folder's name
+        assert set(ablation.paper) <= set(ablation.rows)
+        published = {str(ablation.variant(ablation.published, who)) for who in ablation.optimizers}
+        assert published == ({"normpre_l:matrix.rank=32"} if name == "sketch" else set(ablation.optimizers)), name
+    assert list(ablate.ablations(WIDE)["rank"].rows) == ["8", "16", "32", "64"]
+    assert list(ablate.ablations(SMALL)["rank"].rows) == ["2", "4", "8", "16"]  # the same shares of the width
+    tangent = ablate.some_rows(ablate.ablations(SMALL)["tangent"], "strict")
+    assert list(tangent.rows) == list(tangent.paper) == ["strict", "relaxed"]
+    with pytest.raises(SystemExit):
+        ablate.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in ablate.ablations(SMALL))
+
+
+BAD = {
+    "": "ablate what? tangent, orientation, source, rank",
+    "tangents": "not 'tangents'",
+    "tangent --seeds 0": "must be at least 1",
+    "tangent --rows strict;weak": "--rows must be of no tangent; strict; relaxed, got 'weak'",
+    "rank --matrix.rank=8": "--matrix.rank is what `ablate rank` sets itself",
+    "all --optimizer muon": "--optimizer is what `ablate tangent` sets itself",
+    "tangent --seed 3": "--seed is what `ablate tangent` sets itself",
+    "tangent --mesh data=2 --process 0": "ablate runs in one process",
+    "tangent --resume": "goes on where it was by itself",
+    "tangent --config huge": "--config must be one of",
+}
+
+
+def test_a_bad_ablation_is_one_line_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for arguments, line in BAD.items():
+        assert command.run(ablate.main, arguments.split()) == 1
+        said = capsys.readouterr().err
+        assert line in said
+        assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_belongs_to_one_study_and_a_run_to_one_process(tmp_path):
+    first, second = (make_study("ablate", "tiny", [], tmp_path, "", 1) for _ in range(2))
+    with first.begun(), pytest.raises(RunError, match="another process is writing"), second.begun():
+        pass
+    with second.begun():
+        assert json.loads((tmp_path / "ablate-tiny" / "study.json").read_text()) == {"flags": ["--config", "tiny"]}
+    arm = Arm(Variant("muon"), 1e-3, 0)
+    (first.folder / arm.name).mkdir(parents=True)
+    with lock(first.folder / arm.name), pytest.raises(RunError, match=f"another process is writing .*{arm.name}"):
+        first.run([arm], Console(quiet=True))
+    assert not first.results, "it has not failed"
+
+
+def matrix(shape=(6, 10), seed: int = 1, *, equal_rows: bool = False) -> np.ndarray:
+    x = np.random.default_rng(seed).normal(size=shape) * np.geomspace(1, 30, shape[0])[:, None]
+    return x / np.linalg.norm(x, axis=1, keepdims=True) if equal_rows else x
+
+
+def from_x(x: np.ndarray, name: str, rank: int) -> np.ndarray:
+    """The two preconditioners in float64, by full decompositions."""
+    psi = x / np.linalg.norm(x, axis=1, keepdims=True)
+    if name == "normpre_l":
+        values, vectors = np.linalg.eigh(x @ x.T * len(x) / np.trace(x @ x.T))
+        p = np.eye(len(x))
+        for value, u in list(zip(values, vectors.T, strict=True))[::-1][:rank]:
+            p += (value**-0.5 - 1) * np.outer(u, u) if value > 1 else 0
+        return p @ psi
+    y, p = x / np.linalg.norm(x), np.eye(len(x))
+    for _ in range(5):
+        gram = y @ y.T
+        factor = 3.4445 * np.eye(len(x)) - 4.7750 * gram + 2.0315 * gram @ gram
+        y, p = factor @ y, factor @ p
+    return p @ (x @ np.linalg.pinv(x)) @ psi  # on the range of x: all of it unless x is tall
+
+
+def first_update(tx, kernel):
+    """Of a momentum (out, in), as (out, in)."""
+    params = {"dense": {"kernel": jnp.zeros(kernel.T.shape)}}
+    updates, _ = tx.update({"dense": {"kernel": jnp.asarray(kernel.T, jnp.float32)}}, tx.init(params), params)
+    return updates["dense"]["kernel"].T
+
+
+@pytest.mark.parametrize("name", FROM_X)
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
+def test_the_preconditioner_from_x(name, shape):
+    x = matrix(shape)
+    tx = FROM_X[name](1.0, tangent="none", weight_decay=0.0, **({"rank": 3} if name == "normpre_l" else {}))
+    expected = from_x(x, name, 3)
+    expected *= -0.2 / np.sqrt(np.mean(expected**2))
+    # float32: an SVD, and five steps that enlarge small singular values up to 3.4^5 = 485 fold.
+    np.testing.assert_allclose(first_update(tx, x), expected, atol=2e-4)
+    if shape == (6, 10):
+        assert not first_update(tx, 0 * x).any()
+        for scale in (1e-15, 1e15):
+            np.testing.assert_allclose(first_update(tx, x * scale), expected, atol=2e-4)
+
+
+def test_rows_of_equal_norm_make_no_difference():
+    x, settings = matrix(seed=2, equal_rows=True), {"tangent": "none", "weight_decay": 0.0}
+    for name, same in {
+        "normpre_g": normpre_g(1.0, **settings),
+        "normpre_l": normpre_l(1.0, method="exact", **settings),
+    }.items():
+        np.testing.assert_allclose(first_update(FROM_X[name](1.0, **settings), x), first_update(same, x), atol=2e-4)
+    # With X = Psi the float64 rules above are those of the reference transcription.
+    start = x / np.linalg.norm(x)  # what Newton-Schulz itself is applied to
+    np.testing.assert_allclose(from_x(start, "normpre_g", 3) / np.sqrt(6), reference.newton_schulz(x), atol=1e-9)
+    np.testing.assert_allclose(from_x(x, "normpre_l", 3), reference.precondition_exact(x, 3), atol=1e-9)
+
+
+def test_the_further_optimizers_train():
+    """X in place of Psi is another update. The tangent acts on the steps of one side only; rows are first."""
+    grads = {"dense": {"kernel": jnp.asarray(matrix(seed=5).T, jnp.float32)}}
+    params = jax.tree.map(lambda g: jnp.full_like(g, 0.5), grads)
+
+    def first_two(*flags: str) -> list[jax.Array]:
+        config = configs.parse(["--config", "tiny", "--clip", "none", *flags])
+        tx = optimizers.make_optimizer(config, lambda t: jnp.float32(0.1))
+        one, state = tx.update(grads, tx.init(params), params)
+        two, _ = tx.update(grads, state, params)
+        return [updates["dense"]["kernel"] for updates in (one, two)]
+
+    published, free = first_two(), first_two("--matrix.tangent", "none")
+    assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(published, free, strict=True))
+    for side, first, second in (("rows", published, free), ("columns", free, published)):
+        chosen = first_two("--optimizer", f"normpre_g_tangent_on_{side}")
+        np.testing.assert_allclose(chosen, [first[0], second[1]], atol=1e-6)
+    direct = FROM_X["normpre_g"](0.1)
+    expected = direct.update(grads, direct.init(params), params)[0]["dense"]["kernel"]
+    found = first_two("--optimizer", "normpre_g_from_x")[0]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert np.abs(found - published[0]).max() > 1e-3
+
+
+def content() -> dict:
+    losses = {
+        ("none", "normpre_g"): (3.0, 3.2),
+        ("strict", "normpre_g"): (3.9, 4.1),
+        ("relaxed", "normpre_g"): (3.4, 3.6),
+        ("none", "normpre_l"): (3.5, None),
+        ("strict", "normpre_l"): (None, None),
+        ("relaxed", "normpre_l"): (3.6, 3.6),
+    }
+    arms = []
+    for (row, optimizer), found in losses.items():
+        for seed, loss in enumerate(found):
+            arms.append(
+                {"row": row, "optimizer": optimizer, "seed": seed, "status": "diverged" if loss is None else "finished"}
+            )
+            arms[-1] |= {"best_validation_loss": loss, "row_norm": [[0, 0.3, 0.0], [9, 0.5, 0.1]]}
+    return {
+        **{"name": "tangent", "title": "Momentum", "rows": ["none", "strict", "relaxed"], "published": "relaxed"},
+        **{"optimizers": ["normpre_g", "normpre_l"], "axis": "", "cost": None, "arms": arms},
+        "paper": {"none": (3.09, 3.11), "strict": (3.18, 3.12), "relaxed": (3.07, 3.08)},
+        **{"settings": "nano", "command": "python -m examples.research.ablate", "date": "2026-01-01"},
+        **{"machine": {"kind": "cpu", "cores": 1}, "versions": {"python": "3.11", "jax": "0.10"}},
+        "config": {
+            **{"steps": 10, "batch_size": 2, "learning_rate": 0.1, "model.context": 4, "model.family": "gpt2"},
+            **{"model.layers": 1, "model.width": 8},
+        },
+        **{"parameters": 1000, "text": {"source": "text"}},
+    }
+
+
+def test_the_report_compares_with_the_papers_table_pair_by_pair(tmp_path):
+    found = content()
+    lines = ablation_report.write(tmp_path, found).splitlines()
+    assert lines[0].count("|") == 10
+    assert lines[2].startswith("| none | 3.1000 ± 0.1414 | -0.4000 | 3.0900 | +0.0200 | 3.5000 (1 lost) | -0.1000 |")
+    assert lines[3] == "| strict | 4.0000 ± 0.1414 | +0.5000 | 3.1800 | +0.1100 |  (2 lost) |  | 3.1200 | +0.0400 |"
+    assert lines[4].startswith("| **relaxed** | 3.5000 ± 0.1414 |  | 3.0700 |  |")
+    g, l = ablation_report.verdicts(found)
+    assert g.startswith("NormPre-G: 2 of 3 pairs in the paper's order.")
+    assert "none - strict -0.9000 (clear), the paper -0.0900: as in the paper" in g
+    assert "none - relaxed -0.4000 (clear), the paper +0.0200: other than in the paper" in g
+    assert l == (
+        "NormPre-L: 0 of 1 pairs in the paper's order. "
+        "none - relaxed -0.1000 (one seed each), the paper +0.0300: other than in the paper."
+    )
+    found["arms"][0]["best_validation_loss"] = 3.0 + 0.78
+    assert "none - relaxed -0.0100 (within the noise)" in ablation_report.verdicts(found)[0]
+    assert {path.name for path in tmp_path.iterdir()} == {f"tangent.{suffix}" for suffix in ("json", "md", "png")}
+    assert "learning rate 0.1, 2 seed(s)" in (tmp_path / "tangent.md").read_text()
+
+
+def test_rows_that_are_numbers_with_their_cost():
+    found = content() | {
+        "rows": ["2", "8"],
+        "published": "8",
+        "axis": "rank",
+        "optimizers": ["normpre_l"],
+        "name": "rank",
+    }
+    found |= {"cost": {"2/normpre_l": 1.5, "8/normpre_l": 2.5}, "paper": {"2": (3.1,), "8": (3.0,)}}
+    found |= {"paper_rows": {"2": "16", "8": "64"}}
+    for arm, row in zip(found["arms"], ["2", "2", "8", "8"], strict=False):
+        arm |= {"row": row, "optimizer": "normpre_l"}
+    shown = ablation_report.table(found)
+    assert "| rank | NormPre-L | - published | paper's rank | paper | - published | optimizer, ms |" in shown
+    assert "| **8** | 4.0000 ± 0.1414 |  | 64 | 3.0000 |  | 2.50 |" in shown
+    ours, paper, _ = ablation_report.draw(found).axes
+    assert [label.get_text() for axes in (ours, paper) for label in axes.get_xticklabels()] == ["2", "8", "16", "64"]
+
+
+@pytest.mark.thorough  # as comparisons are, of which CI runs one
+@pytest.mark.timeout(900)
+def test_an_ablation_from_end_to_end(flags, tmp_path):
+    """Two rows of a table; what has run once is not run again."""
+    line = [sys.executable, "-m", "examples.research.ablate", "rank", "--rows", "1", *flags, "--jobs", "2"]
+    line += ["--seeds", "1", "--steps", "20", "--warmup-steps", "2", "--efficiency-steps", "3"]
+    run = lambda *more: subprocess.run([*line, *more], cwd=tmp_path, env=environment(), capture_output=True, text=True)  # noqa: E731
+    said = [run(), run()]
+    assert [one.stdout.count("was there: ") for one in said] == [0, 2], said[0].stderr
+    found = json.loads((tmp_path / "runs" / "ablate-tiny" / "report" / "rank.json").read_text())
+    assert [arm["row"] for arm in found["arms"] if arm["status"] == "finished"] == ["1", "4"]
+    assert found["cost"].keys() == {"1/normpre_l", "4/normpre_l"}
+    other = run("--batch-size", "4")
+    assert other.returncode == 1
+    assert "holds runs with other settings" in other.stderr

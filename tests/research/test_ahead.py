@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The meter on programs whose cost is known, and on real ones where the compilers of TPUs and GPUs are installed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from examples.research import ahead, hlo, machine_cost
+from examples.research.machine_cost import MACHINES
+
+pytestmark = pytest.mark.every_platform
+
+# Round figures: a cycle is a microsecond, a byte a nanosecond, an operation a picosecond or more.
+TPU = machine_cost.Tpu("test", "", clock=1e6, bandwidth=1e9, peak=1e12)
+GPU = machine_cost.Gpu("test", bandwidth=1e9, bfloat16=1e12, tensor_float=5e11, float32=1e11, config="")
+LAUNCH = machine_cost.LAUNCH_MS
+
+
+def cycles(n):
+    return f'metadata={{op_name="jit(step)/mul"}}, backend_config={{"estimated_cycles":"{n}"}}'
+
+
+def program(*computations):
+    return "HloModule test\n\n" + "\n\n".join(computations) + "\n"
+
+
+def entry(*lines):
+    return "ENTRY %main (x: f32[1000]) -> f32[1000] {\n  " + "\n  ".join(lines) + "\n}"
+
+
+SCALE = """%scale (p: f32[1000]) -> f32[1000] {
+  %p = f32[1000]{0} parameter(0)
+  ROOT %double = f32[1000]{0} add(%p, %p)
+}"""
+LESS = """%{name} (c: (s32[], f32[1000], s32[])) -> pred[] {{
+  %c.{name} = (s32[], f32[1000]{{0}}, s32[]) parameter(0)
+  %i.{name} = s32[] get-tuple-element(%c.{name}), index=0
+  %n.{name} = s32[] {bound}
+  ROOT %less.{name} = pred[] compare(%i.{name}, %n.{name}), direction=LT
+}}"""
+BODY = """%{name} (c: (s32[], f32[1000], s32[])) -> (s32[], f32[1000], s32[]) {{
+  %b.{name} = (s32[], f32[1000]{{0}}, s32[]) parameter(0)
+  %j.{name} = s32[] get-tuple-element(%b.{name}), index=0
+  %y.{name} = f32[1000]{{0}} get-tuple-element(%b.{name}), index=1
+  %m.{name} = s32[] get-tuple-element(%b.{name}), index=2
+  %one.{name} = s32[] constant(1)
+  %next.{name} = s32[] add(%j.{name}, %one.{name})
+  {inside}
+  ROOT %t.{name} = (s32[], f32[1000]{{0}}, s32[]) tuple(%next.{name}, %z.{name}, %m.{name})
+}}"""
+WORK = "%z.body = f32[1000]{0} fusion(%y.body), kind=kLoop, calls=%scale, " + cycles(7)
+COUNTER = 12  # bytes: a turn adds one to a number
+
+
+def looped(rest="", inside=WORK, bound="get-tuple-element(%c.test), index=2", *more):
+    """A loop over the scaling of a thousand numbers, started at 0 with the bound 4 in its tuple."""
+    return program(
+        *(SCALE, *more, LESS.format(name="test", bound=bound), BODY.format(name="body", inside=inside)),
+        entry(
+            "%x = f32[1000]{0} parameter(0)",
+            "%zero = s32[] constant(0)",
+            "%four = s32[] constant(4)",
+            "%start = (s32[], f32[1000]{0}, s32[]) tuple(%zero, %x, %four)",
+            f"%loop = (s32[], f32[1000]{{0}}, s32[]) while(%start), condition=%test, body=%body{rest}",
+            "ROOT %y = f32[1000]{0} get-tuple-element(%loop), index=1",
+        ),
+    )
+
+
+def one(*lines, computations=(SCALE,)):
+    return program(*computations, entry("%x = f32[1000]{0} parameter(0)", *lines))
+
+
+def test_bytes_and_cycles_of_a_fusion_and_names_of_what_has_no_price():
+    row = machine_cost.meter(one(f"ROOT %y = f32[1000]{{0}} fusion(%x), kind=kLoop, calls=%scale, {cycles(3)}"), TPU)
+    assert row["hbm_bytes"] == 8000  # four in, four out
+    assert (row["compute_ms"], row["hbm_ms"]) == pytest.approx((0.003, 0.008))
+    assert row["ms"] == row["hbm_ms"]  # the larger of the two
+    call = 'ROOT %y = f32[1000]{0} custom-call(%x), custom_call_target="Cholesky"'
+    assert machine_cost.meter(one(call), TPU)["unpriced"] == {"Cholesky": 1}
+    # A Pallas kernel says how many operations it has.
+    call += ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"20000000","transcendentals":"0"}}}'
+    row = machine_cost.meter(one(call), TPU)
+    assert (row["compute_ms"], row["unpriced"], row["hbm_bytes"]) == (pytest.approx(0.02), {}, 8000)
+
+
+def test_what_is_on_the_chip_costs_no_bytes_and_a_copy_counts_once():
+    row = machine_cost.meter(
+        one(
+            "%start = (f32[1000]{0:T(8)S(1)}, f32[1000]{0:T(8)}, u32[]{:S(2)}) copy-start(%x)",
+            "%here = f32[1000]{0:T(8)S(1)} copy-done(%start)",
+            "%slice = ((f32[1000]{0:T(8)}), f32[10]{0:T(8)S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:10]}",
+            "%part = f32[10]{0:T(8)S(1)} slice-done(%slice)",
+            '%all = f32[10]{0:T(8)S(1)} custom-call(%part), custom_call_target="ConcatBitcast"',
+            f"ROOT %y = f32[1000]{{0:T(8)S(1)}} fusion(%here), kind=kLoop, calls=%scale, {cycles(3)}",
+        ),
+        TPU,
+    )
+    assert row["hbm_bytes"] == 4000 + 40
+    assert row["unpriced"] == {}
+
+
+def test_slices_in_a_fusion_count_with_the_slice():
+    inner = """%part (p: f32[100,1000], q: f32[100,1000], i: s32[]) -> f32[100,1000] {
+  %q = f32[100,1000]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %nil = s32[] constant(0)
+  %p = f32[100,1000]{1,0} parameter(0)
+  %row = f32[1,1000]{1,0} dynamic-slice(%p, %i, %nil), dynamic_slice_sizes={1,1000}
+  %sine = f32[1,1000]{1,0} sine(%row)
+  ROOT %out = f32[100,1000]{1,0} dynamic-update-slice(%q, %sine, %i, %nil)
+}"""
+    text = program(
+        inner,
+        "ENTRY %main (a: f32[100,1000]) -> f32[100,1000] {\n"
+        "  %a = f32[100,1000]{1,0} parameter(0)\n  %b = f32[100,1000]{1,0} parameter(1)\n  %k = s32[] parameter(2)\n"
+        f"  ROOT %y = f32[100,1000]{{1,0}} fusion(%a, %b, %k), kind=kLoop, calls=%part, {cycles(1)}\n}}",
+    )
+    for machine in (TPU, GPU):
+        assert machine_cost.meter(text, machine)["hbm_bytes"] == 4000 + 4000 + 4  # a row in, a row out, the index
+
+
+def test_how_often_a_loop_turns():
+    for text, turns in (
+        (looped(', backend_config={"known_trip_count":{"n":"3"}}'), 3),
+        (looped(bound="constant(5)"), 5),
+        (looped(), 4),
+    ):
+        row = machine_cost.meter(text, TPU)
+        assert row["compute_ms"] == pytest.approx(turns * 0.007)
+        assert row["hbm_bytes"] == turns * (8000 + COUNTER)
+    changing = looped().replace("%z.body, %m.body)", "%z.body, %next.body)")  # a bound that is data
+    with pytest.raises(ValueError, match="does not say how often"):
+        machine_cost.meter(changing, TPU)
+    assert machine_cost.meter(changing, TPU, turns=2.5)["compute_ms"] == pytest.approx(2.5 * 0.007)
+    inner = (
+        "%start.body = (s32[], f32[1000]{0}, s32[]) tuple(%zero.body, %y.body, %m.body)\n"
+        "  %zero.body = s32[] constant(0)\n"
+        "  %loop.body = (s32[], f32[1000]{0}, s32[]) while(%start.body), condition=%inner, body=%work\n"
+        "  %z.body = f32[1000]{0} get-tuple-element(%loop.body), index=1"
+    )
+    work = BODY.format(name="work", inside=WORK.replace(".body", ".work"))
+    nested = looped(
+        "", inner, "constant(5)", LESS.format(name="inner", bound="get-tuple-element(%c.inner), index=2"), work
+    )
+    assert machine_cost.meter(nested, TPU)["compute_ms"] == pytest.approx(5 * 4 * 0.007)
+
+
+def test_the_most_expensive_branch_counts():
+    branches = [
+        f"%b{k} (p: f32[1000]) -> f32[1000] {{\n  %p.{k} = f32[1000]{{0}} parameter(0)\n"
+        f"  ROOT %r.{k} = f32[1000]{{0}} fusion(%p.{k}), kind=kLoop, calls=%scale, {cycles(n)}\n}}"
+        for k, n in enumerate((10, 30, 20))
+    ]
+    call = "ROOT %y = f32[1000]{0} conditional(%which, %x, %x, %x), branch_computations={%b0, %b1, %b2}"
+    row = machine_cost.meter(one("%which = s32[] constant(0)", call, computations=(SCALE, *branches)), TPU)
+    assert row["compute_ms"] == pytest.approx(0.03)
+    assert row["hbm_bytes"] == 8000
+    assert row["top"][0]["times"] == 1
+
+
+def test_kernels_of_a_gpu():
+    """A product of 100 x 100 in TF32 (2e6 operations, 4 us) that moves 120,000 bytes (120 us), and a launch."""
+    dot = """%gemm (p: f32[100,100], q: f32[100,100]) -> f32[100,100] {
+  %p = f32[100,100]{1,0} parameter(0)
+  %q = f32[100,100]{1,0} parameter(1)
+  ROOT %d = f32[100,100]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}"""
+    text = program(
+        dot,
+        "ENTRY %main (a: f32[100,100]) -> f32[100,100] {\n"
+        "  %a = f32[100,100]{1,0} parameter(0)\n  %b = f32[100,100]{1,0} bitcast(%a)\n"
+        "  ROOT %y = f32[100,100]{1,0} fusion(%a, %b), kind=kCustom, calls=%gemm\n}",
+    )
+    row = machine_cost.meter(text, GPU)
+    assert row["kernels"] == 1
+    assert row["flops"] == {"f32 default": 2e6}
+    assert row["ms"] == pytest.approx(0.12 + LAUNCH)
+    slow = dataclasses.replace(GPU, bandwidth=1e15)
+    assert machine_cost.meter(text, slow)["ms"] == pytest.approx(0.004 + LAUNCH, rel=1e-3)
+    highest = text.replace("rhs_contracting_dims={0}", "rhs_contracting_dims={0}, operand_precision={highest,highest}")
+    assert machine_cost.meter(highest, slow)["ms"] == pytest.approx(0.02 + LAUNCH, rel=1e-3)
+
+
+def test_products_of_libraries_and_as_convolutions():
+    config = '"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"]}'
+    text = (
+        "ENTRY %main (a: bf16[7,10,20]) -> bf16[7,10,30] {\n  %a = bf16[7,10,20]{2,1,0} parameter(0)\n"
+        "  %b = bf16[7,20,30]{2,1,0} parameter(1)\n  ROOT %y = (bf16[7,10,30]{2,1,0}, s8[64]{0}) custom-call(%a, %b), "
+        f'custom_call_target="__cublas$gemm", backend_config={{{config}}}\n}}'
+    )
+    row = machine_cost.meter(text, GPU)
+    assert (row["flops"], row["unpriced"]) == ({"bf16 default": 2 * 7 * 10 * 20 * 30}, {})
+    text = (  # a batch of products that a TPU writes as a convolution
+        "ENTRY %main (a: f32[12,256,512]) -> f32[12,256,128] {\n  %a = f32[12,256,512]{2,1,0} parameter(0)\n"
+        "  %b = f32[12,512,128]{2,1,0} parameter(1)\n  ROOT %y = f32[12,256,128]{2,1,0} convolution(%a, %b), "
+        "window={size=12 stride=11 lhs_dilate=12}, dim_labels=0bf_0io->0bf\n}"
+    )
+    assert hlo.cost(text).flops == 2 * 12 * 256 * 512 * 128
+
+
+def test_eigendecompositions_are_priced_by_assumption():
+    text = (
+        "ENTRY %main (x: f32[3,20,20]) -> f32[3,20] {{\n  %x = f32[{0},{1},{1}]{{2,1,0{2}}} parameter(0)\n"
+        '  ROOT %y = f32[{0},{1}]{{1,0{2}}} custom-call({3}), custom_call_target="{4}"\n}}'
+    )
+    row = machine_cost.meter(text.format(3, 20, ":S(1)", "%x, %x, %x, %x", "EighTpu"), TPU)
+    assert row["ms"] == pytest.approx(row["eigh_ms"]) == pytest.approx(3 * 8 * 39 * 150 / 1e3)
+    assert row["unpriced"] == {}
+    row = machine_cost.meter(text.format(65, 40, "", "%x", "cusolver_syevd_ffi"), GPU)
+    assert (row["eigh_ms"], row["kernels"]) == (1, 1)  # two batches of up to 64
+
+
+def test_an_option_that_is_not_known_is_named():
+    for options, said in (
+        ({"target": ("v99",)}, "--target v99: it takes v5e, "),
+        ({"target": ()}, "--target without a name: it takes"),
+        ({"optimizers": ("adamv",)}, "--optimizers adamv: it takes"),
+        ({"model": "gpt3"}, "--model gpt3: it takes tiny, "),
+        ({"train_step": "gpt3"}, "--train-step gpt3: it takes"),
+        ({"layers": 0}, "--layers 0 is none of 1 to 12"),
+        ({"layers": 99}, "--layers 99 is none of 1 to 12"),
+    ):
+        with pytest.raises(SystemExit, match=f"^{said}"):
+            ahead.main(ahead.Options(**options))
+
+
+def test_what_does_not_fit_is_one_line_and_the_rest_has_its_rows(monkeypatch, tmp_path):
+    class Large:
+        trace = lower = lambda self, *args, **kwargs: self
+
+        def compile(self, **options):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM (18G).\nLargest: ...")
+
+    def estimate(target, model, layers, name):
+        if name == "muon":
+            ahead.compiled(target, Large(), ())
+        return dict.fromkeys(("ms", "compile_s"), 1.0) | {"unpriced": {}, "flops": {}}
+
+    monkeypatch.setattr(ahead, "estimate", estimate)
+    monkeypatch.setattr(ahead, "devices", lambda target: jax.devices("cpu"))
+    line = r"^muon on v5e: Ran out of memory on HBM \(18G\)\. --layers .*--micro-batch [a-z ]+$"
+    with pytest.raises(SystemExit, match=line):
+        ahead.main(ahead.Options(optimizers=("adamw", "muon"), out=tmp_path))
+    assert "| adamw | 1 |" in (tmp_path / "ahead_v5e_gpt2_small.md").read_text()
+
+
+def test_a_compiler_that_is_not_installed_is_asked_for(monkeypatch):
+    monkeypatch.setattr(ahead.importlib.util, "find_spec", lambda name: None)
+    ahead.devices.cache_clear()
+    for target, extra in (("v5e", "tpu-compile"), ("h100", "gpu-compile")):
+        with pytest.raises(SystemExit, match=extra):
+            ahead.devices(target)
+
+
+def compiles(target):
+    """A mark: only where the compiler for ``target`` is installed."""
+    return pytest.mark.skipif(bool(ahead.missing(target)), reason=f'pip install ".[{ahead.missing(target)}]"')
+
+
+BOTH = [pytest.param(target, marks=compiles(target)) for target in ("v5e", "h100")]
+
+
+def priced(target, f, *shapes):
+    """A function compiled for a chip, and metered."""
+    arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    return machine_cost.meter(ahead.compiled(target, jax.jit(f), arguments)[0].as_text(), MACHINES[target])
+
+
+@pytest.mark.parametrize("target", BOTH)
+def test_a_loop_costs_what_the_unrolled_program_does(target):
+    step = lambda y, w: jnp.tanh(y @ w)  # noqa: E731
+
+    def unrolled(x, w):
+        for _ in range(7):
+            x = step(x, w)
+        return x
+
+    rolled = lambda x, w: jax.lax.fori_loop(0, 7, lambda _, y: step(y, w), x)  # noqa: E731
+    loop, flat = (priced(target, f, (1024, 1024), (1024, 1024)) for f in (rolled, unrolled))
+    assert loop["flops"].keys() <= {"f32 default", "bf16 default"}
+    assert sum(loop["flops"].values()) == sum(flat["flops"].values()) == 7 * 2 * 1024**3
+    if target == "v5e":  # On a GPU a loop also launches a kernel that counts, and one that copies what it carries.
+        assert loop["ms"] == pytest.approx(flat["ms"], rel=0.1)
+
+
+@pytest.mark.parametrize("target", BOTH)
+def test_a_large_product_takes_what_is_published(target):
+    """Within a fifth of the peak: the compiler fills the matrix units, the model of a GPU assumes so."""
+    row = ahead.estimate(target, "tiny", None, ahead.PRODUCT)
+    peak = {"v5e": 197e12, "h100": 989e12}[target]
+    assert 1 <= row["ms"] / (1e3 * 2 * ahead.SIDE**3 / peak) < 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", BOTH)
+def test_adamw_moves_28_bytes_a_weight(target):
+    """Four arrays in, three out; the time of these bytes and not much more."""
+    row = ahead.estimate(target, "gpt2_small", 1, "adamw")
+    assert row["hbm_bytes_per_weight"] == pytest.approx(28, rel=1e-3)
+    assert row["state_per_weight_byte"] == pytest.approx(2, rel=1e-3)
+    assert row["hbm_ms"] <= row["ms"] < 1.4 * row["hbm_ms"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", BOTH)
+def test_the_report(target, tmp_path):
+    ahead.main(ahead.Options(target=(target,), model="tiny", layers=1, optimizers=("adamw", "mano"), out=tmp_path))
+    table = (tmp_path / f"ahead_{target}_tiny_1layers.md").read_text()
+    assert "nothing was run" in table
+    assert "| mano |" in table
+    assert "--layers 1 --optimizers adamw mano" in table
+
+
+@pytest.mark.slow
+@compiles("v5e")
+def test_a_train_step():
+    row = ahead.estimate_train_step("v5e", "tiny", 1, "adamw")
+    assert row["peak_bytes"] >= row["argument_bytes"] > 0
+    assert row["flops"]

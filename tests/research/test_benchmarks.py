@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks run at a small size and write what they promise; what they measure is not judged here."""
+
+import json
+import math
+
+import pytest
+
+from examples.research import accuracy, optimizer_step, shapes
+
+pytestmark = pytest.mark.slow
+
+
+def written(folder, stem):
+    """The JSON report, after a look at its table."""
+    table = (folder / f"{stem}.md").read_text()
+    result = json.loads((folder / f"{stem}.json").read_text())
+    assert all((row["path"] if isinstance(row, dict) else row) in table for row in result["rows"])
+    assert {"command", "date", "machine", "versions"} <= set(result)
+    return result
+
+
+def test_optimizer_step(tmp_path):
+    names = ("adamw", "optax_muon", "clean_muon", "adamuon", "rmnp", "swan")
+    optimizer_step.main(optimizer_step.Options(model="tiny", repeats=2, optimizers=names, out=tmp_path))
+    rows = written(tmp_path, "optimizer_step_tiny_cpu")["rows"]
+    assert rows["optax_muon"]["over_optax_muon"] == 1
+    assert all(math.isfinite(value) for row in rows.values() for value in row.values())
+    kept = {name: round(row["state_per_parameter_byte"], 2) for name, row in rows.items()}  # counters are a few bytes
+    assert kept == {"adamw": 2.0, "optax_muon": 1.0, "clean_muon": 1.0, "adamuon": 2.0, "rmnp": 1.0, "swan": 0.0}
+    assert (tmp_path / "optimizer_step_tiny_cpu.png").stat().st_size > 1000
+
+    options = optimizer_step.Options(model="tiny", compile_only=True, optimizers=("normpre_l", "adamw"), out=tmp_path)
+    optimizer_step.main(options)
+    result = written(tmp_path, "optimizer_step_tiny_cpu_compile")
+    assert list(result["rows"]["normpre_l"]) == ["compile_s", "temporaries_per_parameter_byte"]
+    assert result["command"].endswith("optimizer_step --model tiny --optimizers normpre_l adamw --compile-only")
+    for unknown, options in (("gpt3", {"model": "gpt3"}), ("adamv", {"optimizers": ("adamv",)})):
+        with pytest.raises(SystemExit, match=unknown):
+            optimizer_step.main(optimizer_step.Options(**options, out=tmp_path))
+
+
+def test_the_shapes_are_the_papers():
+    count = {name: layers * len(matrices) for name, (layers, matrices) in shapes.MODELS.items()}
+    assert (count["gpt2_small"], count["llama_1p3b"], count["qwen3_1p7b"]) == (48, 168, 196)
+
+
+def test_accuracy(tmp_path):
+    accuracy.main(accuracy.Options(rows=48, columns=96, rank=4, oversample=2, out=tmp_path))
+    rows = written(tmp_path, "accuracy_cpu")["rows"]
+    rounding = [row["gaussian"] for row in rows if "float32" in row["path"] and "sketch" in row["path"]]
+    assert rounding
+    assert max(rounding) < 1e-4
+
+
+def test_train_step_against_torch(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from examples.research import train_step
+
+    tiny = "--model.layers 1 --model.width 32 --model.heads 2 --model.mlp-width 64 --model.context 16"
+    tiny = [*tiny.split(), "--data.vocabulary", "300"]
+    options = train_step.Options(batch_size=2, repeats=2, warmup=1, torch_compile=False, out=tmp_path)
+    train_step.main(options, tiny)
+    result = written(tmp_path, "train_step_gpt2_10m_cpu")
+    assert set(result["rows"]) == {"torch_adamw", "adamw", "normpre_g", "normpre_l"}
+    assert all(row[f"{part}_ms"] > 0 for row in result["rows"].values() for part in ("update", "step"))
+    # Six updates of each: the same AdamW with the same schedule, too.
+    assert result["last_loss"]["adamw"] == pytest.approx(result["last_loss"]["torch_adamw"], abs=1e-4)
+    assert result["torch_is"] == "eager"
+    assert "--batch-size 2" in result["command"]
+    assert "--model.layers 1" in result["command"]
+    with pytest.raises(SystemExit, match="gpt2"):
+        train_step.main(options, [*tiny, "--model.family", "llama"])
+    gelu = torch.nn.functional.gelu
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda x: gelu(x, approximate="tanh"))
+    with pytest.raises(AssertionError, match="not the same"):
+        train_step.main(options, tiny)
