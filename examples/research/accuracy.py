@@ -21,7 +21,7 @@ from rich.console import Console
 from examples.research import report
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg.precision import product
-from normpre_optax.linalg.sketch import clip_by_sketch, clip_exactly
+from normpre_optax.linalg.sketch import Clipping, clip_by_sketch, clip_exactly, sum_of_squares, to_threshold
 
 Matrix = np.ndarray
 
@@ -125,15 +125,16 @@ def measure(options: Options) -> list[dict]:
         compiled = jax.jit(f)
         row(path, against, lambda x: relative(compiled(jnp.asarray(x, jnp.float32)), truth(x)))
 
-    one = jnp.ones((1, 1))
+    def to_one(psi: jax.Array) -> Clipping:
+        return to_threshold(sum_of_squares(psi), rank)
 
     def clip_sketch(psi: jax.Array, powers: int, dtype: jnp.dtype | None, products: bool = False) -> jax.Array:
         draws = jnp.asarray(omega, jnp.float32)
-        ((left, right, _),) = clip_by_sketch([psi], [draws], [rank], [one], powers, products, dtype)
+        ((left, right, _),) = clip_by_sketch([psi], [draws], [to_one(psi)], powers, products, dtype)
         return psi + product(left.T, right, dtype)
 
     def clip_exact(psi: jax.Array) -> jax.Array:
-        left, right, _ = clip_exactly(psi, rank, one)
+        left, right, _ = clip_exactly(psi, to_one(psi))
         return psi + product(left.T, right)
 
     half = jnp.dtype(jnp.bfloat16)

@@ -18,7 +18,7 @@ from normpre_optax import MatrixDims
 from normpre_optax.linalg.newton_schulz import one_at_a_time
 from normpre_optax.linalg.precision import exact_product, working_dtype
 from normpre_optax.linalg.rows import tangent_rows, unit_rows
-from normpre_optax.linalg.sketch import clip_by_sketch
+from normpre_optax.linalg.sketch import clip_by_sketch, sum_of_squares, to_threshold
 from normpre_optax.parameters.dims import to_matrices
 
 ORIENTATIONS = ("rows", "columns")
@@ -220,9 +220,9 @@ def sketch_error(psi: jax.Array, omega: jax.Array, rank: int = 32, power_iterati
     """
     psi, omega = _lifted(psi), _lifted(omega)
     wide = psi.mT if psi.shape[-2] > psi.shape[-1] else psi
-    omega, level = omega[..., : wide.shape[-2], :], jnp.ones((*wide.shape[:-2], 1, 1), wide.dtype)
+    omega, to_one = omega[..., : wide.shape[-2], :], to_threshold(sum_of_squares(wide), rank)
     # Only the basis is used: orthonormal rows of the subspace that the library's sketch finds.
-    ((basis, *_),) = clip_by_sketch([wide], [omega], [rank], [level], power_iterations, True, wide.dtype)
+    ((basis, *_),) = clip_by_sketch([wide], [omega], [to_one], power_iterations, True, wide.dtype)
     basis = jnp.vectorize(_qr, signature="(n,l)->(n,l)")(basis.mT).mT
     seen = exact_product(basis, wide)
 

@@ -34,6 +34,12 @@ class Clipping(NamedTuple):
     rank: jax.Array
 
 
+def to_threshold(total: jax.Array, rank: int, threshold: jax.typing.ArrayLike = 1.0) -> Clipping:
+    """Return the clipping of ``rank`` singular values to a threshold, for matrices with this sum of squares."""
+    one = jnp.ones_like(total)
+    return Clipping(total, one * jnp.square(threshold), jnp.zeros_like(total), one * rank)
+
+
 def clip_by_sketch(
     psis: Sequence[jax.Array],
     omegas: Sequence[jax.Array],
@@ -65,10 +71,9 @@ def clip_by_sketch(
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from normpre_optax.linalg.sketch import Clipping, clip_by_sketch
+        >>> from normpre_optax.linalg.sketch import clip_by_sketch, sum_of_squares, to_threshold
         >>> psi, omega = jnp.diag(jnp.array([5.0, 3.0, 1.0])), jax.random.normal(jax.random.key(0), (2, 3))
-        >>> to_one = Clipping(*(jnp.full((1, 1), x) for x in (35.0, 1.0, 0.0, 1)))
-        >>> ((left, right, _),) = clip_by_sketch([psi], [omega], [to_one], 4)
+        >>> ((left, right, _),) = clip_by_sketch([psi], [omega], [to_threshold(sum_of_squares(psi), rank=1)], 4)
         >>> print(jnp.diag(psi + left.T @ right).round(2))
         [1. 3. 1.]
 
@@ -99,10 +104,10 @@ def clip_exactly(psi: jax.Array, clipping: Clipping) -> tuple[jax.Array, jax.Arr
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.sketch import Clipping, clip_exactly
-        >>> psi, to_one = jnp.diag(jnp.array([3.0, 2.0, 0.5])), (13.25, 1.0, 0.0, 1)
-        >>> left, right, squares = clip_exactly(psi, Clipping(*(jnp.full((1, 1), x) for x in to_one)))
-        >>> print(jnp.diag(psi + left.T @ right).round(3), squares.round(3))
+        >>> from normpre_optax.linalg.sketch import clip_exactly, sum_of_squares, to_threshold
+        >>> psi = jnp.diag(jnp.array([3.0, 2.0, 0.5]))
+        >>> left, right, squares = clip_exactly(psi, to_threshold(sum_of_squares(psi), rank=1))
+        >>> print(jnp.diag(psi + left.T @ right).round(3), squares.round(2))
         [1.  2.  0.5] [[5.25]]
     """
     identity = jnp.eye(len(psi), dtype=psi.dtype)

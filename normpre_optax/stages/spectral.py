@@ -258,12 +258,12 @@ class ClipLeading:
 
     def clipping(self, total: jax.Array, side: int, rank: int, threshold: Any) -> sketch.Clipping:
         """Return what is clipped of matrices with this sum of squares."""
-        count, square = jnp.full_like(total, rank), jnp.full_like(total, 1) * jnp.square(threshold)
+        fixed = sketch.to_threshold(total, rank, threshold)
         if not self.adaptive:
-            return sketch.Clipping(total, square, jnp.zeros_like(total), count)
+            return fixed
         if side == rank:  # one singular value, and none remains
-            return sketch.Clipping(total, total, jnp.zeros_like(total), count)
-        return sketch.Clipping(total, square * total * (_LEAST**2 / side), square / (side - rank), count)
+            return fixed._replace(least=total)
+        return fixed._replace(least=fixed.least * total * (_LEAST**2 / side), share=fixed.least / (side - rank))
 
 
 def precondition_globally(

@@ -18,9 +18,8 @@ from tests.cases import EPS32, gaussian, with_spectrum
 
 def clipping(psi, rank, threshold, rest=0.0):
     """The ``rank`` leading singular values to ``threshold``, or to ``rest`` times the RMS of the others."""
-    total = sketch.sum_of_squares(psi)
-    numbers = threshold**2, rest**2 / max(1, psi.shape[-2] - rank), rank
-    return sketch.Clipping(total, *(jnp.full_like(total, x) for x in numbers))
+    fixed = sketch.to_threshold(sketch.sum_of_squares(psi), rank, threshold)
+    return fixed._replace(share=jnp.full_like(fixed.total, rest**2 / max(1, psi.shape[-2] - rank)))
 
 
 @functools.cache
