@@ -103,7 +103,7 @@ def make_study(kind: str, config_name: str, overrides: list[str], runs_folder: P
     mesh.check(config)
     cluster.refuse_several(config, kind)
     if config.resume or config.overwrite:
-        raise RunError(f"{kind} resumes by itself: leave --resume and --overwrite out, or give a --name")
+        raise RunError(f"{kind} goes on where it was by itself: leave --resume and --overwrite out, or give a --name")
     name = name or f"{kind}-{config_name}"
     if Path(name).name != name:
         raise RunError(f"--name must be a plain folder name, got {name!r}")

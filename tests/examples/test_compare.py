@@ -147,7 +147,7 @@ def test_a_bad_comparison_is_one_line_before_anything_is_written(tmp_path, monke
         "--learning-rates lion:1": "'lion' is none of the optimizers adamw, muon",
         "--adam-ratios 0": "--adam-ratios must be positive",
         "--weight-decays -1": "--weight-decays must be 0 or more",
-        "--resume": "compare resumes by itself",
+        "--resume": "compare goes on where it was by itself",
         "--seeds 0": "must be at least 1",
         "--name a/b": "plain folder name",
         "--config huge": "--config must be one of",
