@@ -122,17 +122,22 @@ def setting(given: dict[str, Any], name: str, content: dict[str, Any]) -> float:
 
 
 def losses_table(content: dict[str, Any]) -> str:
-    """Best validation loss at the best settings: mean and sample standard deviation over seeds; the lowest is bold."""
+    """Best validation loss at the best settings: mean and sample standard deviation over seeds; the lowest is bold.
+
+    With the norms of the hidden matrices' rows and columns at the end, of the first seed.
+    """
     losses = {name: [arm["best_validation_loss"] for arm in arms] for name, arms in best_arms(content)}
+    norms = {name: arms[0].get("norms", {}) for name, arms in best_arms(content)}
     tuned, least, rows = tuned_settings(content), min(map(np.mean, losses.values()), default=0.0), []
     for name, values in losses.items():
         best, mean = content.get("tuned", {}).get(name, {}), np.mean(values)
         settings = [content["best"][name], *(setting(best, x, content) for x in tuned)]
         shown = f"**{mean:.4f}**" if mean == least else f"{mean:.4f}"
         deviation = f"{np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
-        rows.append([label(name), *(f"{x:g}" for x in settings), shown, deviation, str(len(values))])
+        ends = [f"{norms[name][x]:.2f}" if x in norms[name] else "" for x in ("row_norm", "column_norm")]
+        rows.append([label(name), *(f"{x:g}" for x in settings), shown, deviation, str(len(values)), *ends])
     heads = ["optimizer", "learning rate", *(TUNED[x] for x in tuned), "validation loss", "deviation", "seeds"]
-    return table(heads, rows)
+    return table([*heads, "row norm", "column norm"], rows)
 
 
 def differences_table(content: dict[str, Any]) -> str:
@@ -183,7 +188,8 @@ def markdown(content: dict[str, Any], figures: dict[str, str]) -> str:
         f"tokens ({tokens:,}) of {content['text']['source']}. {machine['kind']}, {machine['cores']} core(s) a run, "
         f"Python {versions['python']}, jax {versions['jax']}.\n",
         "## Validation loss": "Best validation loss in nats per token at each optimizer's best settings: mean and "
-        "sample standard deviation over seeds.\n\n" + losses_table(content),
+        "sample standard deviation over seeds; mean norms of the hidden matrices' rows and columns at the end, first "
+        "seed.\n\n" + losses_table(content),
         "## Remarks": "".join(f"- {line}\n" for line in remarks(content)),
         "## Differences over common seeds, mean ± standard error": differences_table(content),
         "## Every run, by learning rate": runs_table(content),

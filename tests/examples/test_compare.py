@@ -27,6 +27,7 @@ def arm(optimizer: str, learning_rate: float, seed: int, loss: float, **more) ->
         **{"best_validation_loss": loss, "validation": validation, "events": []},
         "train": [[step, loss + 12 / step] for step in range(1, 11)],
         "row_norm": [[step, 0.5, 0.0] for step, _ in validation],
+        "norms": {"row_norm": 0.5, "column_norm": 0.25, "row_norm/mlp/up": 1.0},
         **more,
     }
 
@@ -60,10 +61,10 @@ def content() -> dict:
 def test_the_tables(content):
     losses = comparison_report.losses_table(content).splitlines()
     assert losses[2:] == [
-        "| AdamW | 0.1 | 1 | 0.1 | 3.1000 | 0.1414 | 2 |",
-        "| Muon | 0.2 | 0.5 | 0 | **2.2250** | 0.1768 | 2 |",
-        "| NormPre-G | 0.2 | 1 | 0.1 | 2.6500 |  | 1 |",
-        "| NormPre-G, no tangent | 0.2 | 1 | 0.1 | 2.6000 |  | 1 |",
+        "| AdamW | 0.1 | 1 | 0.1 | 3.1000 | 0.1414 | 2 | 0.50 | 0.25 |",
+        "| Muon | 0.2 | 0.5 | 0 | **2.2250** | 0.1768 | 2 | 0.50 | 0.25 |",
+        "| NormPre-G | 0.2 | 1 | 0.1 | 2.6500 |  | 1 | 0.50 | 0.25 |",
+        "| NormPre-G, no tangent | 0.2 | 1 | 0.1 | 2.6000 |  | 1 | 0.50 | 0.25 |",
     ]
     assert comparison_report.differences_table(content).splitlines()[2:] == ["| AdamW | 0.875 ± 0.025 |"]
     runs = comparison_report.runs_table(content).splitlines()
