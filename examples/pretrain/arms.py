@@ -159,6 +159,13 @@ class Study:
             said = result.get("diverged") or f"failed: {result['reason']}"
         console.print(f"{arm.name}  {prefix}{said}")
 
+    def records(self) -> list[dict[str, Any]]:
+        """The results, with the settings of each arm."""
+        return [
+            {"optimizer": str(arm.variant), "learning_rate": arm.learning_rate, "seed": arm.seed, **arm.tuned, **result}
+            for arm, result in self.results.items()
+        ]
+
     def facts(self, command: str) -> dict[str, Any]:
         """What a report says about all arms: settings, command, date, machine, versions, text."""
         example = next(arm for arm, result in self.results.items() if result["status"] != "failed")

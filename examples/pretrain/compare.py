@@ -63,7 +63,10 @@ def main(arguments: Sequence[str]) -> None:
     console = Console(markup=False, highlight=False, soft_wrap=True)
     with on_signals(stop), study.begun():
         run(study, rates, tuned, options.seeds, console)
-        report(study, shlex.join(arguments), console)
+        content = study.facts(f"compare {shlex.join(arguments)}") | {"arms": study.records()}
+        folder = study.folder / "report"
+        folder.mkdir(exist_ok=True)
+        console.print(f"\n{comparison_report.write(folder, content)}\nReport, data and figures: {folder}/")
 
 
 def run(
@@ -146,20 +149,3 @@ def best_arms(results: dict[Arm, dict[str, Any]], first: int) -> dict[Variant, A
     finished = {arm: x["best_validation_loss"] for arm, x in results.items() if x["status"] == "finished"}
     ranked = sorted((arm for arm in finished if arm.seed == first), key=lambda arm: -finished[arm])
     return {arm.variant: arm for arm in ranked}
-
-
-def report(study: Study, arguments: str, console: Console) -> None:
-    """Write and print data, tables and figures."""
-    folder, best = study.folder / "report", best_arms(study.results, study.config.seed)
-    folder.mkdir(exist_ok=True)
-    described = [
-        {"optimizer": str(arm.variant), "learning_rate": arm.learning_rate, **arm.tuned, "seed": arm.seed, **result}
-        for arm, result in study.results.items()
-    ]
-    content = {
-        **study.facts(f"compare {arguments}"),
-        "best": {str(variant): arm.learning_rate for variant, arm in best.items()},
-        "tuned": {str(variant): arm.tuned for variant, arm in best.items()},
-        "arms": described,
-    }
-    console.print(f"\n{comparison_report.write(folder, content)}\nReport, data and figures: {folder}/")

@@ -7,7 +7,7 @@ again from that file.
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +43,19 @@ SHORT = {
 }
 MARKERS = "os^Dv"
 TUNED = {"adam_ratio": "AdamW group's lr ratio", "weight_decay": "weight decay"}
-SETTINGS = {"learning_rate": "learning rate", **TUNED}
 
 
 def write(folder: Path, content: dict[str, Any]) -> str:
     """Write ``comparison.json``, the figures (PNG) and ``README.md`` into ``folder``; returns the table of losses."""
     (folder / "comparison.json").write_text(json.dumps(content) + "\n")
-    drawn = {}
-    for name, (paint, caption) in FIGURES.items():
+    shown = ""
+    for name, paint in FIGURES.items():
         figure = Figure(figsize=(6.0, 3.6), layout="constrained")
         if paint(figure.add_subplot(), content):
             frame(figure.axes[0], legend="below")
             save(figure, folder / name)
-            drawn[name] = caption
-    (folder / "README.md").write_text(markdown(content, drawn))
+            shown += f"\n![{name.replace('_', ' ')}]({name}.png)\n\n{paint.__doc__}\n"
+    (folder / "README.md").write_text(markdown(content) + shown)
     return losses_table(content)
 
 
@@ -95,12 +94,26 @@ def swept(content: dict[str, Any], optimizer: str) -> list[dict[str, Any]]:
     return [arm for arm in arms if not any(name in arm for name in TUNED)]
 
 
-def best_arms(content: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Each variant that has finished, with its arms (seeds) at its best settings."""
-    for name in filter(content["best"].__contains__, optimizers(content)):
-        best = {"learning_rate": content["best"][name], **content.get("tuned", {}).get(name, {})}
-        finished = (arm for arm in content["arms"] if arm["optimizer"] == name and arm["status"] == "finished")
-        yield name, [arm for arm in finished if {x: arm[x] for x in SETTINGS if arm.get(x) is not None} == best]
+def best_arms(content: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Arms (seeds) of each variant at the settings that are best with the first seed; variants that finished only."""
+    found = {}
+    for name in optimizers(content):
+        arms = [arm for arm in content["arms"] if arm["optimizer"] == name and arm["status"] == "finished"]
+        first = [arm for arm in arms if arm["seed"] == first_seed(content)]
+        if first:
+            best = settings(min(first, key=lambda arm: arm["best_validation_loss"]))
+            found[name] = [arm for arm in arms if settings(arm) == best]
+    return found
+
+
+def settings(arm: dict[str, Any], names: Sequence[str] = ("learning_rate", *TUNED)) -> list[str]:
+    """As text; empty for the configuration's."""
+    return [f"{arm[name]:g}" if arm.get(name) is not None else "" for name in names]
+
+
+def tuned_settings(content: dict[str, Any]) -> list[str]:
+    """Settings beside the learning rate that were tuned."""
+    return [name for name in TUNED if any(arm.get(name) is not None for arm in content["arms"])]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -108,41 +121,31 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (heads, ["---"] * len(heads), *rows))
 
 
-def tuned_settings(content: dict[str, Any]) -> list[str]:
-    """Settings beside the learning rate that were tuned."""
-    return [name for name in TUNED if any(name in arm for arm in content["arms"])]
-
-
-def setting(given: dict[str, Any], name: str, content: dict[str, Any]) -> float:
-    """A setting of an arm; the configuration's if the arm has none of its own."""
-    config = content["config"]
-    if name == "adam_ratio" and name not in given:
-        return (config.get("adam_learning_rate") or config["learning_rate"]) / config["learning_rate"]
-    return given[name] if name in given else config[name]
-
-
 def losses_table(content: dict[str, Any]) -> str:
     """Best validation loss at the best settings: mean and sample standard deviation over seeds; the lowest is bold.
 
     With the norms of the hidden matrices' rows and columns at the end, of the first seed.
     """
-    losses = {name: [arm["best_validation_loss"] for arm in arms] for name, arms in best_arms(content)}
-    norms = {name: arms[0].get("norms", {}) for name, arms in best_arms(content)}
+    losses = {name: [arm["best_validation_loss"] for arm in arms] for name, arms in best_arms(content).items()}
     tuned, least, rows = tuned_settings(content), min(map(np.mean, losses.values()), default=0.0), []
-    for name, values in losses.items():
-        best, mean = content.get("tuned", {}).get(name, {}), np.mean(values)
-        settings = [content["best"][name], *(setting(best, x, content) for x in tuned)]
-        shown = f"**{mean:.4f}**" if mean == least else f"{mean:.4f}"
-        deviation = f"{np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
-        ends = [f"{norms[name][x]:.2f}" if x in norms[name] else "" for x in ("row_norm", "column_norm")]
-        rows.append([label(name), *(f"{x:g}" for x in settings), shown, deviation, str(len(values)), *ends])
+    for name, arms in best_arms(content).items():
+        rates, mean = {arm["learning_rate"] for arm in swept(content, name)}, f"{np.mean(losses[name]):.4f}"
+        best, norms, several = arms[0]["learning_rate"], arms[0].get("norms", {}), len(rates) > 1
+        end = (
+            " (smallest)" if several and best == min(rates) else " (largest)" if several and best == max(rates) else ""
+        )
+        deviation = f"{np.std(losses[name], ddof=1):.4f}" if len(arms) > 1 else ""
+        shown = f"**{mean}**" if np.mean(losses[name]) == least else mean
+        ends = [f"{norms[x]:.2f}" if x in norms else "" for x in ("row_norm", "column_norm")]
+        rows.append([label(name), f"{best:g}{end}", *settings(arms[0], tuned), shown, deviation, str(len(arms)), *ends])
     heads = ["optimizer", "learning rate", *(TUNED[x] for x in tuned), "validation loss", "deviation", "seeds"]
     return table([*heads, "row norm", "column norm"], rows)
 
 
 def differences_table(content: dict[str, Any]) -> str:
     """By how much the best variant is ahead: mean over common seeds, and its standard error; empty for one seed."""
-    losses = {name: {arm["seed"]: arm["best_validation_loss"] for arm in arms} for name, arms in best_arms(content)}
+    arms = best_arms(content).items()
+    losses = {name: {arm["seed"]: arm["best_validation_loss"] for arm in found} for name, found in arms}
     best = min(losses, key=lambda name: np.mean([*losses[name].values()]), default="")
     rows = []
     for name in losses:
@@ -156,29 +159,16 @@ def runs_table(content: dict[str, Any]) -> str:
     """Best validation loss of every run, by learning rate."""
     rates, tuned = sorted({arm["learning_rate"] for arm in content["arms"]}), tuned_settings(content)
     rows: dict[tuple[str, ...], dict[float, str]] = {}
-    for name in optimizers(content):
-        for arm in (arm for arm in content["arms"] if arm["optimizer"] == name):
-            key = label(name), *(f"{setting(arm, x, content):g}" for x in tuned), str(arm["seed"])
-            shown = f"{arm['best_validation_loss']:.4f}" if arm["status"] == "finished" else arm["status"]
-            rows.setdefault(key, {})[arm["learning_rate"]] = shown
+    for arm in sorted(content["arms"], key=lambda arm: optimizers(content).index(arm["optimizer"])):
+        shown = f"{arm['best_validation_loss']:.4f}" if arm["status"] == "finished" else arm["status"]
+        row = rows.setdefault((label(arm["optimizer"]), *settings(arm, tuned), str(arm["seed"])), {})
+        row[arm["learning_rate"]] = shown
     heads = ["optimizer", *(TUNED[x] for x in tuned), "seed", *(f"{rate:g}" for rate in rates)]
-    return table(heads, [[*key, *(found.get(rate, "") for rate in rates)] for key, found in rows.items()])
+    return table(heads, [[*key, *(row.get(rate, "") for rate in rates)] for key, row in rows.items()])
 
 
-def remarks(content: dict[str, Any]) -> Iterator[str]:
-    """Settings that are best at an end of what was tried."""
-    for name, rate in content["best"].items():
-        best = {"learning_rate": rate, **content.get("tuned", {}).get(name, {})}
-        for what in ("learning_rate", *tuned_settings(content)):
-            tried = {setting(arm, what, content) for arm in content["arms"] if arm["optimizer"] == name}
-            chosen = setting(best, what, content)
-            if chosen and len(tried) > 1 and chosen in (min(tried), max(tried)):
-                end = "smallest" if chosen == min(tried) else "largest"
-                yield f"{label(name)} is best at the {end} {SETTINGS[what]} tried: its optimum may lie beyond."
-
-
-def markdown(content: dict[str, Any], figures: dict[str, str]) -> str:
-    """The report; ``figures`` are captions by name."""
+def markdown(content: dict[str, Any]) -> str:
+    """The report, without figures."""
     config, machine, versions = content["config"], content["machine"], content["versions"]
     tokens = config["steps"] * config["batch_size"] * config["model.context"]
     parts = {
@@ -189,19 +179,18 @@ def markdown(content: dict[str, Any], figures: dict[str, str]) -> str:
         f"Python {versions['python']}, jax {versions['jax']}.\n",
         "## Validation loss": "Best validation loss in nats per token at each optimizer's best settings: mean and "
         "sample standard deviation over seeds; mean norms of the hidden matrices' rows and columns at the end, first "
-        "seed.\n\n" + losses_table(content),
-        "## Remarks": "".join(f"- {line}\n" for line in remarks(content)),
+        "seed. If the best learning rate is the smallest or largest tried, the optimum may lie beyond. Empty settings "
+        "are the configuration's.\n\n" + losses_table(content),
         "## Differences over common seeds, mean ± standard error": differences_table(content),
         "## Every run, by learning rate": runs_table(content),
         "## Labels": "".join(f"- {label(name)}: `{name}`\n" for name in optimizers(content) if ":" in name),
     }
-    text = [f"{heading}\n\n{part}" for heading, part in parts.items() if part]
-    return "\n".join(text + [f"![{name.replace('_', ' ')}]({name}.png)\n\n{line}\n" for name, line in figures.items()])
+    return "\n".join(f"{heading}\n\n{part}" for heading, part in parts.items() if part)
 
 
 def paint_losses(axes: Axes, content: dict[str, Any]) -> bool:
-    """Validation loss at the best settings over the steps, mean and range of the seeds; training loss thin."""
-    for name, arms in best_arms(content):
+    """Validation loss at the best settings, mean and range of seeds, without the first tenth; thin: training loss."""
+    for name, arms in best_arms(content).items():
         if not all(arm.get("validation") and arm.get("train") for arm in arms):
             return False
         look, scores = style(name, content), np.array([arm["validation"] for arm in arms])
@@ -210,57 +199,41 @@ def paint_losses(axes: Axes, content: dict[str, Any]) -> bool:
         shown = draw_losses(axes, (steps, smoothed), scores.mean(0).T, look)
         steps, losses = scores[0, -shown:, 0], scores[:, -shown:, 1]
         axes.fill_between(steps, losses.min(0), losses.max(0), color=look["color"], alpha=0.2, linewidth=0)
-    return bool(content["best"])
+    return bool(best_arms(content))
 
 
 def paint_learning_rates(axes: Axes, content: dict[str, Any]) -> bool:
-    """Best validation loss at the first seed over the learning rate; far above all optima the axis ends."""
-    points = {}
+    """Best validation loss at the first seed, nothing else tuned. The axis ends not far above every best."""
+    optima, worst, rates = [], 0.0, sorted({arm["learning_rate"] for arm in content["arms"]})
     for name in optimizers(content):
-        finished = (arm for arm in swept(content, name) if arm["status"] == "finished")
-        points[name] = sorted((arm["learning_rate"], arm["best_validation_loss"]) for arm in finished)
-    rates = sorted({rate for found in points.values() for rate, _ in found})
-    if len(rates) < 2:
+        arms = sorted(swept(content, name), key=lambda arm: arm["learning_rate"])
+        points = np.array([(x["learning_rate"], x["best_validation_loss"]) for x in arms if x["status"] == "finished"])
+        if len(points):
+            axes.plot(*points.T, **style(name, content))
+            optima, worst = [*optima, points[:, 1].min()], max(worst, points[:, 1].max())
+    if not optima or len(rates) < 2:
         return False
-    for name, found in points.items():
-        axes.plot(*np.array(found).reshape(-1, 2).T, **style(name, content))
-    optima = [min(loss for _, loss in found) for found in points.values() if found]
-    worst = max(loss for found in points.values() for _, loss in found)
     span = max(max(optima) - min(optima), 0.05)
     axes.set_ylim(min(optima) - 0.05 * span, min(worst + 0.05 * span, max(optima) + 0.3 * span))
-    axes.set_xscale("log")
+    axes.set(xscale="log", xlabel="peak learning rate", ylabel="validation loss (nats per token)")
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("peak learning rate")
-    axes.set_ylabel("validation loss (nats per token)")
     return True
 
 
 def paint_rows(axes: Axes, content: dict[str, Any]) -> bool:
-    """Mean row norm of the hidden matrices over the steps, at the best settings, first seed."""
-    for name, arms in best_arms(content):
+    """Mean row norm of the hidden matrices at the best settings, first seed."""
+    for name, arms in best_arms(content).items():
         if not arms[0].get("row_norm"):
             return False
         steps, norms, _ = zip(*arms[0]["row_norm"], strict=True)
         axes.plot(steps, norms, **style(name, content))
     over_steps(axes)
     axes.set_ylabel("mean row norm of hidden matrices")
-    return bool(content["best"])
+    return bool(best_arms(content))
 
 
-FIGURES = {
-    "losses": (
-        paint_losses,
-        "Validation loss at the best settings, mean over seeds; band: lowest to highest seed; thin: training loss, "
-        "smoothed. The first tenth of the steps is left out.",
-    ),
-    "learning_rates": (
-        paint_learning_rates,
-        "Best validation loss at the first seed, with the configuration's AdamW group and weight decay. The axis ends "
-        "not far above every optimizer's best.",
-    ),
-    "rows": (paint_rows, "Mean row norm of the hidden matrices at the best settings, first seed."),
-}
+FIGURES = {"losses": paint_losses, "learning_rates": paint_learning_rates, "rows": paint_rows}
 
 
 def main(arguments: Sequence[str]) -> int:
