@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from examples.pretrain import arms, compare, comparison_report, configs, main
+from examples.pretrain.config import RunError
 from examples.pretrain.logs import read_lines
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.variants import Variant, read_variants
@@ -117,41 +119,47 @@ def test_a_legend_is_no_wider_than_its_figure_and_every_variant_looks_different(
     assert len({(look["color"], look["linestyle"], look["marker"]) for look in looks}) == len(looks)
 
 
-def test_every_optimizer_has_a_name_a_colour_and_a_folder_of_its_own():
+def test_every_optimizer_has_a_name_and_a_colour_of_its_own():
     assert set(comparison_report.NAMES) == set(OPTIMIZERS)
     assert len(set(comparison_report.NAMES.values())) == len(OPTIMIZERS)
-    variants = read_variants(",".join(OPTIMIZERS), ["--config", "nano"])
-    assert len({arms.Arm(variant, 1e-3, 0).name for variant in variants}) == len(OPTIMIZERS)
 
 
 def test_a_bad_comparison_is_one_line_before_anything_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for arguments, line in {
         "--optimizers adam": "--optimizers must be of adamw, normpre_g",
-        "--optimizers ,": "--optimizers must name at least one",
-        "--optimizers muon:8": "settings of one are written muon:matrix.rank=8, got 'muon:8'",
-        "--optimizers muon:matrix.rank=": "settings of one are written muon:matrix.rank=8",
-        "--optimizers normpre_l:matrix.rank=0": "--matrix.rank must be at least 1",
-        "--optimizers muon:matrix.rank=8": "muon has no matrix.rank, got 'muon:matrix.rank=8'",
-        "--optimizers muon:matrix.rang=8": "there is no setting matrix.rang; matrix. has momentum, nesterov",
-        "--optimizers muon:matrix.ns_steps=many": "has a value that its setting does not take",
-        "--optimizers muon,adamw,muon": "--optimizers: muon is there twice",
-        "--learning-rates 1e-3;2e-3": "--learning-rates: numbers separated by commas",
-        "--learning-rates -1": "--learning-rates must be positive",
-        "--learning-rates lion:1": "'lion' is none of the optimizers adamw, muon",
-        "--adam-ratios 0": "--adam-ratios must be positive",
         "--weight-decays -1": "--weight-decays must be 0 or more",
         "--resume": "compare goes on where it was by itself",
         "--seeds 0": "must be at least 1",
         "--name a/b": "plain folder name",
-        "--config huge": "--config must be one of",
-        "--model.heads 3": "--model.heads 3 must divide",
     }.items():
-        assert main.main(["compare", *arguments.split()]) == 1
+        assert main.main(["compare", "--config", "tiny", *arguments.split()]) == 1
         said = capsys.readouterr().err
         assert line in said
         assert said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_compared():
+    for text, line in {
+        ",": "--optimizers must name at least one",
+        "muon:8": "settings of one are written muon:matrix.rank=8, got 'muon:8'",
+        "muon:matrix.rank=": "settings of one are written muon:matrix.rank=8",
+        "normpre_l:matrix.rank=0": "--matrix.rank must be at least 1",
+        "muon:matrix.rank=8": "muon has no matrix.rank, got 'muon:matrix.rank=8'",
+        "muon:matrix.rang=8": "there is no setting matrix.rang; matrix. has momentum, nesterov",
+        "muon:matrix.ns_steps=many": "has a value that its setting does not take",
+        "muon,muon": "--optimizers: muon is there twice",
+    }.items():
+        with pytest.raises(RunError, match=re.escape(line)):
+            read_variants(text, [])
+    for text, line in {
+        "1e-3;2e-3": "--learning-rates: numbers separated by commas",
+        "-1": "--learning-rates must be positive",
+        "lion:1": "'lion' is none of the optimizers muon",
+    }.items():
+        with pytest.raises(RunError, match=line):
+            compare.learning_rates(text, [Variant("muon")], 1.0)
 
 
 def test_an_optimizer_with_settings_of_its_own():
@@ -165,6 +173,14 @@ def test_an_optimizer_with_settings_of_its_own():
     config = configs.parse(held.flags)
     assert (config.weight_decay, config.model.hidden_std, config.matrix.norm_control) == (0, 0.1, "hyperball")
     assert comparison_report.label(str(held)) == "Muon, Hyperball, decay 0, std 0.1"
+
+
+def test_a_folder_holds_arms_of_one_setting(tmp_path):
+    first, other = (compare.make_study("compare", "tiny", more, tmp_path, "", 1) for more in ([], ["--steps", "4"]))
+    with first.begun():
+        pass
+    with pytest.raises(RunError, match=r"other settings \(--config tiny\)"), other.begun():
+        pass
 
 
 def test_learning_rates_for_all_and_for_one():
@@ -217,11 +233,8 @@ def test_a_comparison_from_end_to_end(flags, tmp_path):
     command += ["--learning-rates", "1e-2,1e30", "--seeds", "2", "--jobs", "2"]
     command += ["--steps", "200", "--checkpoint-every", "10", "--log-every", "5"]
 
-    def start(*more) -> subprocess.Popen:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            [*command, *more], cwd=tmp_path, env=arms.environment(), stdout=pipe, stderr=pipe, text=True
-        )
+    def start() -> subprocess.Popen:
+        return subprocess.Popen(command, cwd=tmp_path, env=arms.environment(), stdout=subprocess.PIPE, text=True)
 
     folder = tmp_path / "runs" / "compare-tiny"
     first = folder / "normpre_g-lr0.01-seed0"
@@ -245,6 +258,3 @@ def test_a_comparison_from_end_to_end(flags, tmp_path):
     assert "| NormPre-G | 0.01 |" in said
     again, _ = start().communicate()
     assert again.count("was there: ") == len(content["arms"])
-    other = start("--batch-size", "4")
-    assert "other settings" in other.communicate()[1]
-    assert other.returncode == 1

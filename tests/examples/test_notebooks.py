@@ -21,7 +21,7 @@ def code(notebook):
 
 
 @every_notebook
-def test_it_is_stored_in_nbformat_4_5_without_what_a_run_leaves(path):
+def test_it_is_stored_without_what_a_run_leaves_and_uses_public_names_only(path):
     notebook = json.loads(path.read_text(encoding="utf-8"))
     python = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     assert notebook == {"cells": notebook["cells"], "metadata": python, "nbformat": 4, "nbformat_minor": 5}
@@ -31,12 +31,6 @@ def test_it_is_stored_in_nbformat_4_5_without_what_a_run_leaves(path):
         assert all(isinstance(line, str) for line in cell["source"] or [None]), f"cell {cell['id']} is empty"
         assert re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", cell["id"])
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
-
-
-@every_notebook
-def test_it_opens_with_a_title_and_uses_public_names_only(path):
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    assert notebook["cells"][0]["cell_type"] == "markdown"
     assert notebook["cells"][0]["source"][0].startswith("# ")
     assert "from normpre_optax import" in code(notebook)
     assert not re.search(r"(?:from|import) (?:normpre_optax\.|examples(?!\.research))", code(notebook))
