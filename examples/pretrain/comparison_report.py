@@ -5,6 +5,7 @@
 again from that file.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -62,11 +63,9 @@ def write(folder: Path, content: dict[str, Any]) -> str:
 def label(name: str) -> str:
     """A short one: ``normpre_l:matrix.rank=8:matrix.tangent=none`` is ``NormPre-L, rank 8, no tangent``."""
     base, *settings = name.split(":")
-    words = [setting.rpartition(".")[2] if "=" not in setting else setting for setting in settings]
-    words = [word.removeprefix("matrix.").removeprefix("model.").replace("_", " ").replace("=", " ") for word in words]
-    for long, short in SHORT.items():
-        words = [word.replace(long, short) for word in words]
-    return ", ".join((NAMES[base][0], *words))
+    text = ", ".join(setting.removeprefix("matrix.").removeprefix("model.") for setting in (NAMES[base][0], *settings))
+    text = text.replace("_", " ").replace("=", " ")
+    return functools.reduce(lambda shorter, pair: shorter.replace(*pair), SHORT.items(), text)
 
 
 def optimizers(content: dict[str, Any]) -> list[str]:
@@ -238,7 +237,7 @@ FIGURES = {"losses": paint_losses, "learning_rates": paint_learning_rates, "rows
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit status."""
-    folder = Path(arguments[0] if arguments else ".")
+    folder = Path(*arguments)
     try:
         content = json.loads((folder / "comparison.json").read_text())
     except (OSError, ValueError) as error:

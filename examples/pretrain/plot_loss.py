@@ -83,15 +83,16 @@ def draw_losses(axes: Axes, train: Sequence[np.ndarray], validation: Sequence[np
     The first tenth of the steps is left out, and training losses before the first validation loss that is shown, so
     that the early ones do not set the range. Returns how many validation losses are shown, counted from the last.
     """
-    first = min(np.searchsorted(validation[0], SHOWN_FROM_SHARE * train[0][-1]), len(validation[0]) - 1)
-    begin = np.searchsorted(train[0], validation[0][first]) if first < len(validation[0]) - 1 else 0
+    tenth, last = SHOWN_FROM_SHARE * train[0][-1], len(validation[0]) - 1
+    first = min(np.searchsorted(validation[0], tenth), last)
+    begin = np.searchsorted(train[0], validation[0][first] if first < last else tenth)
     axes.plot(*(x[begin:] for x in train), color=style["color"], alpha=0.4, linewidth=0.8)
     axes.plot(
         *(x[first:] for x in validation), **{"marker": "o", "markersize": 3, "linewidth": 1.3, "zorder": 3} | style
     )
     over_steps(axes)
     axes.set_ylabel("loss (nats per token)")
-    return len(validation[0]) - first
+    return last - first + 1
 
 
 def over_steps(axes: Axes) -> None:

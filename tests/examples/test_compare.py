@@ -255,6 +255,6 @@ def test_a_comparison_from_end_to_end(flags, tmp_path):
         (optimizer, 1e-2, seed) for optimizer in ("adamw", "normpre_g") for seed in (0, 1)
     }
     assert found["adamw", 1e30, 0] == "diverged"
-    assert "| NormPre-G | 0.01 |" in said
+    assert "| NormPre-G | 0.01 (smallest) |" in said
     again, _ = start().communicate()
     assert again.count("was there: ") == len(content["arms"])
