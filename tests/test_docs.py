@@ -122,6 +122,12 @@ def test_the_numbers_on_the_pages_are_in_the_reports_that_they_cite(capsys):
     assert load("figures_in_text", ".").main() == 0, capsys.readouterr().out
 
 
+def test_the_index_lists_every_report():
+    listed = re.findall(r"^\| \[[^\]]*\]\(([^)]+)\)", (DOCS / "results" / "index.md").read_text(), re.MULTILINE)
+    reports = {str(path.relative_to(DOCS / "results")) for path in DOCS.glob("results/**/*.md")} - {"index.md"}
+    assert sorted(listed) == sorted(reports)
+
+
 def _is_module(name):
     path = ROOT / name.replace(".", "/")
     return path.with_suffix(".py").exists() or path.is_dir()
