@@ -149,7 +149,7 @@ def draw(found: Sequence[Sweep], over: str = "") -> Figure:
     sizes = list(dict.fromkeys(sweep.size for sweep in found))
     shades = dict(zip(sizes, np.linspace(0.75, 0, len(sizes)).astype(str), strict=True))
     ticks = sorted({rate for sweep in found for rate in sweep.losses})
-    figure = Figure(figsize=(2.5 + 2.5 * len(names), 3.4), layout="constrained")
+    figure = Figure(figsize=(2.5 + 2.5 * len(names), 3.0), layout="constrained")
     panels = np.atleast_1d(np.asarray(figure.subplots(1, len(names), sharey=True)))
     lines = {}
     for axes, name in zip(panels, names, strict=True):
@@ -164,6 +164,7 @@ def draw(found: Sequence[Sweep], over: str = "") -> Figure:
         axes.xaxis.set_minor_locator(NullLocator())
         frame(axes)
     panels[0].set_ylabel(f"loss less that of\n{label(over)}" if over else "loss over the lowest (nats)")
+    figure.set_figheight(3.4)
     if not over:  # a hopeless learning rate leaves the figure
         panels[0].set_ylim(top=min(panels[0].get_ylim()[1], 0.2))
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
