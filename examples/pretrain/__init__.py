@@ -8,6 +8,5 @@ Hugging Face), ``optimizers`` (the only file here that knows ``normpre_optax``),
 ``logs`` (what stays on disk), ``run`` (all of it, in one folder), ``commands`` (what one can do with a finished run).
 With more than one device: ``mesh`` (where arrays live) and ``cluster`` (processes that train together).
 
-Around runs: ``compare`` (many of them, matched), ``efficiency`` and ``throughput`` (time, memory, arithmetic),
-``processes`` (signals and locks).
+Around runs: ``compare`` (many of them, matched), ``throughput`` (arithmetic), ``processes`` (signals and locks).
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many runs of one model that differ in optimizer, settings, learning rate and seed: the arms of a comparison.
+"""Many runs of one model that differ in optimizer, settings, learning rate and seed: the arms of a study.
 
-Each arm is a run of its own (``python -m examples.pretrain train``) in a folder of its own, so a stopped study goes on
-where it was, and an arm that diverges or fails is reported and the others go on.
+Each arm is an ordinary run (``python -m examples.pretrain train``) in a folder of its own. A stopped study resumes, and
+an arm that diverges or fails is reported while the others continue.
 """
 
 import functools
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from .config import Config, RunError
 from .logs import read_lines, write_json
@@ -31,19 +30,24 @@ from .variants import Variant
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "examples.pretrain"  # what trains an arm; examples.research.train has further optimizers
-STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT}
+STOPPED = (signal.SIGTERM, signal.SIGINT)
 
 
 class Arm(NamedTuple):
-    """One run."""
+    """One run; None is the configuration's value."""
 
     variant: Variant
     learning_rate: float
     seed: int
     adam_ratio: float | None = None
-    """Learning rate of AdamW's part over the matrices'; None: the configuration's."""
+    """Learning rate of the AdamW group, relative to that of the matrix group."""
     weight_decay: float | None = None
-    """None: the configuration's."""
+
+    @property
+    def tuned(self) -> dict[str, float]:
+        """Settings that were chosen beside the learning rate."""
+        found = {"adam_ratio": self.adam_ratio, "weight_decay": self.weight_decay}
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def name(self) -> str:
@@ -53,32 +57,17 @@ class Arm(NamedTuple):
         return f"{variant}-lr{self.learning_rate:g}{tuned}-seed{self.seed}"
 
     @property
-    def tuned(self) -> dict[str, float]:
-        """What else was chosen for it."""
-        found = {"adam_ratio": self.adam_ratio, "weight_decay": self.weight_decay}
-        return {name: value for name, value in found.items() if value is not None}
-
-    def __str__(self) -> str:
-        tuned = "".join(f" {name.replace('_', ' ')} {value:g}" for name, value in self.tuned.items())
-        return f"{self.variant!s:<10} lr {self.learning_rate:<8g}{tuned} seed {self.seed}"
-
-    @property
     def flags(self) -> list[str]:
-        """What tells its run from others."""
-        adam = [] if self.adam_ratio is None else ["--adam-learning-rate", f"{self.adam_ratio * self.learning_rate!r}"]
-        decay = [] if self.weight_decay is None else ["--weight-decay", f"{self.weight_decay!r}"]
-        own = ["--learning-rate", f"{self.learning_rate!r}", "--seed", str(self.seed), *adam, *decay]
-        return [*self.variant.flags, *own]
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """As a report keeps it."""
-        return {"optimizer": str(self.variant), "learning_rate": self.learning_rate, **self.tuned, "seed": self.seed}
+        """Flags of ``train`` that distinguish its run from others."""
+        given = {"--learning-rate": self.learning_rate, "--seed": self.seed, "--weight-decay": self.weight_decay}
+        if self.adam_ratio is not None:
+            given["--adam-learning-rate"] = self.adam_ratio * self.learning_rate
+        return [*self.variant.flags, *(x for name, v in given.items() if v is not None for x in (name, repr(v)))]
 
 
 @dataclass
 class Study:
-    """Where the arms run, with what they have in common, and what became of them."""
+    """Arms that share a configuration and a folder, and their results."""
 
     config: Config
     config_flags: list[str]
@@ -88,16 +77,14 @@ class Study:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Make the folder, which holds the arms of one setting, and keep other studies out of it.
+        """Make the folder and lock it.
 
         Raises:
-            RunError: where it holds those of another setting, or another process is at work in it.
+            RunError: if it holds arms of another setting, or another process works in it.
         """
         file = self.folder / "study.json"
-        if file.exists():
-            before = json.loads(file.read_text())["flags"]
-            if before != self.config_flags:
-                raise RunError(f"{self.folder} holds runs with other settings ({shlex.join(before)}): --name another")
+        if file.exists() and (before := json.loads(file.read_text())["flags"]) != self.config_flags:
+            raise RunError(f"{self.folder} holds runs with other settings ({shlex.join(before)}): --name another")
         self.folder.mkdir(parents=True, exist_ok=True)
         held = lock(self.folder)
         try:
@@ -107,104 +94,77 @@ class Study:
             if held:
                 held.close()
 
-    def flags(self, arm: Arm) -> list[str]:
-        """Of the arm's run."""
-        return [
-            *(*self.config_flags, *arm.flags),
-            *("--name", arm.name, "--runs-folder", str(self.folder)),
-        ]
-
     def run(self, arms: Sequence[Arm], console: Console) -> None:
-        """Run ``arms``, some side by side; what becomes of them goes to ``results``.
+        """Run ``arms``, ``jobs`` side by side, and keep their ``results``. Leaving early stops arms, which save.
 
         Raises:
-            RunError: where the first of all to end has failed.
-            Stopped: where an arm was stopped.
+            RunError: if the first of all arms to end has failed: then the settings are at fault, not the arm.
+            Stopped: if an arm was stopped.
         """
-        waiting, running = list(arms), dict[Arm, tuple[subprocess.Popen, int, TaskID]]()
-        free = list(range(self.jobs))
-        progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:,.0f} of {task.total:,.0f}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        with progress, ending_together(running):
+        waiting, running = list(arms), dict[int, tuple[Arm, subprocess.Popen]]()
+        try:
             while waiting or running:
-                while waiting and free:
-                    arm = waiting.pop(0)
-                    result = finished(self.folder / arm.name)
-                    if result:
-                        self.record(arm, result, console, "was there: ")
-                        continue
-                    place = free.pop()
-                    task = progress.add_task(arm.name, total=self.config.steps)
-                    running[arm] = (self.start(arm, place), place, task)
-                for arm, (process, place, task) in list(running.items()):
-                    if process.poll() is not None:
-                        del running[arm]
-                        free.append(place)
-                        progress.remove_task(task)
-                        self.ended(arm, process.returncode, console)
-                    elif console.is_terminal:
-                        progress.update(task, completed=last_step(self.folder / arm.name / "log.jsonl"))
+                for place in range(self.jobs):
+                    if place in running and running[place][1].poll() is not None:
+                        self.ended(*running.pop(place), console)
+                    while waiting and place not in running:
+                        arm = waiting.pop(0)
+                        if result := finished(self.folder / arm.name):
+                            self.record(arm, result, console, "was there: ")
+                        else:
+                            running[place] = arm, self.start(arm, place)
                 time.sleep(0.2)
+        finally:
+            for _, process in running.values():
+                process.terminate()
+            for _, process in running.values():
+                process.wait()
 
     def start(self, arm: Arm, place: int) -> subprocess.Popen:
-        """Begin or continue the run of ``arm``.
+        """Start or resume the run of ``arm`` on the cores of ``place``.
 
         Raises:
-            RunError: where another process is at it, such as one that a killed comparison left behind.
+            RunError: if another process works on it, such as one that a killed comparison left behind.
         """
         folder = self.folder / arm.name
         if folder.exists() and (held := lock(folder)):
             held.close()
         if folder.exists() and not (folder / "run.json").exists():
-            shutil.rmtree(folder)  # killed before there was anything to go on with
-        command = [sys.executable, "-m", PROGRAM, "train", *self.flags(arm)]
-        command += ["--resume"] if folder.exists() else []
-        mine = cores_of(place, self.jobs)
-        with (self.folder / f"{arm.name}.txt").open("a") as output:
-            return subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment(),
-                preexec_fn=functools.partial(begin_as_child, mine) if os.name == "posix" else None,
-            )
+            shutil.rmtree(folder)  # killed before there was anything to resume
+        command = [sys.executable, "-m", PROGRAM, "train", *self.config_flags, *arm.flags, "--name", arm.name]
+        command += ["--runs-folder", str(self.folder), *(["--resume"] if folder.exists() else [])]
+        begin = functools.partial(begin_as_child, cores_of(place, self.jobs)) if os.name == "posix" else None
+        with (self.folder / f"{arm.name}.txt").open("a") as out:
+            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment(), preexec_fn=begin)
 
-    def ended(self, arm: Arm, code: int, console: Console) -> None:
-        """An arm's process has."""
-        if code in STOPPED:
-            why = f"{arm.name} was stopped; the same command goes on from there"
-            raise Stopped(why, -code if code < 0 else code - 128)
-        self.record(arm, finished(self.folder / arm.name) or self.failure(arm, code), console, "")
+    def ended(self, arm: Arm, process: subprocess.Popen, console: Console) -> None:
+        """Record an arm whose process has ended; one that left no result has failed, with the last line it printed."""
+        number = -process.returncode if process.returncode < 0 else process.returncode - 128
+        if number in STOPPED:
+            raise Stopped(f"{arm.name} was stopped; the same command resumes it", number)
+        output = self.folder / f"{arm.name}.txt"
+        if not (result := finished(self.folder / arm.name)):
+            reason = (output.read_text().strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            if not self.results:
+                raise RunError(f"{arm.name} failed: {reason.removeprefix('error: ')} (its output: {output})")
+            result = {"status": "failed", "reason": reason}
+        self.record(arm, result, console)
 
-    def failure(self, arm: Arm, code: int) -> dict[str, Any]:
-        """Of an arm that left no result: the last line it said.
-
-        Raises:
-            RunError: where no arm has come to an end yet: the settings are at fault, not the arm.
-        """
-        said = (self.folder / f"{arm.name}.txt").read_text().strip().splitlines()
-        last = said[-1] if said else f"exit status {code}"
-        if not self.results:
-            reason = last.removeprefix("error: ")
-            raise RunError(f"{arm.name} failed: {reason} (all that it said: {self.folder / arm.name}.txt)")
-        return {"status": "failed", "reason": last}
-
-    def record(self, arm: Arm, result: dict[str, Any], console: Console, prefix: str) -> None:
-        """Keep a result, and say it."""
+    def record(self, arm: Arm, result: dict[str, Any], console: Console, prefix: str = "") -> None:
+        """Keep a result, and print it."""
         self.results[arm] = result
-        said = {
-            "finished": lambda: f"{result['best_validation_loss']:.4f} ({result['train_seconds']:.0f} s of training)",
-            "diverged": lambda: result["diverged"],
-            "failed": lambda: f"failed: {result['reason']}",
-        }[result["status"]]()
-        console.print(f"{arm}  {prefix}{said}")
+        if result["status"] == "finished":
+            said = f"{result['best_validation_loss']:.4f} ({result['train_seconds']:.0f} s of training)"
+        else:
+            said = result.get("diverged") or f"failed: {result['reason']}"
+        console.print(f"{arm.name}  {prefix}{said}")
+
+    def records(self) -> list[dict[str, Any]]:
+        """The results, with the settings of each arm."""
+        return [
+            {"optimizer": str(arm.variant), "learning_rate": arm.learning_rate, "seed": arm.seed, **arm.tuned, **result}
+            for arm, result in self.results.items()
+        ]
 
     def facts(self, command: str) -> dict[str, Any]:
         """What a report says about all arms: settings, command, date, machine, versions, text."""
@@ -222,50 +182,19 @@ class Study:
             "text": {"source": run["data"]["source"], "fingerprint": run["fingerprint"]},
         }
 
-    def efficiency(
-        self, variants: Sequence[Variant], steps: int, console: Console, file: str = "efficiency.json"
-    ) -> dict[str, Any] | None:
-        """The paper's table 2, measured by a process of its own; kept, so that it is measured once."""
-        path = self.folder / file
-        names = [str(variant) for variant in variants]
-        measured = json.loads(path.read_text()) if path.exists() else {"rows": {}}
-        if set(names) <= measured["rows"].keys():
-            return {**measured, "rows": {name: measured["rows"][name] for name in names}}
-        console.print(f"Measuring {steps} steps of each optimizer")
-        command = [sys.executable, "-m", PROGRAM, "efficiency", "--optimizers", ",".join(names)]
-        command += ["--steps", str(steps), "--output", str(path), *self.config_flags]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment())
-        if done.returncode:
-            lines = (done.stderr or done.stdout).strip().splitlines()
-            console.print(f"efficiency could not be measured: {lines[-1] if lines else done.returncode}")
-            return None
-        return json.loads(path.read_text())
-
-
-@contextmanager
-def ending_together(running: dict[Arm, tuple[subprocess.Popen, int, TaskID]]) -> Iterator[None]:
-    """Leaving early stops the arms that are running, which save."""
-    try:
-        yield
-    finally:
-        for process, _, _ in running.values():
-            process.terminate()
-        for process, _, _ in running.values():
-            process.wait()
-
 
 def stop(number: int) -> None:
-    """What a signal does at any time: the arms save, and everything that has ended is kept."""
-    raise Stopped("stopped; the same command goes on from there", number)
+    """Handle a signal: arms save, and everything that has ended is kept."""
+    raise Stopped("stopped; the same command resumes it", number)
 
 
 def environment() -> dict[str, str]:
-    """That of this process, in which another finds this program from any folder."""
+    """The environment of this process, in which a child finds this program from any folder."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
 def cores_of(place: int, jobs: int) -> set[int]:
-    """The cores of the ``place``-th of ``jobs`` processes; empty where they are not to be divided."""
+    """Cores of the ``place``-th of ``jobs`` processes; empty if they are not to be divided."""
     if jobs == 1 or not hasattr(os, "sched_setaffinity"):
         return set()
     cores = sorted(os.sched_getaffinity(0))
@@ -274,35 +203,24 @@ def cores_of(place: int, jobs: int) -> set[int]:
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
-    """How the run in ``folder`` ended, with its curves; None where it has not."""
+    """How the run in ``folder`` ended, with what figures need of its log; None if it has not ended.
+
+    These are every validation loss, at most 100 means of training losses, and row norms.
+    """
     try:
         result = json.loads((folder / "result.json").read_text())
     except (OSError, ValueError):
         return None
-    status = "diverged" if "diverged" in result else "finished"
-    return {"status": status, **result, **curves(folder)}
-
-
-def curves(folder: Path) -> dict[str, Any]:
-    """What the figures need of a log: every validation loss, at most 100 means of training losses, row norms."""
     lines = read_lines(folder / "log.jsonl")
     losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     parts = [part for part in np.array_split(np.array(losses).reshape(-1, 2), 100) if len(part)]
     scores = [line for line in lines if "validation_loss" in line]
     return {
+        "status": "diverged" if "diverged" in result else "finished",
+        **result,
         "train": [[int(part[-1, 0]), round(float(part[:, 1].mean()), 5)] for part in parts],
         "validation": [[line["step"], round(line["validation_loss"], 6)] for line in scores],
         "row_norm": [[line["step"], round(line["row_norm"], 5), round(line["rows_beyond_1"], 5)] for line in scores],
         "norms": {name: round(value, 4) for name, value in scores[-1].items() if "_norm" in name or "beyond" in name},
         "events": [line for line in lines if "event" in line],
     }
-
-
-def last_step(log: Path) -> int:
-    """Of a log that is being written."""
-    try:
-        with log.open("rb") as file:
-            file.seek(-min(2048, log.stat().st_size), os.SEEK_END)
-            return json.loads(file.read().splitlines()[-1])["step"]
-    except (OSError, ValueError, IndexError, KeyError, TypeError):
-        return 0

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matched comparison: the same model, data order and budget under several optimizers, learning rates and seeds.
+"""Compare optimizers at the same model, data order and budget, over learning rates and seeds.
 
-First every optimizer runs at every learning rate with the first seed (``--seed``, 0); then, where some are named, with
-other learning rates of AdamW's part and other weight decays, one after the other and each at the best of what went
-before; then at its best with the other seeds. So all have the same budget. A stopped comparison goes on where it was.
-``--jobs`` runs arms side by side, each with an equal share of the cores.
+First every optimizer runs at every learning rate with the first seed (``--seed``, 0). Then, if any are given, it tries
+other learning rates of the AdamW group, and after them other weight decays, each at the best setting so far. Last it
+runs at its best setting with the other seeds. So all optimizers have the same budget. A stopped comparison resumes.
 """
 
 import shlex
@@ -13,113 +12,93 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tyro
 from rich.console import Console
 
 from . import cluster, comparison_report, configs, data, mesh
 from .arms import Arm, Study, stop
-from .config import RunError, check, flag
+from .config import RunError, check
 from .processes import on_signals
 from .variants import Variant, read_variants
 
 
 @dataclass(frozen=True)
 class Options:
-    """Compare optimizers at matched settings. Any flag of ``train`` may follow and holds for every arm."""
+    """Compare optimizers at matched settings. Any flag of ``train`` may follow; it applies to every arm."""
 
     config: str = "first_run"
     """Named configuration."""
     optimizers: str = "adamw,muon,mano,normpre_g,normpre_l"
     """Optimizers, separated by commas; normpre_l:matrix.rank=8 is one with a setting of its own."""
     learning_rates: str = ""
-    """Peak learning rates to try, separated by commas; "muon:8e-3" is for that optimizer only. Empty: the
+    """Peak learning rates to try, separated by commas; "muon:8e-3" is for that optimizer only. Default: the
     configuration's."""
     adam_ratios: str = ""
-    """Learning rates of AdamW's part over the matrices', to be tried beside the configuration's at the best learning
-    rate."""
+    """Learning rates of the AdamW group, relative to that of the matrix group, to try at the best learning rate."""
     weight_decays: str = ""
-    """Weight decays to be tried beside the configuration's at the best of both."""
+    """Weight decays to try at the best of both."""
     seeds: int = 1
-    """Seeds (of initialisation and data order) at each optimizer's best settings, counted from ``--seed``."""
+    """Seeds (of initialization and data order) at each optimizer's best settings, counted from ``--seed``."""
     jobs: int = 1
-    """Arms that run side by side. More than one on a machine with one accelerator is slower, not faster."""
+    """Arms that run side by side, each with an equal share of the cores. With one accelerator, 1 is fastest."""
     name: str = ""
-    """Name of the comparison; compare-<config> where none is given."""
+    """Name of the comparison. Default: compare-<config>."""
     runs_folder: Path = Path("runs")
-    """Where its folder is made: an arm's run in each subfolder, and report/."""
-    efficiency: bool = True
-    """Measure time and memory per step, too (the paper's table 2)."""
-    efficiency_steps: int = 100
-    """Steps of that measurement, after a fifth as many that are not counted."""
-
-
-@dataclass
-class Comparison:
-    """What is to be run, and where."""
-
-    options: Options
-    variants: list[Variant]
-    learning_rates: dict[Variant, list[float]]
-    tuned: dict[str, list[float]]
-    study: Study
+    """Its folder is made here: the run of an arm in each subfolder, and report/."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """``python -m examples.pretrain compare --config nano --learning-rates 2e-3,4e-3,8e-3 --seeds 3 --jobs 2``."""
-    options, overrides = tyro.cli(
-        Options, args=list(arguments), return_unknown_args=True, prog="python -m examples.pretrain compare"
-    )
-    comparison = plan(options, overrides)
-    with on_signals(stop):
-        run(comparison, shlex.join(arguments), Console(markup=False, highlight=False, soft_wrap=True))
-
-
-def run(comparison: Comparison, arguments: str, console: Console) -> None:
-    """All arms, table 2, and the report."""
-    options, study, variants = comparison.options, comparison.study, comparison.variants
-    data.open_corpus(study.config.data, console.print)  # once, before arms could make it side by side
-    first = study.config.seed
-    sweep = [Arm(variant, rate, first) for variant in variants for rate in comparison.learning_rates[variant]]
-    sweep.sort(key=lambda arm: arm.learning_rate)
-    console.print(
-        f"{study.config.config}: {len(sweep)} arms of {', '.join(map(str, variants))}, then {options.seeds} "
-        f"seed(s) at the best learning rates; {study.config.steps:,} steps each, in {study.folder}/"
-    )
-    with study.begun():
-        study.run(sweep, console)
-        for name, values in comparison.tuned.items():
-            best = best_arms(study.results, first).values()
-            study.run([arm._replace(**{name: value}) for value in values for arm in best], console)
-        best = best_arms(study.results, first)
-        more = range(first + 1, first + options.seeds)
-        study.run([arm._replace(seed=seed) for seed in more for arm in best.values()], console)
-        efficiency = study.efficiency(variants, options.efficiency_steps, console) if options.efficiency else None
-        report(study, best, efficiency, arguments, console)
-    if not best:
-        raise RunError("no arm came to its end: every learning rate was too high, or see the reasons above")
-
-
-def plan(options: Options, overrides: list[str]) -> Comparison:
-    """Read and check everything before the first arm.
-
-    Raises:
-        RunError: naming the flag and what it may be.
-    """
-    if options.seeds < 1 or options.jobs < 1 or options.efficiency_steps < 1:
-        raise RunError("--seeds, --jobs and --efficiency-steps must be at least 1")
+    prog = "python -m examples.pretrain compare"
+    options, overrides = tyro.cli(Options, args=list(arguments), return_unknown_args=True, prog=prog)
+    if options.seeds < 1 or options.jobs < 1:
+        raise RunError("--seeds and --jobs must be at least 1")
     study = make_study("compare", options.config, overrides, options.runs_folder, options.name, options.jobs)
     variants = read_variants(options.optimizers, study.config_flags)
     rates = learning_rates(options.learning_rates, variants, study.config.learning_rate)
-    tuned = {name: numbers_of(name, getattr(options, name + "s")) for name in ("adam_ratio", "weight_decay")}
-    return Comparison(options, variants, rates, tuned, study)
+    tuned = {
+        "adam_ratio": numbers("--adam-ratios", options.adam_ratios),
+        "weight_decay": numbers("--weight-decays", options.weight_decays, zero=True),
+    }
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    with on_signals(stop), study.begun():
+        run(study, rates, tuned, options.seeds, console)
+        content = study.facts(f"compare {shlex.join(arguments)}") | {"arms": study.records()}
+        folder = study.folder / "report"
+        folder.mkdir(exist_ok=True)
+        console.print(f"\n{comparison_report.write(folder, content)}\nReport, data and figures: {folder}/")
+
+
+def run(
+    study: Study, rates: dict[Variant, list[float]], tuned: dict[str, list[float]], seeds: int, console: Console
+) -> None:
+    """Run all arms: learning rates, then the ``tuned`` settings one after the other, then further seeds.
+
+    Raises:
+        RunError: if no arm finishes.
+    """
+    data.open_corpus(study.config.data, console.print)  # once, before arms make it side by side
+    first = study.config.seed
+    sweep = [Arm(variant, rate, first) for variant, found in rates.items() for rate in found]
+    console.print(
+        f"{study.config.config}: {len(sweep)} arms of {', '.join(map(str, rates))}, then {seeds} seed(s) at the best "
+        f"settings; {study.config.steps:,} steps each, in {study.folder}/"
+    )
+    study.run(sorted(sweep, key=lambda arm: arm.learning_rate), console)
+    for name, values in tuned.items():
+        best = best_arms(study.results, first).values()
+        study.run([arm._replace(**{name: value}) for value in values for arm in best], console)
+    best = best_arms(study.results, first)
+    if not best:
+        raise RunError("no arm finished: every learning rate was too high, or see the reasons above")
+    study.run([arm._replace(seed=first + i) for i in range(1, seeds) for arm in best.values()], console)
 
 
 def make_study(kind: str, config_name: str, overrides: list[str], runs_folder: Path, name: str, jobs: int) -> Study:
-    """A study of ``kind`` whose arms share ``overrides`` of a configuration.
+    """Make a study of ``kind`` whose arms share ``overrides`` of a configuration.
 
     Raises:
-        RunError: naming the flag and what it may be.
+        RunError: naming the flag and its valid values.
     """
     flags = ["--config", config_name, *overrides]
     config = configs.parse(flags)
@@ -138,67 +117,35 @@ def learning_rates(text: str, variants: Sequence[Variant], default: float) -> di
     """What "1e-3,muon:2e-3" means for every optimizer, in ascending order.
 
     Raises:
-        RunError: where it is not of that form.
+        RunError: if a part is no learning rate, or of an optimizer that is not compared.
     """
-    rates: dict[Variant, set[float]] = {variant: set() for variant in variants}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
+    rates: dict[str, list[float]] = {str(variant): [] for variant in variants}
+    for entry in filter(None, map(str.strip, text.split(","))):
         name, _, number = entry.rpartition(":")
-        meant = [variant for variant in variants if name in ("", str(variant))]
-        if not meant:
-            raise RunError(f"--learning-rates: {name!r} is none of the optimizers {', '.join(map(str, variants))}")
-        try:
-            rate = float(number)
-        except ValueError as error:
-            raise RunError(f"--learning-rates: numbers separated by commas, got {text!r}") from error
-        if not 0 < rate < float("inf"):
-            raise RunError(f"--learning-rates must be positive, got {entry!r}")
-        for variant in meant:
-            rates[variant].add(rate)
-    return {variant: sorted(found) or [default] for variant, found in rates.items()}
+        if name not in ("", *rates):
+            raise RunError(f"--learning-rates: {name!r} is none of the optimizers {', '.join(rates)}")
+        for variant in [name] if name else rates:
+            rates[variant] += numbers("--learning-rates", number)
+    return {variant: sorted(set(rates[str(variant)])) or [default] for variant in variants}
 
 
-def numbers_of(name: str, text: str) -> list[float]:
-    """What "0,0.1" means, in ascending order.
+def numbers(name: str, text: str, *, zero: bool = False) -> list[float]:
+    """The numbers in "0,0.1", in ascending order; they must be positive, or may be ``zero``.
 
     Raises:
-        RunError: where it is not of that form.
+        RunError: if a part is none.
     """
     try:
         found = sorted({float(part) for part in text.split(",") if part.strip()})
     except ValueError as error:
-        raise RunError(f"{flag(name)}s: numbers separated by commas, got {text!r}") from error
-    least = 0 if name == "weight_decay" else np.finfo(float).tiny
-    if not all(least <= value < np.inf for value in found):
-        raise RunError(f"{flag(name)}s must be {'0 or more' if least == 0 else 'positive'}, got {text!r}")
+        raise RunError(f"{name}: numbers separated by commas, got {text!r}") from error
+    if not all(0 < value < float("inf") or (zero and value == 0) for value in found):
+        raise RunError(f"{name} must be {'0 or more' if zero else 'positive'}, got {text!r}")
     return found
 
 
 def best_arms(results: dict[Arm, dict[str, Any]], first: int) -> dict[Variant, Arm]:
-    """For every optimizer with a finished arm the one of the first seed with the lowest loss."""
-    best: dict[Variant, tuple[float, Arm]] = {}
-    for arm, result in results.items():
-        if arm.seed == first and result["status"] == "finished":
-            found = (result["best_validation_loss"], arm)
-            best[arm.variant] = min(best.get(arm.variant, found), found, key=lambda pair: pair[0])
-    return {variant: arm for variant, (_, arm) in best.items()}
-
-
-def report(
-    study: Study,
-    best: dict[Variant, Arm],
-    efficiency: dict[str, Any] | None,
-    arguments: str,
-    console: Console,
-) -> None:
-    """Data, tables and figures."""
-    folder = study.folder / "report"
-    folder.mkdir(exist_ok=True)
-    content = {
-        **study.facts(f"compare {arguments}"),
-        "best": {str(variant): arm.learning_rate for variant, arm in best.items()},
-        "tuned": {str(variant): arm.tuned for variant, arm in best.items()},
-        "arms": [arm.facts | result for arm, result in study.results.items()],
-        "efficiency": efficiency,
-    }
-    text = comparison_report.write(folder, content)
-    console.print(f"\n{text}\nReport, data and figures: {folder}/")
+    """For every optimizer with a finished arm, the one of seed ``first`` with the lowest loss."""
+    finished = {arm: x["best_validation_loss"] for arm, x in results.items() if x["status"] == "finished"}
+    ranked = sorted((arm for arm in finished if arm.seed == first), key=lambda arm: -finished[arm])
+    return {arm.variant: arm for arm in ranked}

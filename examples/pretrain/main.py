@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from . import cluster, commands, compare, configs, efficiency, mesh, optimizers, run
+from . import cluster, commands, compare, configs, mesh, optimizers, run
 from .config import RunError, check
 from .prepare import command as prepare
 from .processes import Stopped
@@ -18,7 +18,6 @@ usage: python -m examples.pretrain [COMMAND] ...
   train      train a model (also without the word; --config names one of {configs})
   prepare    turn a corpus into token files
   compare    train with several optimizers, learning rates and seeds; tables, figures, report
-  efficiency measure time and memory of a step under each optimizer
   evaluate   score a run's model
   generate   let a run's model write
   export     write a run's model as safetensors in the format of Hugging Face transformers
@@ -35,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "train": train,
         "prepare": prepare.main,
         "compare": compare.main,
-        "efficiency": efficiency.main,
         "evaluate": commands.evaluate,
         "generate": commands.generate,
         "export": commands.export,

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss curves of one run or several: ``python -m examples.pretrain.plot_loss runs/a runs/b --output losses.png``.
-
-Validation losses are points joined by a line; behind them, fainter, stands the training loss, averaged over the
-steps before.
-"""
+"""Loss curves of one run or several: ``python -m examples.pretrain.plot_loss runs/a runs/b --output losses.png``."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,14 +17,14 @@ from .logs import read_lines
 
 # Distinguishable with every common colour blindness (Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINE_STYLES = ("-", "--", ":")
+LINE_STYLES = ("-", "--", ":", "-.")
 SMOOTHED_SHARE = 0.02
-SHOWN_FROM_SHARE = 0.1
+SHOWN_FROM_SHARE = 0.1  # where the plunge of the first steps ends, in which all runs look alike
+LEGEND_WIDTH = 96  # characters of 8 pt side by side under a figure of 6 inches
 
 
-@dataclass(frozen=True)
-class Curves:
-    """The losses of one run: arrays of steps and of losses in nats per token."""
+class Curves(NamedTuple):
+    """Steps and losses (nats per token) of one run, as arrays."""
 
     name: str
     train_steps: np.ndarray
@@ -35,13 +32,9 @@ class Curves:
     validation_steps: np.ndarray
     validation_losses: np.ndarray
 
-    def smoothed(self) -> np.ndarray:
-        """Training loss averaged over the last 2 % of the run's steps."""
-        return moving_average(self.train_losses, max(1, round(SMOOTHED_SHARE * len(self.train_losses))))
-
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of each value and those before it, ``window`` of them where there are so many."""
+    """Mean of each value and the ``window - 1`` before it, or as many as there are."""
     totals = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(totals))
     starts = np.maximum(ends - window, 0)
@@ -49,10 +42,10 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def read_curves(folder: Path) -> Curves:
-    """The curves of the run in ``folder``.
+    """The losses of the run in ``folder``.
 
     Raises:
-        FileNotFoundError: where there is no log, or nothing in it yet.
+        FileNotFoundError: if there is no log, or no training or validation loss in it yet.
     """
     records = read_lines(folder / "log.jsonl")
     train = np.array([(r["step"], r["loss"]) for r in records if "loss" in r]).reshape(-1, 2)
@@ -63,59 +56,74 @@ def read_curves(folder: Path) -> Curves:
 
 
 def plot_loss(runs: Sequence[Path], output: Path) -> None:
-    """Draw the runs in the folders ``runs`` into the image ``output``, whose suffix chooses the format.
+    """Draw the runs in the folders ``runs`` into the image ``output``; its suffix chooses the format.
 
     Raises:
-        FileNotFoundError: where a folder holds no log.
+        FileNotFoundError: if a folder holds no log.
     """
-    curves = sorted((read_curves(folder) for folder in runs), key=lambda c: c.validation_losses[-1])
-    figure = Figure(figsize=(5.0, 3.2), layout="constrained")
+    figure = Figure(figsize=(6.0, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    for index, run in enumerate(curves):
-        draw(axes, run, COLOURS[index % len(COLOURS)], LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)])
-    frame(axes, curves)
-    figure.savefig(output, dpi=300)
+    for index, run in enumerate(sorted(map(read_curves, runs), key=lambda run: run.validation_losses[-1])):
+        smoothed = moving_average(run.train_losses, max(1, round(SMOOTHED_SHARE * len(run.train_losses))))
+        style = {
+            "color": COLOURS[index % len(COLOURS)],
+            "linestyle": LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)],
+            "label": f"{run.name}  {run.validation_losses[-1]:.3f}",
+        }
+        draw_losses(axes, (run.train_steps, smoothed), (run.validation_steps, run.validation_losses), style)
+    axes.plot([], [], color="0.5", alpha=0.6, linewidth=0.9, label="thin: training loss, moving average")
+    axes.set_xlim(left=0)
+    frame(axes, legend="below")
+    save(figure, output)
 
 
-def draw(axes: Axes, run: Curves, colour: str, style: str) -> None:
-    """One run: training loss behind, validation losses in front."""
-    label = f"{run.name}  {run.validation_losses[-1]:.3f}"
-    trained = run.validation_steps > 0
-    axes.plot(run.train_steps, run.smoothed(), color=colour, alpha=0.45, linewidth=0.9)
+def draw_losses(axes: Axes, train: Sequence[np.ndarray], validation: Sequence[np.ndarray], style: dict) -> int:
+    """Training loss thin, validation loss as joined points; both are pairs of steps and losses.
+
+    The first tenth of the steps is left out, and training losses before the first validation loss that is shown, so
+    that the early ones do not set the range. Returns how many validation losses are shown, counted from the last.
+    """
+    tenth, last = SHOWN_FROM_SHARE * train[0][-1], len(validation[0]) - 1
+    first = min(np.searchsorted(validation[0], tenth), last)
+    begin = np.searchsorted(train[0], validation[0][first] if first < last else tenth)
+    axes.plot(*(x[begin:] for x in train), color=style["color"], alpha=0.4, linewidth=0.8)
     axes.plot(
-        run.validation_steps[trained],
-        run.validation_losses[trained],
-        style,
-        color=colour,
-        marker="o",
-        markersize=3.5,
-        linewidth=1.3,
-        label=label,
-        zorder=3,
+        *(x[first:] for x in validation), **{"marker": "o", "markersize": 3, "linewidth": 1.3, "zorder": 3} | style
     )
-
-
-def frame(axes: Axes, curves: Sequence[Curves]) -> None:
-    """Labels, legend, and a range that leaves out the plunge of the first steps, where all runs look alike."""
-    lowest = min(min(c.validation_losses.min(), c.smoothed().min()) for c in curves)
-    highest = max(c.smoothed()[int(SHOWN_FROM_SHARE * len(c.train_losses))] for c in curves)
-    margin = 0.06 * (highest - lowest) or 0.1
-    axes.set_ylim(lowest - margin, highest + margin)
-    axes.set_xlim(0, max(c.train_steps[-1] for c in curves) * 1.02)
-    axes.set_xlabel("step")
+    over_steps(axes)
     axes.set_ylabel("loss (nats per token)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return last - first + 1
+
+
+def over_steps(axes: Axes) -> None:
+    """An axis of steps."""
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+
+
+def frame(axes: Axes, legend: str = "beside") -> None:
+    """Few lines, and a legend without a box: ``beside`` the axes, or ``below`` the figure if labels are long."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.plot([], [], color="0.5", alpha=0.6, linewidth=0.9, label="training loss, moving average")
-    legend = axes.legend(fontsize=8, title="final validation loss", title_fontsize=8, alignment="left", framealpha=1.0)
-    legend.get_frame().set_edgecolor("none")
+    handles, labels = axes.get_legend_handles_labels()
+    if labels and legend == "beside":
+        axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    elif labels:
+        figure, columns = axes.figure, max(1, min(4, LEGEND_WIDTH // (max(map(len, labels)) + 6)))
+        assert isinstance(figure, Figure)
+        figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=columns)
+        figure.set_figheight(3.6 + 0.18 * math.ceil(len(labels) / columns))
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Write the figure as ``file``, a PNG if it has no suffix; the same figure gives the same bytes."""
+    figure.savefig(file if file.suffix else file.with_suffix(".png"), dpi=150)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m examples.pretrain.plot_loss", description="Draw loss curves.")
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--output", type=Path, help="image to write (default: losses.png beside the first run)")

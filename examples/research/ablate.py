@@ -24,7 +24,7 @@ from examples.pretrain.config import Config, RunError, check
 from examples.pretrain.configs import parse
 from examples.pretrain.processes import on_signals
 from examples.pretrain.variants import Variant
-from examples.research import ablation_report, command
+from examples.research import ablation_report, command, efficiency
 from examples.research import train as train  # adds the optimizers of ablations
 
 
@@ -253,7 +253,7 @@ def run(study: Study, name: str, ablation: Ablation, options: Options, arguments
     cost = None
     if ablation.timed and options.efficiency:
         variants = list(dict.fromkeys(arm.variant for arm in wanted))
-        cost = study.efficiency(variants, options.efficiency_steps, console, f"efficiency-{name}.json")
+        cost = efficiency.of_study(study, variants, options.efficiency_steps, console, f"efficiency-{name}.json")
     folder = study.folder / "report"
     folder.mkdir(exist_ok=True)
     cells = {str(ablation.variant(row, who)): (row, who) for row in ablation.rows for who in ablation.optimizers}

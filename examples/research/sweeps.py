@@ -163,7 +163,10 @@ def draw(found: Sequence[Sweep], over: str = "") -> Figure:
         axes.xaxis.set_minor_locator(NullLocator())
         frame(axes)
     panels[0].set_ylabel(f"loss less that of\n{label(over)}" if over else "loss over the lowest (nats)")
-    figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize=8, frameon=False)
+    figure.set_figheight(3.4)
+    if not over:  # a hopeless learning rate leaves the figure
+        panels[0].set_ylim(top=min(panels[0].get_ylim()[1], 0.2))
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
     return figure
 
 

@@ -3,46 +3,42 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import matplotlib.figure
 import pytest
 from rich.console import Console
 
 from examples.pretrain import arms, compare, comparison_report, configs, main
 from examples.pretrain.config import RunError
+from examples.pretrain.logs import read_lines
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.variants import Variant, read_variants
 
-ROOT = Path(__file__).parents[2]
+NO_TANGENT = "normpre_g:matrix.tangent=none"
 
 
 def arm(optimizer: str, learning_rate: float, seed: int, loss: float, **more) -> dict:
     validation = [[0, 6.0], [5, loss + 1], [10, loss]]
     return {
-        "optimizer": optimizer,
-        "learning_rate": learning_rate,
-        "seed": seed,
-        "status": "finished",
-        "best_validation_loss": loss,
-        "validation": validation,
-        "train": [[step, value + 0.1] for step, value in validation[1:]],
+        **{"optimizer": optimizer, "learning_rate": learning_rate, "seed": seed, "status": "finished"},
+        **{"best_validation_loss": loss, "validation": validation, "events": []},
+        "train": [[step, loss + 12 / step] for step in range(1, 11)],
         "row_norm": [[step, 0.5, 0.0] for step, _ in validation],
-        "events": [],
+        "norms": {"row_norm": 0.5, "column_norm": 0.25, "row_norm/mlp/up": 1.0},
         **more,
     }
 
 
 @pytest.fixture
 def content() -> dict:
-    lost = {"optimizer": "mano", "seed": 0, "status": "diverged", "diverged": "the loss became nan at step 3"}
+    tuned = {"adam_ratio": 0.5, "weight_decay": 0.0}
     return {
-        "settings": "nano --steps 10",
-        "command": "python -m examples.pretrain compare",
-        "date": "2026-01-01",
+        **{"settings": "nano --steps 10", "command": "python -m examples.pretrain compare", "date": "2026-01-01"},
         "machine": {"kind": "cpu", "cores": 1},
         "versions": {"python": "3.11", "jax": "0.10"},
         "config": {
@@ -51,74 +47,76 @@ def content() -> dict:
         },
         "parameters": 1000,
         "text": {"source": "text"},
-        "best": {"adamw": 0.1, "muon": 0.2, "normpre_g": 0.2, "normpre_l": 0.2},
         "arms": [
-            arm("adamw", 0.1, 0, 3.0),
-            arm("adamw", 0.1, 1, 3.2),
-            arm("adamw", 0.2, 0, 3.5),
-            arm("muon", 0.1, 0, 2.9),
-            arm("muon", 0.2, 0, 2.7),
-            arm("muon", 0.4, 0, 2.8),
-            arm("normpre_g", 0.2, 0, 2.6),
-            arm("normpre_l", 0.2, 0, 2.75, events=[{"step": 4, "event": "loss spike"}]),
-            {**lost, "learning_rate": 0.1},
+            arm(NO_TANGENT, 0.2, 0, 2.6),
+            *(arm("adamw", 0.1, 0, 3.0), arm("adamw", 0.1, 1, 3.2), arm("adamw", 0.2, 0, 9.5)),
+            *(arm("muon", 0.1, 0, 2.9), arm("muon", 0.2, 0, 2.7), arm("muon", 0.4, 0, 2.8)),
+            *(arm("muon", 0.2, 0, 2.2, adam_ratio=0.5), arm("muon", 0.2, 0, 2.1, **tuned)),
+            *(arm("muon", 0.2, 1, 2.35, **tuned), arm("normpre_g", 0.2, 0, 2.65)),
+            {"optimizer": "mano", "seed": 0, "status": "diverged", "learning_rate": 0.1},
         ],
-        "efficiency": {
-            "rows": {
-                "adamw": {
-                    **{"optimizer_ms": 1.0, "optimizer_mean_ms": 1.2, "step_ms": 10.0, "step_mean_ms": 11.0},
-                    **{"tokens_per_second": 2e4, "peak_gib": 1.5},
-                },
-            },
-            "warmup": 20,
-            "steps": 100,
-            "how": "in turns",
-        },
     }
 
 
-def test_table_one(content):
-    lines = comparison_report.losses_table(content).splitlines()
-    assert lines[2:] == [
-        "| AdamW | 0.1 | 3.1000 | 0.1414 | 2 |",
-        "| Muon | 0.2 | <u>2.7000</u> |  | 1 |",
-        "| MANO | | none of its runs came to an end | | |",
-        "| NormPre-G | 0.2 | **2.6000** |  | 1 |",
-        "| NormPre-L | 0.2 | 2.7500 |  | 1 |",
+def test_the_tables(content):
+    losses = comparison_report.losses_table(content).splitlines()
+    assert losses[2:] == [
+        "| AdamW | 0.1 (smallest) |  |  | 3.1000 | 0.1414 | 2 | 0.50 | 0.25 |",
+        "| Muon | 0.2 | 0.5 | 0 | **2.2250** | 0.1768 | 2 | 0.50 | 0.25 |",
+        "| NormPre-G | 0.2 |  |  | 2.6500 |  | 1 | 0.50 | 0.25 |",
+        "| NormPre-G, no tangent | 0.2 |  |  | 2.6000 |  | 1 | 0.50 | 0.25 |",
     ]
-
-
-def test_without_a_baseline_nobody_beats_it(content):
-    content["arms"] = [arm("normpre_g", 0.2, 0, 2.6)]
-    assert "| NormPre-G | 0.2 | 2.6000 |  | 1 |" in comparison_report.losses_table(content)
-
-
-def test_the_other_tables_and_the_remarks(content):
-    sweep = comparison_report.sweep_table(content).splitlines()
-    assert sweep[0] == "| optimizer | 0.1 | 0.2 | 0.4 |"
-    assert sweep[2] == "| AdamW | 3.0000 | 3.5000 |  |"
-    assert sweep[4] == "| MANO | diverged |  |  |"
-    assert "| AdamW | 1.00 (1.20) | 10.0 (11.0) | 20.00 | 1.500 |" in comparison_report.efficiency_table(content)
-    remarks = comparison_report.remarks(content)
-    assert remarks[0] == "AdamW is best at the smallest learning rate tried: its optimum may lie beyond."
-    assert "MANO at 0.1, seed 0 diverged: the loss became nan at step 3." in remarks
-    assert "1 loss spike(s)" in remarks[-1]
-    assert not any(line.startswith("Muon is best") for line in remarks)
+    assert comparison_report.differences_table(content).splitlines()[2:] == ["| AdamW | 0.875 ± 0.025 |"]
+    runs = comparison_report.runs_table(content).splitlines()
+    assert runs[0] == "| optimizer | AdamW group's lr ratio | weight decay | seed | 0.1 | 0.2 | 0.4 |"
+    assert "| AdamW |  |  | 0 | 3.0000 | 9.5000 |  |" in runs
+    assert "| Muon | 0.5 | 0 | 1 |  | 2.3500 |  |" in runs
+    assert "| MANO |  |  | 0 | diverged |  |  |" in runs
+    assert len(comparison_report.swept(content, "muon")) == 3
 
 
 def test_a_report_can_be_drawn_again(content, tmp_path, capsys):
     comparison_report.write(tmp_path, content)
-    names = {path.name for path in tmp_path.iterdir()}
     figures = {f"{name}.png" for name in comparison_report.FIGURES}
-    assert names == {"README.md", "comparison.json", *figures}
+    assert {path.name for path in tmp_path.iterdir()} == {"README.md", "comparison.json", *figures}
     text = (tmp_path / "README.md").read_text()
-    for heading in ("# Comparison: nano --steps 10", "## Validation loss", "## By learning rate", "## Time and memory"):
-        assert heading in text
-    (tmp_path / "README.md").unlink()
+    for part in ("# Comparison: nano --steps 10", "tokens (80)", f"- NormPre-G, no tangent: `{NO_TANGENT}`"):
+        assert part in text
+    without_curves = {key: x for key, x in arm("adamw", 0.1, 0, 3.0).items() if key not in ("train", "row_norm")}
+    content["arms"] = [without_curves]
+    (tmp_path / "comparison.json").write_text(json.dumps(content))
     assert comparison_report.main([str(tmp_path)]) == 0
-    assert (tmp_path / "README.md").read_text() == text
+    assert ".png" not in (tmp_path / "README.md").read_text()
     assert comparison_report.main([str(tmp_path / "nowhere")]) == 1
     assert "no comparison.json" in capsys.readouterr().err
+
+
+def painted(paint, content):
+    axes = matplotlib.figure.Figure(figsize=(6.0, 3.6), layout="constrained").add_subplot()
+    assert paint(axes, content)
+    comparison_report.frame(axes, legend="below")
+    return axes
+
+
+def test_the_axes_show_what_differs(content):
+    """The range of losses has the training losses, and a hopeless learning rate does not set that of the others."""
+    axes = painted(comparison_report.paint_losses, content)
+    bottom, top = axes.get_ylim()
+    assert bottom < min(line.get_ydata().min() for line in axes.lines)
+    assert max(line.get_ydata().max() for line in axes.lines) < top < 6
+    assert painted(comparison_report.paint_learning_rates, content).get_ylim()[1] < 3.5
+
+
+def test_a_legend_is_no_wider_than_its_figure_and_every_variant_looks_different(content):
+    long = [f"normpre_g:matrix.rank=8:matrix.threshold=0.{i}25:model.hidden_std=0.1" for i in range(9)]
+    content["arms"] += [arm(name, 0.2, 0, 2.5) for name in long]
+    figure = painted(comparison_report.paint_rows, content).figure
+    figure.canvas.draw()
+    (box,), width = [legend.get_window_extent() for legend in figure.legends], figure.bbox.width
+    assert 0 <= box.x0 < box.x1 <= width
+    assert figure.axes[0].get_window_extent().height > 0.4 * figure.dpi * 3.6
+    looks = [comparison_report.style(name, content) for name in comparison_report.optimizers(content)]
+    assert len({(look["color"], look["linestyle"], look["marker"]) for look in looks}) == len(looks)
 
 
 def test_every_optimizer_has_a_name_and_a_colour_of_its_own():
@@ -126,51 +124,47 @@ def test_every_optimizer_has_a_name_and_a_colour_of_its_own():
     assert len(set(comparison_report.NAMES.values())) == len(OPTIMIZERS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--optimizers", "adam"], "--optimizers must be of adamw, normpre_g"),
-        (["--optimizers", ","], "--optimizers must name at least one"),
-        (["--optimizers", "muon:8"], "settings of one are written muon:matrix.rank=8, got 'muon:8'"),
-        (["--optimizers", "muon:steps=8"], "settings of one are written muon:matrix.rank=8"),
-        (["--optimizers", "muon:matrix.rank="], "settings of one are written muon:matrix.rank=8"),
-        (["--optimizers", "normpre_l:matrix.rank=0"], "--matrix.rank must be at least 1"),
-        (["--optimizers", "muon:matrix.rank=8"], "muon has no matrix.rank, got 'muon:matrix.rank=8'"),
-        (["--optimizers", "adamw:matrix.muon_ratio=8"], "adamw has no matrix.muon_ratio"),
-        (["--optimizers", "muon:matrix.rang=8"], "there is no setting matrix.rang; matrix. has momentum, nesterov"),
-        (["--optimizers", "muon:weight_decays=8"], "settings of one are written muon:matrix.rank=8"),
-        (["--optimizers", "muon:matrix.ns_steps=many"], "has a value that its setting does not take"),
-        (["--optimizers", "muon,adamw,muon"], "--optimizers: muon is there twice"),
-        (["--learning-rates", "1e-3;2e-3"], "--learning-rates: numbers separated by commas"),
-        (["--learning-rates", "-1"], "--learning-rates must be positive"),
-        (["--learning-rates", "lion:1"], "'lion' is none of the optimizers adamw, muon"),
-        (["--resume"], "goes on where it was by itself"),
-        (["--seeds", "0"], "must be at least 1"),
-        (["--name", "a/b"], "plain folder name"),
-        (["--config", "huge"], "--config must be one of"),
-        (["--model.heads", "3"], "--model.heads 3 must divide"),
-    ],
-)
-def test_a_bad_comparison_is_one_line_before_anything_is_written(arguments, line, tmp_path, monkeypatch, capsys):
+def test_a_bad_comparison_is_one_line_before_anything_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main.main(["compare", *arguments]) == 1
-    said = capsys.readouterr()
-    assert line in said.err
-    assert said.err.count("\n") == 1
+    for arguments, line in {
+        "--optimizers adam": "--optimizers must be of adamw, normpre_g",
+        "--weight-decays -1": "--weight-decays must be 0 or more",
+        "--resume": "compare goes on where it was by itself",
+        "--seeds 0": "must be at least 1",
+        "--name a/b": "plain folder name",
+    }.items():
+        assert main.main(["compare", "--config", "tiny", *arguments.split()]) == 1
+        said = capsys.readouterr().err
+        assert line in said
+        assert said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_optimizer_can_be_compared(tmp_path):
-    wanted = ",".join(OPTIMIZERS)
-    planned = compare.plan(compare.Options(config="nano", optimizers=wanted, runs_folder=tmp_path), [])
-    assert [str(variant) for variant in planned.variants] == list(OPTIMIZERS)
-    assert len({arms.Arm(variant, 1e-3, 0).name for variant in planned.variants}) == len(OPTIMIZERS)
+def test_what_cannot_be_compared():
+    for text, line in {
+        ",": "--optimizers must name at least one",
+        "muon:8": "settings of one are written muon:matrix.rank=8, got 'muon:8'",
+        "muon:matrix.rank=": "settings of one are written muon:matrix.rank=8",
+        "normpre_l:matrix.rank=0": "--matrix.rank must be at least 1",
+        "muon:matrix.rank=8": "muon has no matrix.rank, got 'muon:matrix.rank=8'",
+        "muon:matrix.rang=8": "there is no setting matrix.rang; matrix. has momentum, nesterov",
+        "muon:matrix.ns_steps=many": "has a value that its setting does not take",
+        "muon,muon": "--optimizers: muon is there twice",
+    }.items():
+        with pytest.raises(RunError, match=re.escape(line)):
+            read_variants(text, [])
+    for text, line in {
+        "1e-3;2e-3": "--learning-rates: numbers separated by commas",
+        "-1": "--learning-rates must be positive",
+        "lion:1": "'lion' is none of the optimizers muon",
+    }.items():
+        with pytest.raises(RunError, match=line):
+            compare.learning_rates(text, [Variant("muon")], 1.0)
 
 
 def test_an_optimizer_with_settings_of_its_own():
     plain, own = read_variants("normpre_l, normpre_l:matrix.rank=8:matrix.bfloat16", [])
     assert plain == Variant("normpre_l")
-    assert str(own) == "normpre_l:matrix.rank=8:matrix.bfloat16"
     config = configs.parse(own.flags)
     assert (config.optimizer, config.matrix.rank, config.matrix.bfloat16) == ("normpre_l", 8, True)
     assert arms.Arm(own, 1e-3, 2).name == "normpre_l,matrix.rank=8,matrix.bfloat16-lr0.001-seed2"
@@ -178,18 +172,15 @@ def test_an_optimizer_with_settings_of_its_own():
     (held,) = read_variants("muon:matrix.norm_control=hyperball:weight_decay=0:model.hidden_std=0.1", [])
     config = configs.parse(held.flags)
     assert (config.weight_decay, config.model.hidden_std, config.matrix.norm_control) == (0, 0.1, "hyperball")
-    assert comparison_report.label(str(held)) == "Muon, norm control hyperball, weight decay 0, hidden std 0.1"
+    assert comparison_report.label(str(held)) == "Muon, Hyperball, decay 0, std 0.1"
 
 
-def test_variants_of_one_optimizer_stand_together_and_look_different(content):
-    tuned = "normpre_g:matrix.tangent=none"
-    content["arms"] = [arm(tuned, 0.2, 0, 2.5), *content["arms"]]
-    content["best"][tuned] = 0.2
-    names = comparison_report.optimizers(content)
-    assert names[-3:] == ["normpre_g", tuned, "normpre_l"]
-    assert "| NormPre-G, tangent none | 0.2 | **2.5000** |" in comparison_report.losses_table(content)
-    looks = [comparison_report.style(name, content) for name in names]
-    assert len({(look["color"], look["linestyle"]) for look in looks}) == len(names)
+def test_a_folder_holds_arms_of_one_setting(tmp_path):
+    first, other = (compare.make_study("compare", "tiny", more, tmp_path, "", 1) for more in ([], ["--steps", "4"]))
+    with first.begun():
+        pass
+    with pytest.raises(RunError, match=r"other settings \(--config tiny\)"), other.begun():
+        pass
 
 
 def test_learning_rates_for_all_and_for_one():
@@ -201,25 +192,22 @@ def test_learning_rates_for_all_and_for_one():
 
 
 def test_settings_are_tuned_one_after_the_other_with_one_budget_for_all(tmp_path, monkeypatch):
-    """Losses of a known bowl: its minimum is at a rate of 2e-3, a ratio of 2 and a decay of 0."""
+    """Losses of a known bowl: its minimum is at a learning rate of 2e-3, a ratio of 2 and a decay of 0."""
 
     def ran(study, found, console):
         for one in found:
             adam, decay = one.adam_ratio or 1.0, 0.1 if one.weight_decay is None else one.weight_decay
             loss = abs(one.learning_rate - 2e-3) * 100 + abs(adam - 2) + decay + (one.variant.optimizer == "muon")
-            study.results[one] = arm("", one.learning_rate, one.seed, loss) | {"optimizer": None}
+            study.results[one] = {"status": "finished", "best_validation_loss": loss}
 
-    reports = []
     monkeypatch.setattr(arms.Study, "run", ran)
     monkeypatch.setattr(compare.data, "open_corpus", lambda *_: None)
-    monkeypatch.setattr(compare, "report", lambda study, best, *_: reports.append((study, best)))
-    options = compare.Options(
-        **{"config": "nano", "optimizers": "adamw,muon", "learning_rates": "1e-3,2e-3,4e-3", "seeds": 3},
-        **{"adam_ratios": "0.5,2,4", "weight_decays": "0,0.3", "runs_folder": tmp_path, "efficiency": False},
-    )
-    compare.run(compare.plan(options, ["--seed", "5"]), "", Console(quiet=True))
-    ((study, best),) = reports
-    for variant in (Variant("adamw"), Variant("muon")):
+    study = compare.make_study("compare", "nano", ["--seed", "5"], tmp_path, "", 1)
+    variants = Variant("adamw"), Variant("muon")
+    tuned = {"adam_ratio": [0.5, 2.0, 4.0], "weight_decay": [0.0, 0.3]}
+    compare.run(study, {one: [1e-3, 2e-3, 4e-3] for one in variants}, tuned, 3, Console(quiet=True))
+    best = compare.best_arms(study.results, 5)
+    for variant in variants:
         assert best[variant] == arms.Arm(variant, 2e-3, 5, adam_ratio=2.0, weight_decay=0.0)
         assert [one.seed for one in study.results if one.variant == variant] == [5] * (3 + 3 + 2) + [6, 7]
     flags = best[Variant("muon")].flags
@@ -228,55 +216,30 @@ def test_settings_are_tuned_one_after_the_other_with_one_budget_for_all(tmp_path
     assert len({one.name for one in study.results}) == len(study.results)
 
 
-def test_the_report_of_tuned_settings(content):
-    tuned = [arm("muon", 0.2, 0, 2.2, adam_ratio=0.5), arm("muon", 0.2, 0, 2.1, adam_ratio=0.5, weight_decay=0.0)]
-    seed = arm("muon", 0.2, 1, 2.3, adam_ratio=0.5, weight_decay=0.0)
-    content["arms"] += [*tuned, seed]
-    content["tuned"] = {"muon": {"adam_ratio": 0.5, "weight_decay": 0.0}}
-    content["config"] |= {"weight_decay": 0.1, "learning_rate": 0.1}
-    table = comparison_report.losses_table(content)
-    assert "| Muon | 0.2 | 0.5 | 0 | <u>2.2000</u> | 0.1414 | 2 | 6 |" in table
-    assert "| AdamW | 0.1 | 1 | 0.1 | 3.1000 | 0.1414 | 2 | 3 |" in table
-    assert len({line.count("|") for line in table.splitlines()}) == 1
-    text = comparison_report.markdown(content, table, [])
-    assert "| Muon | weight decay | 0 | 2.1000 |" in text
-    assert "| Muon | AdamW's rate / the matrices' | 0.5 | 2.2000 |" in text
-    assert "2.2" not in comparison_report.sweep_table(content)
-
-
-@pytest.mark.parametrize(("name", "text"), [("weight_decay", "-1"), ("adam_ratio", "0"), ("adam_ratio", "a,b")])
-def test_what_cannot_be_tuned(name, text):
-    with pytest.raises(RunError, match=f"--{name.replace('_', '-')}s"):
-        compare.numbers_of(name, text)
-
-
-@pytest.mark.parametrize(("cores", "jobs"), [(4, 2), (2, 2), (2, 3), (8, 3)])
+@pytest.mark.parametrize(("cores", "jobs"), [(4, 2), (2, 3)])
 def test_jobs_share_the_cores(monkeypatch, cores, jobs):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     shares = [arms.cores_of(place, jobs) for place in range(jobs)]
     assert all(len(share) == max(cores // jobs, 1) for share in shares)
-    if jobs <= cores:
-        assert len(set().union(*shares)) == sum(map(len, shares))
+    assert len(set().union(*shares)) == cores
     assert arms.cores_of(0, 1) == set()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_comparison_from_end_to_end(flags, tmp_path):
-    """Stopped, continued, with an arm that diverges; nothing is done twice."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    """Stopped, resumed, with an arm that diverges; nothing is done twice."""
     command = [sys.executable, "-m", "examples.pretrain", "compare", *flags, "--optimizers", "adamw,normpre_g"]
-    command += ["--learning-rates", "1e-2,1e30", "--seeds", "2", "--jobs", "2", "--efficiency-steps", "5"]
+    command += ["--learning-rates", "1e-2,1e30", "--seeds", "2", "--jobs", "2"]
     command += ["--steps", "200", "--checkpoint-every", "10", "--log-every", "5"]
 
     def start() -> subprocess.Popen:
-        return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, cwd=tmp_path, env=arms.environment(), stdout=subprocess.PIPE, text=True)
 
     folder = tmp_path / "runs" / "compare-tiny"
     first = folder / "normpre_g-lr0.01-seed0"
-    process = start()
-    deadline = time.monotonic() + 200
-    while arms.last_step(first / "log.jsonl") < 20:
+    process, deadline = start(), time.monotonic() + 200
+    while not (lines := read_lines(first / "log.jsonl")) or lines[-1]["step"] < 20:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -292,13 +255,6 @@ def test_a_comparison_from_end_to_end(flags, tmp_path):
         (optimizer, 1e-2, seed) for optimizer in ("adamw", "normpre_g") for seed in (0, 1)
     }
     assert found["adamw", 1e30, 0] == "diverged"
-    assert content["best"] == {"adamw": 1e-2, "normpre_g": 1e-2}
-    assert set(content["efficiency"]["rows"]) == {"adamw", "normpre_g"}
-    assert "| NormPre-G | 0.01 |" in said
+    assert "| NormPre-G | 0.01 (smallest) |" in said
     again, _ = start().communicate()
     assert again.count("was there: ") == len(content["arms"])
-    other = subprocess.run(
-        [*command, "--batch-size", "4"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert other.returncode == 1
-    assert "other settings" in other.stderr

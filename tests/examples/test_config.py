@@ -95,7 +95,7 @@ def test_help_describes_every_field(capsys):
 def test_the_command_is_the_first_word(capsys):
     assert main.main(["help"]) == 0
     said = capsys.readouterr().out
-    for command in ("train", "prepare", "compare", "efficiency", "evaluate", "generate", "export"):
+    for command in ("train", "prepare", "compare", "evaluate", "generate", "export"):
         assert f"\n  {command} " in said
     assert main.main(["trian", "--steps", "3"]) == 1
     assert "there is no command 'trian'" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 """Token files to batches."""
 
 import dataclasses
-import io
 import itertools
 import json
 import shutil
@@ -11,10 +10,9 @@ from pathlib import Path
 import grain
 import numpy as np
 import pytest
-from rich.console import Console
 from tokenizers import Tokenizer, models
 
-from examples.pretrain import configs, data, efficiency
+from examples.pretrain import data
 from examples.pretrain.config import DataConfig, RunError
 
 TOKENS = np.arange(1001, dtype="<u2")
@@ -173,13 +171,3 @@ def test_tokens_beyond_those_of_the_manifest_are_refused(dataset, tmp_path):
     with pytest.raises(RunError, match=r"validation\.bin has the token 600, .* none is beyond 511: .* make it anew"):
         data.load(folder)
     assert data.largest_id(np.broadcast_to(np.uint16(7), 10**12)) == 7  # in no time
-
-
-def test_efficiency_takes_random_tokens_where_a_corpus_is_not_prepared(tmp_path):
-    config = configs.parse(["--config", "gpt2_small", "--data.tokens", str(tmp_path), "--batch-size", "2"])
-    said = io.StringIO()
-    dataset = efficiency.corpus(config, Console(file=said))
-    assert "random tokens" in said.getvalue()
-    batch = next(data.training_batches(dataset, context=1024, batch_size=2, seed=0))
-    assert (batch.shape, batch.min() >= 0, batch.max() < 50_304) == ((2, 1025), True, True)
-    assert dataset.largest_token < dataset.vocabulary == 50_304

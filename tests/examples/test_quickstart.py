@@ -9,18 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from examples import pretrain
-
-QUICKSTART = Path(pretrain.__file__).parents[1] / "quickstart.py"
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 RECOMMENDED = 'muon(rate, norm_control="hyperball")'
 
 
 def test_it_is_short_and_the_switch_is_one_line():
-    text = QUICKSTART.read_text()
-    assert len(text.splitlines()) < 60
-    assert [line for line in text.splitlines() if "muon(" in line] == [
-        f"optimizer = nnx.Optimizer(model, {RECOMMENDED}, wrt=nnx.Param)  # was: optax.adamw(rate)"
-    ]
+    lines = QUICKSTART.read_text().splitlines()
+    assert len(lines) < 60
+    switch = f"optimizer = nnx.Optimizer(model, {RECOMMENDED}, wrt=nnx.Param)  # was: optax.adamw(rate)"
+    assert [line for line in lines if "muon(" in line] == [switch]
 
 
 @pytest.mark.parametrize(
@@ -33,15 +30,9 @@ def test_it_is_short_and_the_switch_is_one_line():
 def test_it_learns(tmp_path, optimizer):
     script = tmp_path / "quickstart.py"
     script.write_text(QUICKSTART.read_text().replace(f"model, {RECOMMENDED}", f"model, {optimizer}"))
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(QUICKSTART.parents[1])},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(QUICKSTART.parents[1])}
+    command = [sys.executable, str(script)]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", result.stdout)]
     assert len(losses) == 7

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer costs a training run, by the protocol of the paper's table of training efficiency.
+
+    python -m examples.research.efficiency --config nano
+
+Each optimizer trains the model for some steps that are not counted and then for those that are; the device is
+synchronized before and after whatever is timed:
+
+- the optimizer's latency: its update and the application of it alone, on the gradients' shapes;
+- the whole step: batch to the device, forward, backward, clipping, update.
+
+Evaluation, checkpoints and logging are off. On CPU the optimizers run in turns, step by step, so that a disturbance
+affects all of them; elsewhere one after the other, so that only one has its state in memory, as in the paper.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import tyro
+from rich.console import Console
+
+from examples.pretrain import arms, cluster, configs, data, mesh
+from examples.pretrain.config import Config, RunError, check
+from examples.pretrain.logs import environment, write_json
+from examples.pretrain.optimizers import make_optimizer
+from examples.pretrain.train import TrainState, compute_dtype, initialise, make_train_step, micro_batches, schedule
+from examples.pretrain.variants import Variant, read_variants
+from examples.research import command
+from examples.research import train as train  # adds the optimizers of ablations
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure training steps, optimizer by optimizer. Any flag of ``train`` may follow."""
+
+    config: str = "first_run"
+    """Named configuration."""
+    optimizers: str = "adamw,muon,mano,normpre_g,normpre_l"
+    """Optimizers, separated by commas; normpre_l:matrix.rank=8 is one with a setting of its own."""
+    steps: int = 100
+    """Steps of each that are counted."""
+    output: Path = Path("efficiency.json")
+    """File for the result."""
+
+
+@dataclass
+class Timed:
+    """One optimizer with a model of its own, and its times."""
+
+    state: TrainState | None
+    step: Callable
+    update: Callable
+    grads: optax.Updates
+    memory: int
+    layout: mesh.Layout
+    step_s: list[float] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+
+    def run(self, tokens: np.ndarray) -> None:
+        """One training step, and one update alone (whose result is dropped)."""
+        start = time.perf_counter()
+        self.state, metrics = self.step(self.state, self.layout.batch(tokens, len(tokens)))
+        jax.block_until_ready((self.state, metrics))
+        middle = time.perf_counter()
+        jax.block_until_ready(self.update(self.grads, self.state))
+        self.step_s.append(middle - start)
+        self.update_s.append(time.perf_counter() - middle)
+
+
+def corpus(config: Config, console: Console) -> data.Dataset:
+    """The configuration's, or random tokens if it has not been prepared: time does not depend on them."""
+    folder, vocabulary = config.data.tokens, config.model.vocabulary
+    if folder is None or vocabulary is None or (folder / "manifest.json").exists():
+        return data.open_corpus(config.data, console.print)
+    console.print(f"There are no token files in {folder}: measuring on random tokens")
+    return data.random_corpus(vocabulary, 4 * config.batch_size * config.model.context + 1)
+
+
+def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Timed:
+    """Model, optimizer and compiled step."""
+    layout = mesh.make_layout(config)
+    graphdef, params = initialise(config, dataset)
+    params = layout.parameters(params)
+    tx = make_optimizer(config, schedule(config))
+    state = TrainState(params, layout.bound(jax.jit(tx.init))(params))
+
+    @jax.jit
+    def update(grads: optax.Updates, state: TrainState) -> TrainState:
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state)
+
+    step = make_train_step(graphdef, tx, micro_batches(config))
+    lower = step.lower  # pyright: ignore[reportFunctionMemberAccess]
+    memory = layout.bound(lower)(state, layout.batch(tokens, config.batch_size)).compile().memory_analysis()
+    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes if memory else 0
+    grads = jax.block_until_ready(jax.tree.map(lambda p: p / 2, params))
+    return Timed(state, layout.bound(step), layout.bound(update), grads, peak, layout)
+
+
+def measure(configs: dict[str, Config], dataset: data.Dataset, steps: int, *, in_turns: bool) -> dict[str, Timed]:
+    """Run ``steps`` steps of every optimizer; ``configs`` differ in their optimizer only."""
+    found: dict[str, Timed] = {}
+    for group in [[*configs]] if in_turns else [[name] for name in configs]:
+        config = configs[group[0]]
+        shape = {"context": config.model.context, "batch_size": config.batch_size}
+        batches = data.training_batches(dataset, **shape, seed=config.seed)
+        tokens = next(batches)
+        found |= {name: prepare(configs[name], dataset, tokens) for name in group}
+        for _ in range(steps):
+            tokens = next(batches)
+            for name in group:
+                found[name].run(tokens)
+        if not in_turns:
+            found[group[0]].state, found[group[0]].grads = None, {}
+    return found
+
+
+def summary(config: Config, found: dict[str, Timed], warmup: int) -> dict[str, Any]:
+    """Medians (and means, as in the paper) after ``warmup`` steps, and ratios to AdamW in the same turn."""
+    rows = {}
+    for name, timed in found.items():
+        step_s, update_s = timed.step_s[warmup:], timed.update_s[warmup:]
+        rows[name] = {
+            "optimizer_ms": 1e3 * statistics.median(update_s),
+            "optimizer_mean_ms": 1e3 * statistics.fmean(update_s),
+            "step_ms": 1e3 * statistics.median(step_s),
+            "step_mean_ms": 1e3 * statistics.fmean(step_s),
+            "tokens_per_second": config.batch_size * config.model.context / statistics.median(step_s),
+            "peak_gib": timed.memory / 2**30,
+        }
+        if "adamw" in found:
+            pairs = zip(step_s, found["adamw"].step_s[warmup:], strict=True)
+            rows[name]["step_over_adamw"] = statistics.median(a / b for a, b in pairs)
+    return rows
+
+
+def of_study(
+    study: arms.Study, variants: Sequence[Variant], steps: int, console: Console, file: str
+) -> dict[str, Any] | None:
+    """Measure the ``variants`` of a study in a process of its own, once; None if that fails."""
+    path, names = study.folder / file, [str(variant) for variant in variants]
+    measured = json.loads(path.read_text()) if path.exists() else {"rows": {}}
+    if set(names) <= measured["rows"].keys():
+        return {**measured, "rows": {name: measured["rows"][name] for name in names}}
+    console.print(f"Measuring {steps} steps of each optimizer")
+    words = [sys.executable, "-m", "examples.research.efficiency", "--optimizers", ",".join(names)]
+    words += ["--steps", str(steps), "--output", str(path), *study.config_flags]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, env=arms.environment())
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        console.print(f"efficiency could not be measured: {lines[-1] if lines else done.returncode}")
+        return None
+    return json.loads(path.read_text())
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The command line."""
+    prog = "python -m examples.research.efficiency"
+    options, overrides = tyro.cli(Options, args=list(arguments), return_unknown_args=True, prog=prog)
+    flags = ["--config", options.config, *overrides]
+    config = configs.parse(flags)
+    check(config)
+    mesh.check(config)
+    cluster.refuse_several(config, "efficiency")
+    variants = read_variants(options.optimizers, flags)
+    if options.steps < 1:
+        raise RunError("--steps must be at least 1")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    console = Console(highlight=False, soft_wrap=True)
+    dataset, warmup = corpus(config, console), max(options.steps // 5, 1)
+    in_turns = jax.default_backend() == "cpu"
+    each = {str(variant): configs.parse([*flags, *variant.flags]) for variant in variants}
+    rows = summary(config, measure(each, dataset, warmup + options.steps, in_turns=in_turns), warmup)
+    result = {
+        "rows": rows,
+        "warmup": warmup,
+        "steps": options.steps,
+        "how": "optimizers in turns, step by step" if in_turns else "one optimizer after the other",
+        "text": str(dataset.folder),
+        "dtype": str(compute_dtype(config)),
+        "device": environment()["device"],
+    }
+    write_json(options.output, result)
+    for name, row in rows.items():
+        console.print(
+            f"{name:<10} optimizer {row['optimizer_ms']:8.2f} ms   step {row['step_ms']:8.1f} ms   "
+            f"{row['tokens_per_second']:10,.0f} tokens / s   peak {row['peak_gib']:.3f} GiB"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time and memory of a training step."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from examples.pretrain import configs, data
+from examples.research import command, efficiency
+
+
+def test_random_tokens_replace_a_corpus_that_is_not_prepared(tmp_path):
+    config = configs.parse(["--config", "gpt2_small", "--data.tokens", str(tmp_path), "--batch-size", "2"])
+    said = io.StringIO()
+    dataset = efficiency.corpus(config, Console(file=said))
+    assert "random tokens" in said.getvalue()
+    batch = next(data.training_batches(dataset, context=1024, batch_size=2, seed=0))
+    assert (batch.shape, batch.min() >= 0, batch.max() < 50_304) == ((2, 1025), True, True)
+    assert dataset.largest_token < dataset.vocabulary == 50_304
+
+
+@pytest.mark.slow
+def test_every_optimizer_has_a_row(flags, tmp_path, capsys):
+    output = tmp_path / "efficiency.json"
+    words = [*flags, "--optimizers", "adamw,normpre_l:matrix.rank=8", "--steps", "2", "--output", str(output)]
+    assert command.run(efficiency.main, words) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert list(rows) == ["adamw", "normpre_l:matrix.rank=8"]
+    assert rows["adamw"]["step_over_adamw"] == 1
+    assert all(row["optimizer_ms"] > 0 and row["peak_gib"] > 0 for row in rows.values())
+    assert "normpre_l:matrix.rank=8 optimizer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--mesh", "data=2", "--process", "0"], "efficiency runs in one process"),
+    ],
+)
+def test_what_is_refused_is_one_line(words, line, capsys):
+    assert command.run(efficiency.main, ["--config", "tiny", *words]) == 1
+    assert line in capsys.readouterr().err
