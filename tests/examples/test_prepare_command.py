@@ -8,9 +8,6 @@ import os
 import random
 import signal
 import string
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from examples.pretrain import data
 from examples.pretrain.config import RunError
 from examples.pretrain.prepare import command, sources, token_files
-from examples.pretrain.prepare import tokenizer as tokenizer_module
+from examples.pretrain.prepare import tokenizer as tokenizers
 from examples.pretrain.prepare.tokenizer import byte_lengths, end_of_text, find_tokenizer, train_tokenizer
 from examples.pretrain.processes import Stopped
 
@@ -106,19 +103,16 @@ def decoded(dataset: data.Dataset, split: str) -> list[str]:
     return dataset.tokenizer.decode(tokens, skip_special_tokens=False).split("<|endoftext|>")[:-1]
 
 
-def test_openwebtext_from_local_files(tmp_path, out, byte_level):
-    names = ("a.jsonl.gz", "a.jsonl.zst", "a.parquet", "stream.arrow", "file.arrow")
-    for name in names:
+def test_openwebtext_from_local_files_is_held_out_by_its_text(tmp_path, out, byte_level):
+    for name in ("a.jsonl.gz", "a.jsonl.zst", "a.parquet", "stream.arrow", "file.arrow"):
         path = save(tmp_path / name, TEXTS, "body")
         assert list(sources.read_records(path, "body", sources.Problems(skip=False))) == TEXTS
     path = save(tmp_path / "a.jsonl", ["", " \n", *TEXTS])
-    run("openwebtext", "--files", path, "--tokenizer", byte_level, "--validation-percent", 10, "--output", out)
+    options = ("--validation-percent", 20, "--train-documents", 50, "--validation-documents", 20, "--output", out)
+    run("openwebtext", "--files", path, "--tokenizer", byte_level, *options)
     dataset = data.load(out)
-    train, validation = decoded(dataset, "train"), decoded(dataset, "validation")
-    assert sorted(train + validation) == sorted(TEXTS)
-    assert train == [text for text in TEXTS if text in set(train)]
-    # 30 of 300 expected; five standard deviations of a binomial (5.2) either way.
-    assert 4 <= len(validation) <= 56
+    assert decoded(dataset, "train") == [text for text in TEXTS if sources.fraction(text) >= 0.2][:50]
+    assert decoded(dataset, "validation") == [text for text in TEXTS if sources.fraction(text) < 0.2][:20]
     assert (dataset.manifest["source"], dataset.manifest["tokenizer"]) == (str(path), str(byte_level))
 
 
@@ -145,17 +139,6 @@ def test_c4_is_a_truncated_or_padded_document_per_sequence(tmp_path, out, senten
     assert [tuple(row) for row in rows] == expected[:5]
     assert epoch == set(expected)
     assert {len([token for token in row if token >= 0]) == 25 for row in expected} == {True, False}
-
-
-def test_pile_holds_out_documents_by_their_text(tmp_path, out, byte_level):
-    path = save(tmp_path / "a.jsonl", TEXTS)
-    options = ("--tokenizer", byte_level, "--validation-percent", 20, "--train-documents", 50)
-    run("pile", "--files", path, *options, "--validation-documents", 20, "--output", out)
-    dataset = data.load(out)
-    first = [text for text in TEXTS if sources.fraction(text) >= 0.2][:50]
-    held_out = [text for text in TEXTS if sources.fraction(text) < 0.2][:20]
-    assert (decoded(dataset, "train"), decoded(dataset, "validation")) == (first, held_out)
-    assert dataset.manifest["context"] == 1024
 
 
 def test_folders_of_text_and_of_another_field(tmp_path, out):
@@ -199,44 +182,31 @@ def rows(*lines: object) -> bytes:
 
 GOOD, LIST = {"text": "good"}, [{"text": "a"}, {"text": "b"}]
 WIDE = bytes.fromhex("28b52ffd0090") + (8 * len(rows(GOOD)) + 1).to_bytes(3, "little") + rows(GOOD)  # a 256 MiB window
+DEEP = '{"text": "", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
 DIFFICULT = {  # name: (content, the error or "", what is reported without one or with --skip-bad, documents)
     "bom.txt": (b"\xef\xbb\xbftext\n", "", "", ["text\n"]),
     "crlf.txt": (b"one\r\ntwo\rthree\n", "", "", ["one\r\ntwo\rthree\n"]),
     "empty.txt": (b" \n", "", "", []),
-    "latin.txt": (
-        b"caf\xe9",
-        r"latin.txt as UTF-8 text .*: convert it with iconv, .* --skip-bad",
-        "not UTF-8, skipped",
-        [],
-    ),
+    "latin.txt": (b"caf\xe9", r"latin.txt as UTF-8 text .* with iconv, .* --skip-bad", "not UTF-8, skipped", []),
     "utf16.txt": ("text".encode("utf-16"), "utf16.txt as UTF-8", "not UTF-8, skipped", []),
     "bom.jsonl": (b"\xef\xbb\xbf" + rows({"text": "one\r\ntwo"}), "", "", ["one\r\ntwo"]),
-    "deep.jsonl": (
-        rows(GOOD, '{"text": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", GOOD),
-        r"deep.jsonl, line 2: not JSON \(maximum recursion depth .*\); --skip-bad leaves it out",
-        "not JSON, skipped (lines: 1, the first is 2)",
-        ["good", "good"],
-    ),
+    "deep.jsonl": (rows(GOOD, DEEP), "deep.jsonl, line 2: not JSON .*recursion.*; --skip-bad", "first is 2)", ["good"]),
     "brackets.jsonl": (b"[" * 100_000, "line 1: not JSON", "not JSON, skipped (lines: 1, the first is 1)", []),
-    "array.json": (rows(LIST), r"one JSON array, not one object a line \(`jq -c '.\[\]' .*array.json`", "one JSON", []),
+    "array.json": (rows(LIST), r"one JSON array, not one object a line \(`jq -c '.\[\]' array", "one JSON", []),
     "pretty.json": (json.dumps(LIST, indent=1).encode(), "one JSON array", "one JSON array", []),
+    "row.jsonl": (rows(GOOD, 17), "row.jsonl, line 2: .*not an object, but of type int.*; --skip", "is 2)", ["good"]),
     "rows.jsonl": (
-        rows(GOOD, 17, [1], {"body": ""}, {"text": 17}, "{oops", GOOD),
-        r"rows.jsonl, line 2: no text in the field 'text' \(the line is not an object, but of type int\); --skip-bad",
-        "no text in the field 'text', skipped (lines: 4, the first is 2)",
-        ["good", "good"],
-    ),
-    "number.jsonl": (rows({"text": 17}), r"line 1: no text in the field 'text' \(it has the type int\)", "skipped", []),
-    "field.jsonl": (rows({"a": "", "b": ""}), r"\(there are: a, b; --field names another\)", "skipped", []),
-    "null.jsonl": (
-        rows(GOOD, {"text": None}),
-        "",
-        "null in the field 'text', left out (lines: 1, the first is 2",
+        rows(GOOD, [1], {}, {"text": 1}, "{"),
+        "line 2",
+        "no text in the field 'text', skipped (lines: 3",
         ["good"],
     ),
+    "number.jsonl": (rows({"text": 17}), r"line 1: no text in the field 'text' \(it has the type int", "skipped", []),
+    "field.jsonl": (rows({"a": "", "b": ""}), r"\(there are: a, b; --field names another\)", "skipped", []),
+    "null.jsonl": (rows(GOOD, {"text": None}), "", "null in the field 'text', left out (lines: 1", ["good"]),
     "half.jsonl": (rows({"text": "a \ud83d b"}), "", 'half a surrogate pair, replaced by "?"', ["a ? b"]),
     "cut.jsonl.gz": (gzip.compress(rows(GOOD))[:-9], r"cannot read cut\.jsonl\.gz \(Compressed file ended", None, []),
-    "wide.jsonl.zst": (WIDE, r"wide\.jsonl\.zst .*: decompress it with `zstd -d --long=31 wide\.jsonl\.zst`", None, []),
+    "wide.jsonl.zst": (WIDE, r"wide\.jsonl\.zst .*: .* `zstd -d --long=31 wide\.jsonl\.zst`", None, []),
     "broken.parquet": (b"PAR1", r"cannot read broken\.parquet", None, []),
     "broken.arrow": (b"ARROW", r"cannot read broken\.arrow", None, []),
 }
@@ -265,15 +235,10 @@ def test_difficult_files(tmp_path, monkeypatch, capsys, byte_level, name):
             assert decoded(data.load(Path("out")), "train") == [*documents, "last"]
 
 
-def test_a_long_line_is_cut_at_spaces(tmp_path, out):
+def test_a_long_line_is_cut_at_spaces(tmp_path, out, capsys):
     path = tmp_path / "long.txt"
-    long, minified = " ".join(WORDS[:-1]) * 200, "a=b;" * 500
-    path.write_text("\n".join(TEXTS[:50]) + long + minified)
-    with pytest.raises(RunError, match=r"no documents for validation: .* a smaller --cut"):
-        run("text", path, "--output", out)
-    assert not list(tmp_path.glob(".out*"))
-    run("text", path, "--cut", 500, "--validation-percent", 20, "--vocabulary", 300, "--output", out)
-    documents = decoded(data.load(out), "train") + decoded(data.load(out), "validation")
+    text = "\n".join(TEXTS[:50]) + " ".join(WORDS[:-1]) * 200 + "a=b;" * 500
+    path.write_bytes(text.encode() + b"\xff" + b"rest")
     sizes = []
 
     class File(io.StringIO):
@@ -281,32 +246,52 @@ def test_a_long_line_is_cut_at_spaces(tmp_path, out):
             sizes.append(size)
             return super().read(size)
 
-    pieces = list(sources.pieces(File(path.read_text()), 500))
-    assert sorted(pieces) == sorted(documents)
-    assert "".join(pieces) == path.read_text()
+    pieces = list(sources.pieces(File(text), 500))
+    assert "".join(pieces) == text
     assert max(map(len, pieces)) == 500 == max(sizes)  # no more than that is in memory
     assert min(map(len, pieces[:-1])) > 250
-    ends = [piece[-1] for piece in pieces]
-    assert set(ends[:5]) == {"\n"}
-    assert set(ends[-10:-6]) == {" "}
+    assert {piece[-1] for piece in pieces[:5]} == {"\n"}
+    assert {piece[-1] for piece in pieces[-10:-6]} == {" "}
     assert len(pieces[-2]) == 500  # minified: no space
     assert list(sources.pieces(io.StringIO("ab"), 1)) == ["a", "b"]
-
-
-def test_the_rest_of_a_cut_file_that_is_not_utf8_is_skipped(tmp_path, out, capsys):
-    path = tmp_path / "bad.txt"
-    lines = "".join(f"{number}\n" for number in range(10_000)).encode()
-    path.write_bytes(lines + b"\xff" + lines)
-    run("text", path, "--cut", 1000, "--skip-bad", "--validation-percent", 50, "--output", out)
-    assert "bad.txt: not UTF-8, skipped from there on\n" in capsys.readouterr().out
-    assert 0 < sum(data.load(out).manifest[split]["bytes"] for split in token_files.SPLITS) <= len(lines)
+    options = ("text", path, "--skip-bad", "--validation-percent", 20, "--vocabulary", 300, "--output", out, "--cut")
+    run(*options, 500)
+    assert "long.txt: not UTF-8, skipped from there on\n" in capsys.readouterr().out
+    documents = decoded(data.load(out), "train") + decoded(data.load(out), "validation")
+    assert 40 < len(documents) < len(pieces)
+    assert set(documents) <= set(pieces)
+    with pytest.raises(RunError, match=r"no documents for (train|validation): .* a smaller --cut"):
+        run(*options, 10**6, "--overwrite")
+    assert not list(tmp_path.glob(".out*"))
 
 
 # Stopping and resuming
 
 
-class Stop(Exception):
+class Killed(Exception):
     """Stands for a kill."""
+
+
+def stop(batches: int, how: int, *options: object) -> None:
+    """Run until so many batches count: end with the next one written, but not counted, or send the signal ``how``."""
+    save, taken = token_files.Writer.save, []
+
+    def interrupted(writer):
+        taken.append(1)
+        if len(taken) > batches and how == signal.SIGKILL:
+            for file in writer.files.values():
+                file.flush()
+            raise Killed
+        if len(taken) > batches:
+            os.kill(os.getpid(), how)
+        save(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_files.Writer, "save", interrupted)
+        with pytest.raises((Killed, Stopped)) as stopped:
+            run(*options)
+    if isinstance(stopped.value, Stopped):
+        assert (str(stopped.value), stopped.value.signal_number) == ("stopped; the same command resumes", how)
 
 
 @pytest.fixture
@@ -314,64 +299,19 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(token_files, "BATCH_DOCUMENTS", 16)
 
 
-def stop_after(monkeypatch, batches: int, *, halfway: bool) -> None:
-    """Raise once so many batches count; ``halfway``: with the next one written, but not counted."""
-    save, taken = token_files.Writer.save, []
-
-    def interrupted(writer):
-        taken.append(1)
-        if len(taken) > batches:
-            if halfway:
-                for file in writer.files.values():
-                    file.flush()
-            raise Stop
-        save(writer)
-
-    monkeypatch.setattr(token_files.Writer, "save", interrupted)
-
-
-@pytest.mark.parametrize("halfway", [False, True])
-def test_a_stopped_preparation_resumes_to_the_same_bytes(
-    tmp_path, sentence_piece, small_batches, monkeypatch, capsys, halfway
-):
+def test_a_stopped_preparation_resumes_to_the_same_bytes(tmp_path, sentence_piece, small_batches, capsys):
     train, validation = save(tmp_path / "t.parquet", TEXTS), save(tmp_path / "v.jsonl", TEXTS[:120])
     options = ("c4", "--files", train, "--validation-files", validation, "--tokenizer", sentence_piece)
     options += ("--context", 16, "--train-documents", 210, "--output")
     run(*options, tmp_path / "whole")
-    for batches in (0, 1, 14, 20):
-        parts = tmp_path / str(batches)
-        with monkeypatch.context() as patch:
-            stop_after(patch, batches, halfway=halfway)
-            with pytest.raises(Stop):
-                run(*options, parts)
+    for batches, how in ((0, 9), (1, 9), (14, 9), (20, 9), (3, signal.SIGINT), (17, signal.SIGTERM)):
+        parts = tmp_path / f"{batches}"
+        stop(batches, how, *options, parts)
         assert not parts.exists()
         capsys.readouterr()
         run(*options, parts)
         assert contents(parts) == contents(tmp_path / "whole")
         assert ("Resuming after" in capsys.readouterr().out) == (batches > 1)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_preparation_after_its_batch(tmp_path, small_batches, monkeypatch, capsys, number):
-    lines = save(tmp_path / "t.jsonl", TEXTS)
-    options = ("jsonl", lines, "--vocabulary", 300, "--output")
-    run(*options, tmp_path / "whole")
-    calls, whole = iter(range(3)), token_files.Writer.append
-
-    def append(writer, documents):
-        if next(calls, None) == 2:
-            os.kill(os.getpid(), number)
-        whole(writer, documents)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(token_files.Writer, "append", append)
-        with pytest.raises(Stopped, match="the same command resumes") as stopped:
-            run(*options, tmp_path / "parts")
-    assert stopped.value.signal_number == number
-    capsys.readouterr()
-    run(*options, tmp_path / "parts")
-    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
-    assert "Resuming after" in capsys.readouterr().out
 
 
 def test_a_streamed_data_set_resumes_where_it_stopped(tmp_path, byte_level, small_batches, monkeypatch):
@@ -380,79 +320,46 @@ def test_a_streamed_data_set_resumes_where_it_stopped(tmp_path, byte_level, smal
 
     def local(dataset, subset, split, field, problems, revision):
         opened.append((dataset, subset, split, revision))
-        return HubTexts("json", "", "train", field, problems, data_files=files)
+        return sources.HubTexts("json", "", "train", field, problems, data_files=files)
 
-    HubTexts = sources.HubTexts
     monkeypatch.setattr(command, "HubTexts", local)
     options = ("openwebtext", "--revision", "refs/pr/22", "--tokenizer", byte_level, "--validation-percent", 10)
     options += ("--output",)
     run(*options, tmp_path / "whole")
     whole = data.load(tmp_path / "whole")
     assert sorted(decoded(whole, "train") + decoded(whole, "validation")) == sorted(TEXTS)
-    for batches in (3, 18):
-        with monkeypatch.context() as patch:
-            stop_after(patch, batches, halfway=True)
-            with pytest.raises(Stop):
-                run(*options, tmp_path / f"parts-{batches}")
-        run(*options, tmp_path / f"parts-{batches}")
-        assert contents(tmp_path / f"parts-{batches}") == contents(tmp_path / "whole")
+    stop(12, signal.SIGKILL, *options, tmp_path / "parts")
+    run(*options, tmp_path / "parts")
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     assert set(opened) == {("Skylion007/openwebtext", "", "train", "refs/pr/22")}
 
 
-@pytest.mark.slow
-def test_a_killed_process_resumes_to_the_same_bytes(tmp_path, byte_level):
-    path = save(tmp_path / "a.jsonl", [document(number) for number in range(10_000)])
-    options = ["openwebtext", "--files", str(path), "--tokenizer", str(byte_level), "--output"]
-    program = "import sys; from examples.pretrain.prepare.command import main; main(sys.argv[1:])"
-    run(*options, tmp_path / "whole")
-    state = tmp_path / ".parts.partial" / "state.json"
-    process = subprocess.Popen([sys.executable, "-c", program, *options, str(tmp_path / "parts")])
-    while not (state.exists() and json.loads(state.read_text())["position"]):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert state.exists()
-    run(*options, tmp_path / "parts")
-    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
-
-
-def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, out, byte_level, small_batches, monkeypatch):
+def test_an_unfinished_or_finished_folder_is_not_mixed_with_another(tmp_path, out, byte_level, small_batches):
     path = save(tmp_path / "a.jsonl", TEXTS)
     options = ("openwebtext", "--files", path, "--tokenizer", byte_level, "--output", out, "--validation-percent")
-    for batches, percent in ((1, 30), (4, 10)):  # the first has a tokenizer, but no text yet: it may be replaced
-        with monkeypatch.context() as patch:
-            stop_after(patch, batches, halfway=False)
-            with pytest.raises(Stop):
-                run(*options, percent)
-    with pytest.raises(RunError, match=r"started with other settings \(validation_percent\)"):
-        run(*options, 20)
+    stop(1, signal.SIGKILL, *options, 30)  # no text in it yet: it may be replaced
+    stop(4, signal.SIGKILL, *options, 10)
     partial = tmp_path / ".out.partial"
-    held = token_files.lock(partial)
-    with pytest.raises(RunError, match="another process is writing"):
-        run(*options, 10)
-    held.close()
+
+    def refuse(percent, message, *more):
+        with pytest.raises(RunError, match=message):
+            run(*options, percent, *more)
+
+    refuse(20, r"started with other settings \(validation_percent\)")
+    with token_files.lock(partial):
+        refuse(10, "another process is writing")
     (partial / "train.bin").write_bytes(b"")
-    with pytest.raises(RunError, match=r"train\.bin is shorter than its state\.json says"):
-        run(*options, 10)
+    refuse(10, r"train\.bin is shorter than its state\.json says")
     for damage in ("{", "[" * 100_000):
         (partial / "state.json").write_text(damage)
-        with pytest.raises(RunError, match=r"state\.json is damaged"):
-            run(*options, 10)
+        refuse(10, r"state\.json is damaged")
     run(*options, 20, "--overwrite")
     assert data.load(out).manifest["validation"]["documents"] > 30
-
-
-def test_a_finished_folder_is_kept_unless_told_otherwise(tmp_path, out, byte_level):
-    path = save(tmp_path / "a.jsonl", TEXTS)
-    options = ("openwebtext", "--files", path, "--tokenizer", byte_level, "--validation-percent", 10, "--output", out)
-    run(*options)
-    with pytest.raises(RunError, match="exists: --overwrite replaces it"):
-        run(*options)
-    run(*options, "--train-documents", 100, "--overwrite")
+    refuse(20, "exists: --overwrite replaces it")
+    run(*options, 20, "--train-documents", 100, "--overwrite")
     assert data.load(out).manifest["train"]["documents"] == 100
     (out / "manifest.json").unlink()
-    with pytest.raises(RunError, match="--overwrite will not delete it"):
-        run(*options, "--overwrite")
+    refuse(20, "--overwrite will not delete it", "--overwrite")
 
 
 # What the user can fix
@@ -489,14 +396,12 @@ def test_an_unreachable_hub_is_said_in_one_line(monkeypatch, tmp_path, out, byte
     path = str(save(tmp_path / "a.jsonl", TEXTS))
     texts = sources.HubTexts("json", "", "train", "text", sources.Problems(skip=False), data_files=[path])
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    message = (
-        r"cannot stream allenai/c4 from the Hugging Face hub \(Couldn't reach it\): check the name and the network"
-    )
-    with pytest.raises(RunError, match=message + ".* --files takes local copies") as error:
+    message = r"cannot stream allenai/c4 .* \(Couldn't reach it\): check .* the network; .* --files takes local copies"
+    with pytest.raises(RunError, match=message) as error:
         run("c4", "--tokenizer", byte_level, "--output", out)
     assert "\n" not in str(error.value)
     fake = type("T", (), {"from_pretrained": staticmethod(unreachable)})
-    monkeypatch.setattr(tokenizer_module, "Tokenizer", fake)
+    monkeypatch.setattr(tokenizers, "Tokenizer", fake)
     with pytest.raises(RunError, match=r"tokenizer gpt2 \(Couldn't reach it\): .* the path .* check the network"):
         find_tokenizer("gpt2")
 
@@ -514,11 +419,11 @@ def test_an_unreachable_hub_is_said_in_one_line(monkeypatch, tmp_path, out, byte
 # Tokenizers
 
 
-@pytest.mark.parametrize("names", [["<|endoftext|>", "<|im_end|>"], ["<pad>", "</s>", "<unk>"], ["<eos>"]])
-def test_the_separator_is_found_by_its_name(names):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.add_special_tokens(names)
-    assert end_of_text(tokenizer) == {"<|endoftext|>": 0, "<pad>": 1, "<eos>": 0}[names[0]]
+def test_the_separator_is_found_by_its_name():
+    for names, separator in ((["<|im_end|>", "<|endoftext|>"], 1), (["<pad>", "</s>", "<eos>"], 1), (["<eos>"], 0)):
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.add_special_tokens(names)
+        assert end_of_text(tokenizer) == separator
 
 
 def test_bytes_of_added_and_special_tokens(byte_level):
@@ -529,12 +434,3 @@ def test_bytes_of_added_and_special_tokens(byte_level):
     assert lengths[[0, 400, 401]].tolist() == [0, 0, 8]
     for text in TEXTS[:50]:
         assert lengths[tokenizer.encode(text).ids].sum() == len(text.encode())
-
-
-def test_bytes_of_sentence_piece_tokens(sentence_piece):
-    tokenizer = find_tokenizer(str(sentence_piece))
-    lengths = byte_lengths(tokenizer)
-    assert lengths[:4].tolist() == [0, 0, 0, 0]
-    for text in TEXTS[:50]:
-        plain = " ".join(text.split())
-        assert lengths[tokenizer.encode(plain).ids].sum() == len(plain.encode()) + 1  # the mark before the first word
