@@ -52,11 +52,6 @@ class Dataset:
         """Largest token in the files: a smaller token table than the tokenizer's needs at least one row more."""
         return self.manifest["largest_token"]
 
-    @property
-    def padded(self) -> bool:
-        """Whether every sequence is one document, filled with ``PADDING``."""
-        return self.manifest["layout"] == "documents"
-
 
 def open_corpus(config: DataConfig, say: Callable[[str], None]) -> Dataset:
     """The prepared corpus that ``config`` names, else Python source, made on first use; ``say`` takes a line.
@@ -64,14 +59,7 @@ def open_corpus(config: DataConfig, say: Callable[[str], None]) -> Dataset:
     Raises:
         RunError: where the folder is missing or damaged.
     """
-    folder = config.tokens
-    if folder is None:
-        return load(python_source.prepare(config, say))
-    if not (folder / "manifest.json").exists():
-        known = next((name for name in KNOWN_CORPORA if folder.name.startswith(name)), None)
-        command = f"python -m examples.pretrain prepare {known or 'CORPUS'} --output {folder}"
-        raise RunError(f"there are no token files in {folder}: `{command}` makes them")
-    return load(folder)
+    return load(config.tokens or python_source.prepare(config, say))
 
 
 def random_corpus(vocabulary: int, tokens: int) -> Dataset:
@@ -89,7 +77,9 @@ def load(folder: Path) -> Dataset:
         RunError: where a file is missing, cut short, not what its manifest says, or belongs to another tokenizer.
     """
     if not (folder / "manifest.json").exists():
-        raise RunError(f"there are no token files in {folder}: it has no manifest.json")
+        known = next((name for name in KNOWN_CORPORA if folder.name.startswith(name)), "CORPUS")
+        command = f"python -m examples.pretrain prepare {known} --output {folder}"
+        raise RunError(f"there are no token files in {folder} (no manifest.json): `{command}` makes them")
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         documents, largest = manifest["layout"] == "documents", manifest["largest_token"]
@@ -170,7 +160,7 @@ def training_batches(
     if batch_size % hosts:
         raise RunError(f"--batch-size {batch_size} must be a multiple of the number of hosts, {hosts}")
     if len(source) < batch_size:
-        held = f"{len(source)} training documents" if dataset.padded else f"{len(dataset.train)} training tokens"
+        held = f"{len(source)} training documents" if dataset.offsets else f"{len(dataset.train)} training tokens"
         raise RunError(f"--batch-size {batch_size} x --model.context {context} needs more than the {held} there are")
     endless = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
     parts = endless.batch(batch_size // hosts, drop_remainder=True)  # else grain's length overflows at one sequence

@@ -91,7 +91,7 @@ def test_a_document_is_a_sequence_truncated_or_padded():
     found = data.validation_sequences(dataset, context=10, count=1000)
     expected = [[d] * kept + [data.PADDING] * (11 - kept) for d, kept in enumerate([3, 11, 11, 2])]
     np.testing.assert_array_equal(found, expected)
-    assert (dataset.padded, found.dtype) == (True, np.int32)
+    assert found.dtype == np.int32
     np.testing.assert_array_equal(data.validation_sequences(dataset, context=4, count=8)[:, :5], found[[0, 3], :5])
     batch = next(data.training_batches(dataset, context=10, batch_size=4, seed=0))
     np.testing.assert_array_equal(batch[batch[:, 0].argsort()], expected)

@@ -102,7 +102,7 @@ def test_token_files_and_the_manifest_hold_the_documents(dataset, data_config):
         content = (dataset.folder / f"{split}.bin").read_bytes()
         assert dataset.manifest["sha256"][f"{split}.bin"] == hashlib.sha256(content).hexdigest()
     assert dataset.largest_token == max(int(dataset.train.max()), int(dataset.validation.max()))
-    assert (dataset.padded, dataset.manifest["context"]) == (False, None)
+    assert (dataset.offsets, dataset.manifest["context"]) == (None, None)
 
 
 def test_prepared_once_for_each_content(corpus, data_config, dataset, tmp_path):

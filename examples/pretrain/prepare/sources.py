@@ -44,8 +44,6 @@ class Stream:
 
     def split_of(self, text: str) -> str:
         """The split of one document."""
-        if len(self.splits) == 1:
-            return self.splits[0]
         return "validation" if fraction(text) < self.held_out else "train"
 
 
