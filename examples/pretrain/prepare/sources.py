@@ -260,11 +260,11 @@ def texts_of(rows: Iterable[tuple[int, Any]], name: str, field: str, problems: P
 def json_rows(path: Path, problems: Problems) -> Iterator[tuple[int, Any]]:
     """The JSON value of each line, and the line's number."""
     with open_bytes(path) as file:
+        if re.match(rb"(\xef\xbb\xbf)?\s*\[\s*{", file.peek(64)):
+            way_out = f"`jq -c '.[]' {path}` writes its elements as lines"
+            problems.bad(str(path), "one JSON array, not one object a line", 1, way_out)
+            return
         for number, line in enumerate(file, 1):
-            if number == 1 and re.match(rb"(\xef\xbb\xbf)?\s*\[\s*({|$)", line):
-                way_out = f"`jq -c '.[]' {path}` writes its elements as lines"
-                problems.bad(str(path), "one JSON array, not one object a line", number, way_out)
-                return
             if line.isspace():
                 continue
             try:
@@ -275,10 +275,10 @@ def json_rows(path: Path, problems: Problems) -> Iterator[tuple[int, Any]]:
                 yield number, row
 
 
-def open_bytes(path: Path) -> io.BufferedIOBase:
+def open_bytes(path: Path) -> io.BufferedReader | gzip.GzipFile:
     """A file, decompressed by its suffix."""
     if path.suffix == ".gz":
-        return gzip.open(path, "rb")
+        return gzip.GzipFile(path)
     if path.suffix == ".zst":
         return io.BufferedReader(require("pyarrow").input_stream(str(path), compression="zstd"))
     return path.open("rb")
