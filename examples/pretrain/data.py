@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token files to batches: memory-mapped tokens, cut into sequences, shuffled by grain anew in every epoch.
 
-The order depends on the seed alone, so every optimizer sees the same batches, and hosts share out each batch; the
-iterator's state, a small dictionary, goes into the checkpoint. Shape letters: N sequences, B batch, T context,
-S = T + 1: a sequence holds the inputs and, moved on by one, the targets. Packed sequences are cut from the tokens
-anywhere; in the layout "documents" each is the beginning of a document, filled with ``PADDING``, which is no token:
-the loss leaves such targets out, the model reads ``max(token, 0)``.
+The order depends on the seed alone, so every optimizer sees the same batches. Hosts share each batch. The iterator's
+state, a small dictionary, is part of the checkpoint. Shape letters: N sequences, B batch, T context, S = T + 1: a
+sequence holds the inputs and, shifted by one, the targets. Packed sequences are cut from the tokens anywhere. In the
+layout "documents" each is the beginning of a document, filled with ``PADDING``, which is no token: the loss leaves
+such targets out, and the model reads ``max(token, 0)``.
 """
 
 import json
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import numpy as np
@@ -27,8 +27,8 @@ from .prepare.token_files import SPLITS, sha256
 from .prepare.tokenizer import byte_lengths, load_tokenizer
 
 PADDING = -1
-PART, LOOKED_AT = 2**20, 64  # of a file whose tokens are looked at: a fraction of a second, whatever its size
-KNOWN_CORPORA = ("python-source", "openwebtext", "c4", "pile")
+PART, PARTS = 2**20, 64  # tokens of a file that are checked: a fraction of a second, whatever its size
+KNOWN_CORPORA = ("openwebtext", "c4", "pile")
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,6 @@ class Dataset:
         """Largest token in the files: a smaller token table than the tokenizer's needs at least one row more."""
         return self.manifest["largest_token"]
 
-    @property
-    def padded(self) -> bool:
-        """Whether every sequence is one document, filled with ``PADDING``."""
-        return self.manifest["layout"] == "documents"
-
 
 def open_corpus(config: DataConfig, say: Callable[[str], None]) -> Dataset:
     """The prepared corpus that ``config`` names, else Python source, made on first use; ``say`` takes a line.
@@ -64,18 +59,11 @@ def open_corpus(config: DataConfig, say: Callable[[str], None]) -> Dataset:
     Raises:
         RunError: where the folder is missing or damaged.
     """
-    folder = config.tokens
-    if folder is None:
-        return load(python_source.prepare(config, say))
-    if not (folder / "manifest.json").exists():
-        known = next((name for name in KNOWN_CORPORA if folder.name.startswith(name)), None)
-        command = f"python -m examples.pretrain prepare {known or 'CORPUS'} --output {folder}"
-        raise RunError(f"there are no token files in {folder}: `{command}` makes them")
-    return load(folder)
+    return load(config.tokens or python_source.prepare(config, say))
 
 
 def random_corpus(vocabulary: int, tokens: int) -> Dataset:
-    """Tokens that mean nothing, for who measures time only; a fourth as many for validation."""
+    """Random tokens, to measure time; a fourth as many for validation."""
     random = np.random.default_rng(0)
     train, validation = (random.integers(vocabulary, size=size, dtype=np.int32) for size in (tokens, tokens // 4))
     manifest = {"vocabulary": vocabulary, "largest_token": vocabulary - 1, "layout": "packed"}
@@ -89,42 +77,37 @@ def load(folder: Path) -> Dataset:
         RunError: where a file is missing, cut short, not what its manifest says, or belongs to another tokenizer.
     """
     if not (folder / "manifest.json").exists():
-        raise RunError(f"there are no token files in {folder}: it has no manifest.json")
+        known = next((name for name in KNOWN_CORPORA if folder.name.startswith(name)), "CORPUS")
+        command = f"python -m examples.pretrain prepare {known} --output {folder}"
+        raise RunError(f"there are no token files in {folder} (no manifest.json): `{command}` makes them")
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
+        documents, largest = manifest["layout"] == "documents", manifest["largest_token"]
+        maps: dict[str, np.ndarray] = {}
+        for split in SPLITS:
+            kinds = {"bin": (manifest["dtype"], manifest[split]["tokens"])}
+            kinds |= {"offsets": ("<i8", manifest[split]["documents"] + 1)} if documents else {}
+            for kind, (dtype, expected) in kinds.items():
+                name = f"{split}.{kind}"
+                maps[name] = np.memmap(folder / name, dtype=dtype, mode="r")
+                if len(maps[name]) != expected:
+                    raise ValueError(f"{name} has {len(maps[name])} entries, its manifest says {expected}")
+            if (found := largest_id(maps[f"{split}.bin"])) > largest:
+                raise ValueError(f"{split}.bin has the token {found}, its manifest says at most {largest}")
+        if sha256(folder / "tokenizer.json") != manifest["tokenizer_sha256"] or largest >= manifest["vocabulary"]:
+            raise ValueError("tokenizer.json is not the tokenizer of the token files")
         tokenizer = load_tokenizer(folder / "tokenizer.json")
-        tokens = {split: np.memmap(folder / f"{split}.bin", dtype=manifest["dtype"], mode="r") for split in SPLITS}
-        sizes = {f"{split}.bin": (len(tokens[split]), manifest[split]["tokens"]) for split in SPLITS}
-        same_tokenizer = sha256(folder / "tokenizer.json") == manifest["tokenizer_sha256"]
-        offsets: dict[str, np.ndarray] | None = None
-        if manifest["layout"] == "documents":
-            offsets = {split: np.memmap(folder / f"{split}.offsets", dtype="<i8", mode="r") for split in SPLITS}
-            sizes |= {f"{s}.offsets": (len(offsets[s]), manifest[s]["documents"] + 1) for s in SPLITS}
-        dataset = Dataset(folder, manifest, tokens["train"], tokens["validation"], tokenizer, offsets)
-        largest, rows = dataset.largest_token, dataset.vocabulary
     except Exception as error:  # `tokenizers` raises bare Exception
         raise RunError(
-            f"cannot read the token files ({one_line(error)}): delete {folder} and prepare them anew"
+            f"cannot read the token files in {folder} ({one_line(error)}): delete the folder and prepare them again"
         ) from error
-    for name, (found, expected) in sizes.items():
-        if found != expected:
-            raise RunError(
-                f"{folder / name} has {found} entries, its manifest says {expected}: delete {folder} to make it anew"
-            )
-    if not same_tokenizer or largest >= rows:
-        raise RunError(f"{folder}/tokenizer.json is not the token files' tokenizer: delete {folder} to make it anew")
-    for split, ids in tokens.items():
-        if (found := largest_id(ids)) > largest:
-            raise RunError(
-                f"{folder}/{split}.bin has the token {found}, its manifest says that none is beyond {largest}: it is "
-                f"damaged, delete {folder} to make it anew"
-            )
-    return dataset
+    offsets = {split: maps[f"{split}.offsets"] for split in SPLITS} if documents else None
+    return Dataset(folder, manifest, maps["train.bin"], maps["validation.bin"], tokenizer, offsets)
 
 
 def largest_id(tokens: np.ndarray) -> int:
-    """The largest token of a file; of one longer than ``LOOKED_AT`` parts, of so many, evenly spread."""
-    count = min(math.ceil(len(tokens) / PART), LOOKED_AT)
+    """The largest token of a file; of a large one, in ``PARTS`` parts, evenly spread."""
+    count = min(math.ceil(len(tokens) / PART), PARTS)
     starts = np.linspace(0, max(len(tokens) - PART, 0), count).astype(int)
     return max((int(tokens[start : start + PART].max()) for start in starts), default=0)
 
@@ -134,60 +117,33 @@ def bytes_per_token(dataset: Dataset) -> np.ndarray:
     return byte_lengths(dataset.tokenizer)
 
 
-class Sequences(Protocol):
-    """A random-access source of int32 sequences (T + 1,)."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> np.ndarray: ...
-
-
-class PackedSequences:
-    """Tokens as sequences that overlap by one."""
-
-    def __init__(self, tokens: np.ndarray, context: int):
-        self.tokens, self.context = tokens, context
-
-    def __len__(self) -> int:
-        return max(len(self.tokens) - 1, 0) // self.context
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        start = int(index) * self.context
-        return np.asarray(self.tokens[start : start + self.context + 1], dtype=np.int32)
-
-
-class DocumentSequences:
-    """Documents as sequences, truncated or filled with ``PADDING``."""
-
-    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, context: int):
-        self.tokens, self.offsets, self.context = tokens, offsets, context
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        start, end = (int(offset) for offset in self.offsets[int(index) : int(index) + 2])
-        length = min(end - start, self.context + 1)
-        sequence = np.full(self.context + 1, PADDING, np.int32)
-        sequence[:length] = self.tokens[start : start + length]
-        return sequence
-
-
-def sequences(dataset: Dataset, split: str, context: int) -> Sequences:
-    """The sequences of a split.
+class Sequences:
+    """A random-access source of int32 sequences (T + 1,) of a split: packed ones overlap by one token.
 
     Raises:
         RunError: where the documents were cut to less than ``context``.
     """
-    tokens: np.ndarray = getattr(dataset, split)
-    if dataset.offsets is None:
-        return PackedSequences(tokens, context)
-    if context > dataset.manifest["context"]:
-        raise RunError(
-            f"--model.context {context} is longer than the {dataset.manifest['context']} tokens that the documents of "
-            f"{dataset.folder} were cut to: prepare them with --context {context}"
-        )
-    return DocumentSequences(tokens, dataset.offsets[split], context)
+
+    def __init__(self, dataset: Dataset, split: str, context: int):
+        self.tokens: np.ndarray = getattr(dataset, split)
+        self.offsets = dataset.offsets[split] if dataset.offsets else None
+        self.context = context
+        if self.offsets is not None and context > dataset.manifest["context"]:
+            raise RunError(
+                f"--model.context {context} is longer than the {dataset.manifest['context']} tokens that the documents "
+                f"of {dataset.folder} were cut to: prepare them with --context {context}"
+            )
+
+    def __len__(self) -> int:
+        return max(len(self.tokens) - 1, 0) // self.context if self.offsets is None else len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        index, offsets = int(index), self.offsets
+        start, end = (index * self.context, None) if offsets is None else map(int, offsets[index : index + 2])
+        tokens = self.tokens[start:end][: self.context + 1]
+        sequence = np.full(self.context + 1, PADDING, np.int32)
+        sequence[: len(tokens)] = tokens
+        return sequence
 
 
 def training_batches(
@@ -200,11 +156,11 @@ def training_batches(
     Raises:
         RunError: where the hosts cannot share a batch, or the text does not fill one.
     """
-    source = sequences(dataset, "train", context)
+    source = Sequences(dataset, "train", context)
     if batch_size % hosts:
         raise RunError(f"--batch-size {batch_size} must be a multiple of the number of hosts, {hosts}")
     if len(source) < batch_size:
-        held = f"{len(source)} training documents" if dataset.padded else f"{len(dataset.train)} training tokens"
+        held = f"{len(source)} training documents" if dataset.offsets else f"{len(dataset.train)} training tokens"
         raise RunError(f"--batch-size {batch_size} x --model.context {context} needs more than the {held} there are")
     endless = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
     parts = endless.batch(batch_size // hosts, drop_remainder=True)  # else grain's length overflows at one sequence
@@ -220,7 +176,7 @@ def validation_sequences(dataset: Dataset, *, context: int, count: int) -> np.nd
     Raises:
         RunError: where the split is shorter than one sequence.
     """
-    source = sequences(dataset, "validation", context)
+    source = Sequences(dataset, "validation", context)
     if not len(source):
         raise RunError(
             f"the validation split has {len(dataset.validation)} tokens, too few for --model.context {context}"

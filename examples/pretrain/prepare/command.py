@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m examples.pretrain prepare CORPUS``: text to a folder of token files, streamed, and resumable.
+"""``python -m examples.pretrain prepare CORPUS``: text to a folder of token files, streamed.
 
-Killed and started again with the same options, a command goes on where it stopped, and what it writes is the same to
-the byte. ``--files`` takes local copies of a hub data set, for machines without internet.
+Stopped and started again with the same options, a command resumes, and writes the same bytes. ``--files`` takes local
+copies of a hub data set, for machines without internet.
 """
 
 import dataclasses
@@ -10,48 +10,31 @@ import hashlib
 import json
 import shutil
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from ..config import RunError
 from ..processes import Stopped, on_signals
-from . import python_source, token_files
-from .sources import (
-    JSON_SUFFIXES,
-    TABLE_SUFFIXES,
-    TEXT_SUFFIXES,
-    HubTexts,
-    LeftOut,
-    LocalTexts,
-    Stream,
-    Texts,
-    find_files,
-    one_line,
-    read_field,
-    read_plain,
-    sample,
-)
-from .tokenizer import find_tokenizer, train_tokenizer
+from . import sources, token_files
+from .sources import HubTexts, LocalTexts, Problems, Stream, find_files, one_line
+from .tokenizer import find_tokenizer, train_on
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What every corpus has."""
+    """The options of every corpus."""
 
     output: Path | None = None
-    """Folder to make; None: data/<corpus>."""
+    """Folder to write; None: data/<corpus>."""
     overwrite: bool = False
-    """Delete what is in the folder, finished or not, and begin anew."""
+    """Delete what is in the folder, finished or not, and start again."""
     layout: Literal["packed", "documents"] = "packed"
     """packed: documents one after the other, cut anywhere. documents: a sequence each, truncated or padded."""
     context: int = 1024
@@ -60,187 +43,99 @@ class Corpus:
     """Training documents to take; None: all."""
     validation_documents: int | None = None
     """Validation documents to take; None: all."""
+    validation_percent: float = 5
+    """Share of the documents that is held out, chosen by a hash, where there are no others to validate on."""
     tokenizer: str = ""
     """Path of a tokenizer.json, or a name on the Hugging Face hub. Empty: train a byte-level BPE on the text."""
-
-    def streams(self) -> list[Stream]:
-        """The documents."""
-        raise NotImplementedError
-
-    def about(self) -> dict[str, str]:
-        """What the manifest says of the corpus."""
-        raise NotImplementedError
-
-    def make_tokenizer(self) -> Tokenizer:
-        """The tokenizer."""
-        return find_tokenizer(self.tokenizer)
-
-    def inputs(self) -> list[Any]:
-        """What tells the same options on other local files apart."""
-        return []
-
-    @cached_property
-    def left_out(self) -> LeftOut:
-        """What its local files have that is no document."""
-        return LeftOut(bad=getattr(self, "skip_bad", False))
-
-
-@dataclass(frozen=True)
-class Trained(Corpus):
-    """A corpus with a tokenizer of its own."""
-
     vocabulary: int = 2048
     """Tokens of the tokenizer that is trained on the text, on a sample of 50 MB where there is more."""
-    validation_percent: int = 5
-    """Share of the documents, chosen by hash, that is held out."""
-
-    def make_tokenizer(self) -> Tokenizer:
-        """The one that was named, or one trained on the training documents."""
-        return find_tokenizer(self.tokenizer) if self.tokenizer else train_tokenizer(sample(self.read), self.vocabulary)
-
-    def read(self) -> Iterator[str]:
-        """The training documents."""
-        for stream in self.streams():
-            assert isinstance(stream.texts, LocalTexts)
-            yield from (text for text in stream.texts.read() if stream.split_of(text) == "train")
-
-    def tokenizer_name(self) -> str:
-        """For the manifest."""
-        return self.tokenizer or f"byte-level BPE of {self.vocabulary}, trained on it"
-
-
-@dataclass(frozen=True)
-class PythonSource(Trained):
-    """Python source: the standard library, or a folder; held out by file path."""
-
-    source: Path | None = None
-    """Folder whose .py files are the corpus; None is the standard library of the running interpreter."""
-    include_site_packages: bool = False
-    """Add the .py files of every installed package."""
-
-    def streams(self) -> list[Stream]:
-        """The files, training ones first."""
-        return python_source.streams(self._splits)
-
-    def about(self) -> dict[str, str]:
-        """What the manifest says of the corpus."""
-        texts = python_source.about(self.source, self.include_site_packages, self.vocabulary)
-        return {**texts, "tokenizer": self.tokenizer_name()}
-
-    def inputs(self) -> list[Any]:
-        """A digest of the files."""
-        return [python_source.hash_of(self._splits, self.vocabulary)]
-
-    @cached_property
-    def _splits(self) -> python_source.Splits:
-        return python_source.find_splits(self.source, self.include_site_packages, self.validation_percent)
-
-
-@dataclass(frozen=True)
-class Text(Trained):
-    """Files of plain text, each a document; held out by a hash of the text."""
-
-    paths: tyro.conf.Positional[tuple[Path, ...]] = ()
-    """Files, and folders to search for .txt, .md, .rst and .tex files."""
-    validation_files: tuple[Path, ...] = ()
-    """Files and folders to validate on; none: hold out documents of the others."""
-    not_utf8: Literal["refuse", "skip", "replace"] = "refuse"
-    """What becomes of a file that is not UTF-8; replace: of what in it is not."""
-    cut: int | None = None
-    """Cut files, at the ends of lines, into documents of about so many characters; None: a file is a document."""
-
-    def streams(self) -> list[Stream]:
-        """The files."""
-        others = self._texts(self.validation_files) if self.validation_files else None
-        return split(self._texts(self.paths), others, self.validation_percent)
-
-    def _texts(self, paths: Sequence[Path]) -> LocalTexts:
-        files = find_files(paths, TEXT_SUFFIXES)
-        total = None if self.cut else len(files)
-        rest = self.cut, self.not_utf8, self.left_out
-        return LocalTexts(lambda: (text for path in files for text in read_plain(path, *rest)), total)
-
-    def about(self) -> dict[str, str]:
-        """What the manifest says of the corpus."""
-        return {"source": ", ".join(map(str, self.paths)), "tokenizer": self.tokenizer_name()}
-
-    def inputs(self) -> list[Any]:
-        """The files and their sizes."""
-        return sizes(find_files((*self.paths, *self.validation_files), TEXT_SUFFIXES))
-
-
-@dataclass(frozen=True)
-class Jsonl(Trained):
-    """Lines of JSON (.jsonl, .jsonl.gz, .jsonl.zst) or tables (.parquet, .arrow); held out by a hash of the text."""
+    skip_bad: bool = False
+    """Leave out lines that are not JSON or have no text, and files that are not UTF-8, and report them."""
 
     paths: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Files, and folders to search for them."""
-    field: str = "text"
-    """The field that holds the text."""
     validation_files: tuple[Path, ...] = ()
     """Files and folders to validate on; none: hold out documents of the others."""
-    skip_bad: bool = False
-    """Skip lines that are not JSON or have no such field, and report the first."""
+
+    suffixes: ClassVar[tuple[str, ...]]
+
+    @cached_property
+    def problems(self) -> Problems:
+        """What is left out of its files."""
+        return Problems(self.skip_bad)
+
+    def read(self, path: Path) -> Iterator[str]:
+        """The documents of a file."""
+        raise NotImplementedError
+
+    def texts(self, paths: Sequence[Path]) -> LocalTexts:
+        """The documents of files and folders."""
+        files = find_files(paths, self.suffixes)
+        return LocalTexts(lambda: (text for path in files for text in self.read(path)))
 
     def streams(self) -> list[Stream]:
-        """The records of the files."""
-        others = records(self.validation_files, self.field, self.left_out) if self.validation_files else None
-        return split(records(self.paths, self.field, self.left_out), others, self.validation_percent)
+        """The documents to train on, then those to validate on where they come from elsewhere."""
+        return self.split(self.texts(self.paths), self.validation_files and self.texts(self.validation_files))
 
-    def about(self) -> dict[str, str]:
-        """What the manifest says of the corpus."""
-        return {"source": ", ".join(map(str, self.paths)), "tokenizer": self.tokenizer_name()}
-
-    def inputs(self) -> list[Any]:
-        """The files and their sizes."""
-        return sizes(find_files((*self.paths, *self.validation_files), JSON_SUFFIXES + TABLE_SUFFIXES))
+    def split(self, texts: LocalTexts | HubTexts, others: Any) -> list[Stream]:
+        """``texts`` to train on and ``others`` to validate on; without them, a share of the first is held out."""
+        return [Stream(texts, 0.0), Stream(others, 1.0)] if others else [Stream(texts, self.validation_percent / 100)]
 
 
 @dataclass(frozen=True)
-class HubCorpus(Corpus):
+class Text(Corpus):
+    """Files of plain text (folders: .txt, .md, .rst, .tex), each a document; held out by a hash of the text."""
+
+    cut: int | None = None
+    """Cut files into documents of at most so many characters, at a line end or else a space; None: do not cut."""
+
+    suffixes = sources.TEXT_SUFFIXES
+
+    def read(self, path: Path) -> Iterator[str]:
+        """The documents of a file."""
+        return sources.read_plain(path, self.cut, self.problems)
+
+
+@dataclass(frozen=True)
+class Jsonl(Corpus):
+    """Lines of JSON (.jsonl, .jsonl.gz, .jsonl.zst) or tables (.parquet, .arrow); held out by a hash of the text."""
+
+    field: str = "text"
+    """The field that has the text."""
+
+    suffixes = sources.JSON_SUFFIXES + sources.TABLE_SUFFIXES
+
+    def read(self, path: Path) -> Iterator[str]:
+        """The texts of a file."""
+        return sources.read_records(path, self.field, self.problems)
+
+
+@dataclass(frozen=True)
+class HubCorpus(Jsonl):
     """A data set of the Hugging Face hub, streamed."""
 
+    paths: Annotated[tuple[Path, ...], tyro.conf.arg(name="files")] = ()
+    """Local copies to read instead: .jsonl, .json.gz, .jsonl.zst, .parquet, .arrow, or folders of them."""
     dataset: str = ""
     """Id of the data set on the hub."""
     subset: str = ""
     """Its configuration; empty for the default."""
     revision: str = ""
     """Its branch, tag or commit; empty for the newest."""
-    field: str = "text"
-    """The field that holds the text."""
     validation_split: str = ""
     """Split to validate on; empty: hold out documents of the training split."""
     validation_percent: float = 0.05
-    """Share of the training split that is held out, by a hash of the text, where there is no other to validate on."""
-    files: tuple[Path, ...] = ()
-    """Local copies to read instead: .jsonl, .json.gz, .jsonl.zst, .parquet, .arrow, or folders of them."""
-    validation_files: tuple[Path, ...] = ()
-    """Local copies of the validation split; none: hold out documents of --files."""
-    skip_bad: bool = False
-    """Skip lines of local copies that are not JSON or have no such field, and report the first."""
 
     def streams(self) -> list[Stream]:
         """Training documents, then validation documents where they come from elsewhere."""
-        if self.files:
-            texts = records(self.files, self.field, self.left_out)
-            others = records(self.validation_files, self.field, self.left_out) if self.validation_files else None
-        else:
-            texts = self._hub("train")
-            others = self._hub(self.validation_split) if self.validation_split else None
-        return split(texts, others, self.validation_percent)
+        if self.paths:
+            return super().streams()
+        return self.split(self.hub("train"), self.validation_split and self.hub(self.validation_split))
 
-    def about(self) -> dict[str, str]:
-        """What the manifest says of the corpus."""
-        hub = f"{self.dataset} ({self.subset})" if self.subset else self.dataset
-        return {"source": ", ".join(map(str, self.files)) or hub, "tokenizer": self.tokenizer}
-
-    def inputs(self) -> list[Any]:
-        """The local files and their sizes."""
-        paths = (*self.files, *self.validation_files)
-        return sizes(find_files(paths, JSON_SUFFIXES + TABLE_SUFFIXES)) if paths else []
-
-    def _hub(self, split: str) -> HubTexts:
-        return HubTexts(self.dataset, self.subset, split, self.field, revision=self.revision or None)
+    def hub(self, split: str) -> HubTexts:
+        """The documents of a split on the hub."""
+        revision = self.revision or None
+        return HubTexts(self.dataset, self.subset, split, self.field, self.problems, revision=revision)
 
 
 @dataclass(frozen=True)
@@ -280,20 +175,21 @@ class Pile(HubCorpus):
 
 
 CORPORA: dict[str, type[Corpus]] = {
-    "python-source": PythonSource,
     "text": Text,
     "jsonl": Jsonl,
     "openwebtext": OpenWebText,
     "c4": C4,
     "pile": Pile,
 }
+RESUME = "stopped; the same command resumes"
 
 
 def main(arguments: Sequence[str]) -> None:
     """Prepare the corpus that the arguments name.
 
     Raises:
-        RunError: for everything the user can mend.
+        RunError: for everything that the user can fix.
+        Stopped: after a signal.
     """
     corpus = tyro.extras.subcommand_cli_from_dict(
         CORPORA,
@@ -307,62 +203,48 @@ def main(arguments: Sequence[str]) -> None:
         with on_signals(stopping.append):
             prepare(corpus, Console(markup=False, highlight=False, soft_wrap=True), stopping)
     except KeyboardInterrupt:
-        raise Stopped(HOW_TO_GO_ON, signal.SIGINT) from None
+        raise Stopped(RESUME, signal.SIGINT) from None
     except OSError as error:  # a full disk, a folder that may not be written
         raise RunError(f"cannot prepare the corpus ({one_line(error)})") from error
 
 
-HOW_TO_GO_ON = "stopped; the same command goes on from there"
-
-
-def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> Path:
-    """The folder of token files of a corpus, made or finished.
-
-    Args:
-        corpus: which, and how.
-        console: for progress.
-        stopping: gets a signal's number when one asks to stop; heeded after every batch of documents.
-
-    Raises:
-        RunError: where the folder exists, the options make no sense, or the text cannot be had.
-        Stopped: after such a signal.
-    """
+def prepare(corpus: Corpus, console: Console, stopping: Sequence[int]) -> None:
+    """Write the token files of a corpus, or finish them. A signal in ``stopping`` ends it after a batch."""
     check(corpus)
     name = next(name for name, kind in CORPORA.items() if kind is type(corpus))
     folder = corpus.output or Path("data") / name
     partial = folder.with_name(f".{folder.name}.partial")
     clear(folder, partial, corpus.overwrite)
-    limits = {"train": corpus.train_documents, "validation": corpus.validation_documents}
-    layout = token_files.Layout(corpus.layout, corpus.context, limits)
-    inputs = hashlib.sha256(json.dumps(corpus.inputs()).encode()).hexdigest()
-    settings = {"corpus": name, "local files": inputs, **dataclasses.asdict(corpus)}
-    for free in ("output", "overwrite"):
-        del settings[free]
-    writer = token_files.Writer(partial, corpus.make_tokenizer, layout, settings)
+    streams = corpus.streams()
+    paths = (*corpus.paths, *corpus.validation_files)
+    sizes = [[str(path), path.stat().st_size] for path in find_files(paths, corpus.suffixes)] if paths else []
+    digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
+    settings = dataclasses.asdict(corpus) | {"corpus": name, "local files": digest}
+    del settings["output"], settings["overwrite"]
+    about = {
+        "source": ", ".join(map(str, corpus.paths)) or " ".join([settings["dataset"], settings["subset"]]).strip(),
+        "tokenizer": corpus.tokenizer or f"byte-level BPE of {corpus.vocabulary}, trained on it",
+    }
+
+    def tokenizer() -> Tokenizer:
+        return find_tokenizer(corpus.tokenizer) if corpus.tokenizer else train_on(corpus.streams, corpus.vocabulary)
+
+    def report(counts: token_files.Counts) -> None:
+        documents, tokens = (sum(split[what] for split in counts.values()) for what in ("documents", "tokens"))
+        if documents and not status.status:
+            console.print(f"Resuming after {documents:,} documents: {partial}")
+        status.update(f"{documents:,} documents, {tokens:,} tokens")
+        if stopping:
+            raise Stopped(RESUME, stopping[0])
+
     try:
-        if writer.position:
-            console.print(f"Going on after {documents(writer):,} documents: {partial}")
-        streams = corpus.streams()
-        with Meter(console, writer, expected(streams, limits)) as meter:
-
-            def report(writer: token_files.Writer) -> None:
-                meter.update(writer)
-                if stopping:
-                    raise Stopped(HOW_TO_GO_ON, stopping[0])
-
-            token_files.fill(writer, streams, report)
-        writer.finish(folder, corpus.about())
+        with console.status("") as status:
+            counts = token_files.write(partial, folder, tokenizer, streams, settings, about, report)
     finally:
-        writer.close()
-    for line in corpus.left_out.lines():
-        console.print(line)
-    counts = writer.counts
-    console.print(
-        f"{folder}: {counts['train']['documents']:,} documents ({counts['train']['tokens']:,} tokens of "
-        f"{writer.vocabulary:,} kinds) to train on, {counts['validation']['documents']:,} others "
-        f"({counts['validation']['tokens']:,} tokens) to validate"
-    )
-    return folder
+        for line in corpus.problems.lines():
+            console.print(line)
+    train, validation = (f"{n['documents']:,} ({n['tokens']:,} tokens)" for n in counts.values())
+    console.print(f"{folder}: documents {train} to train on, {validation} to validate on")
 
 
 def check(corpus: Corpus) -> None:
@@ -375,99 +257,23 @@ def check(corpus: Corpus) -> None:
     for name in ("context", "train_documents", "validation_documents", "cut"):
         if values.get(name) is not None and values[name] < 1:
             raise RunError(f"--{name.replace('_', '-')} must be at least 1, got {values[name]}")
-    if not 0 < values["validation_percent"] <= 50:
-        raise RunError(f"--validation-percent must lie above 0 and not above 50, got {values['validation_percent']}")
-    if not 257 <= values.get("vocabulary", 257) <= 65_536:
-        raise RunError(f"--vocabulary must lie in 257 (the bytes and a separator)..65536, got {values['vocabulary']}")
+    if not 0 < corpus.validation_percent <= 50:
+        raise RunError(f"--validation-percent must be above 0 and at most 50, got {corpus.validation_percent}")
+    if not 257 <= corpus.vocabulary <= 65_536:
+        raise RunError(f"--vocabulary must be in 257 (the bytes and a separator)..65536, got {corpus.vocabulary}")
 
 
 def clear(folder: Path, partial: Path, overwrite: bool) -> None:
-    """Make room for ``folder``.
+    """Delete what is in the way of ``folder``, if it may be.
 
     Raises:
-        RunError: where something is in the way.
+        RunError: where something else is in the way.
     """
     occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if occupied and not overwrite:
-        raise RunError(f"{folder} exists: --overwrite makes it anew, --output names another")
+        raise RunError(f"{folder} exists: --overwrite replaces it, --output names another folder")
     if occupied and not (folder / "manifest.json").exists():
-        raise RunError(f"{folder} holds no token files (no manifest.json in it): --overwrite will not delete it")
+        raise RunError(f"{folder} has no token files (no manifest.json in it): --overwrite will not delete it")
     if overwrite:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def split(texts: Texts, others: Texts | None, percent: float) -> list[Stream]:
-    """Documents to train on and ``others`` to validate on; where there are none, a share of the first."""
-    return [Stream(texts, percent / 100)] if others is None else [Stream(texts, 0.0), Stream(others, 1.0)]
-
-
-def records(paths: Sequence[Path], name: str, left_out: LeftOut) -> LocalTexts:
-    """The texts of files of records."""
-    files = find_files(paths, JSON_SUFFIXES + TABLE_SUFFIXES)
-    return LocalTexts(lambda: (text for path in files for text in read_field(path, name, left_out)))
-
-
-def sizes(files: Sequence[Path]) -> list[Any]:
-    """Names and sizes: what an unfinished preparation is compared by."""
-    return [[str(path), path.stat().st_size] for path in files]
-
-
-def documents(writer: token_files.Writer) -> int:
-    """Documents written to both splits."""
-    return sum(counts["documents"] for counts in writer.counts.values())
-
-
-def expected(streams: Sequence[Stream], limits: dict[str, int | None]) -> int | None:
-    """Documents there will be, where that is known."""
-    total = 0
-    for stream in streams:
-        bounds = [limits[split] for split in stream.feeds]
-        most = None if None in bounds else sum(bound or 0 for bound in bounds)
-        known = [number for number in (most, stream.texts.total) if number is not None]
-        if not known:
-            return None
-        total += min(known)
-    return total
-
-
-class Meter:
-    """Progress on the terminal: documents, tokens, speed, time left where known. Elsewhere the last line alone."""
-
-    def __init__(self, console: Console, writer: token_files.Writer, total: int | None):
-        self._progress = Progress(
-            BarColumn(bar_width=24),
-            TaskProgressColumn(show_speed=False),
-            TextColumn(
-                "{task.completed:,.0f} documents  {task.fields[tokens]:,} tokens  {task.fields[speed]:.1f} MB/s "
-            ),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        self._clock, self._before = time.perf_counter(), self._size(writer)
-        self._task = self._progress.add_task(
-            "prepare", total=total, completed=documents(writer), tokens=self._tokens(writer), speed=0.0
-        )
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def update(self, writer: token_files.Writer) -> None:
-        """Show where the writer is."""
-        speed = (self._size(writer) - self._before) / 1e6 / (time.perf_counter() - self._clock)
-        self._progress.update(self._task, completed=documents(writer), tokens=self._tokens(writer), speed=speed)
-
-    def _size(self, writer: token_files.Writer) -> int:
-        return sum(counts["bytes"] for counts in writer.counts.values())
-
-    def _tokens(self, writer: token_files.Writer) -> int:
-        return sum(counts["tokens"] for counts in writer.counts.values())

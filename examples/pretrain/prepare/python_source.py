@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The corpus every Python brings along: the source of its standard library. Any folder of Python files will do, too.
+"""A corpus without a download: the source of Python's standard library, or any folder of Python files.
 
 Left out: tests (many distributions ship without them), tables of characters, help texts, files that the installation
-wrote, files that are not UTF-8, second copies of a text. Installed packages are left out unless asked for; of them,
-very large files and files that are mostly numbers or endless lines are left out, too. A file goes to training or
-validation by a hash of its path: the same on every machine, and no file is in both.
+wrote, files that are not UTF-8, and second copies of a text. Installed packages are included on request, without very
+large files and files that are mostly numbers or very long lines. A file goes to training or validation by a hash of
+its path: the same on every machine, and no file is in both.
 """
 
+import functools
 import hashlib
 import os
 import platform
@@ -15,27 +16,21 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
-
-from tokenizers import Tokenizer
 
 from ..config import DataConfig, RunError
 from . import token_files
-from .sources import LocalTexts, Stream, sample
-from .tokenizer import train_tokenizer
+from .sources import LocalTexts, Stream
+from .tokenizer import train_on
 
-T = TypeVar("T")
 Splits = dict[str, dict[str, Path]]
 
-INSTALLED = frozenset({"site-packages", "dist-packages", "__pycache__"})
-TESTS = frozenset({"test", "tests", "idle_test"})
-TABLES = frozenset({"encodings", "pydoc_data"})
-LEFT_OUT = INSTALLED | TESTS | TABLES
+INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
+LEFT_OUT = INSTALLED | {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 LARGEST_INSTALLED = 1_000_000
 
 
 def prepare(config: DataConfig, say: Callable[[str], None]) -> Path:
-    """The folder with the token files of the corpus, made on first use and named by its content.
+    """The folder of the corpus's token files, written on first use and named by its content.
 
     Args:
         config: corpus, vocabulary, share of validation files, and the folder to work in.
@@ -46,55 +41,33 @@ def prepare(config: DataConfig, say: Callable[[str], None]) -> Path:
     """
     splits = find_splits(config.source, config.include_site_packages, config.validation_percent)
     fingerprint = hash_of(splits, config.vocabulary)
-    origin = "custom" if config.source else platform.python_version()
+    library = f"standard library of {platform.python_implementation()} {platform.python_version()}"
+    version = "custom" if config.source else platform.python_version()
     packages = "-packages" if config.include_site_packages else ""
-    folder = config.folder / f"python-{origin}{packages}-v{config.vocabulary}-{fingerprint[:10]}"
-    if not (folder / "manifest.json").exists():
-        size = sum(path.stat().st_size for files in splits.values() for path in files.values()) / 1e6
-        say(f"Training a tokenizer on {size:.1f} MB of Python source, once: {folder}")
-        write(folder, config, splits)
-    return folder
-
-
-def write(folder: Path, config: DataConfig, splits: Splits) -> None:
-    """Make ``folder`` in one go; where another process has made it meanwhile, theirs stays."""
+    folder = config.folder / f"python-{version}{packages}-v{config.vocabulary}-{fingerprint[:10]}"
+    if (folder / "manifest.json").exists():
+        return folder
+    size = sum(path.stat().st_size for files in splits.values() for path in files.values()) / 1e6
+    say(f"Training a tokenizer on {size:.1f} MB of Python source, once: {folder}")
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
-    layout = token_files.Layout()
-    writer = token_files.Writer(partial, lambda: make_tokenizer(splits, config.vocabulary), layout, {})
+    source = f"{config.source or library}{' and installed packages' if packages else ''}"
+    about = {"source": source, "tokenizer": f"byte-level BPE of {config.vocabulary}, trained on it"}
+    train = functools.partial(train_on, functools.partial(streams, splits), config.vocabulary)
     try:
-        token_files.fill(writer, streams(splits), lambda writer: None)
-        writer.finish(folder, about(config.source, config.include_site_packages, config.vocabulary))
-    except OSError:
+        token_files.write(partial, folder, train, streams(splits), {}, about)
+    except OSError:  # another process may have written it meanwhile
         if not (folder / "manifest.json").exists():
             raise
     finally:
-        writer.discard()
-
-
-def about(source: Path | None, include_site_packages: bool, vocabulary: int) -> dict[str, str]:
-    """What the manifest says of the corpus."""
-    library = f"standard library of {platform.python_implementation()} {platform.python_version()}"
-    packages = " and installed packages" if include_site_packages else ""
-    return {"source": f"{source or library}{packages}", "tokenizer": f"byte-level BPE of {vocabulary}, trained on it"}
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
 
 
 def streams(splits: Splits) -> list[Stream]:
     """The files of each split, one after the other."""
-    return [
-        Stream(LocalTexts(lambda files=splits[split]: read_all(files.values()), len(splits[split])), held_out)
-        for split, held_out in (("train", 0.0), ("validation", 1.0))
-    ]
-
-
-def make_tokenizer(splits: Splits, vocabulary: int) -> Tokenizer:
-    """A tokenizer trained on the training files, or on a sample where they are many."""
-    return train_tokenizer(sample(lambda: read_all(splits["train"].values())), vocabulary)
-
-
-def standard_library() -> Path:
-    """Where the running interpreter keeps its library."""
-    return Path(sysconfig.get_path("stdlib"))
+    read = {split: functools.partial(read_all, files.values()) for split, files in splits.items()}
+    return [Stream(LocalTexts(read["train"]), 0.0), Stream(LocalTexts(read["validation"]), 1.0)]
 
 
 def site_packages() -> list[Path]:
@@ -109,14 +82,16 @@ def find_splits(source: Path | None, include_site_packages: bool, validation_per
         RunError: where a split has none.
     """
     seen: set[bytes] = set()
-    library = source or standard_library()
+    library = source or Path(sysconfig.get_path("stdlib"))
     files = find_sources(library, seen)
     for folder in site_packages() if include_site_packages else []:
         found = find_sources(folder, seen, installed=True)
         files |= {f"site-packages/{name}": path for name, path in found.items()}
-    splits = split_by_file(files, validation_percent)
-    for split, chosen in splits.items():
-        if not chosen:
+    splits: Splits = {split: {} for split in token_files.SPLITS}
+    for name, path in files.items():
+        splits[split_of(name, validation_percent)][name] = path
+    for split in splits:
+        if not splits[split]:
             raise RunError(f"no Python source for {split} under {library}: another folder of .py files may have some")
     return splits
 
@@ -129,7 +104,7 @@ def find_sources(folder: Path, seen: set[bytes], *, installed: bool = False) -> 
         if LEFT_OUT.intersection(relative.parts) or path.name.startswith("_sysconfigdata"):
             continue
         try:
-            text = path.read_text(encoding="utf-8")
+            (text,) = read_all([path])
         except (UnicodeDecodeError, OSError):
             continue
         digest = hashlib.sha256(text.encode()).digest()
@@ -148,22 +123,20 @@ def is_data(text: str) -> bool:
 
 def read_all(paths: Iterable[Path]) -> Iterator[str]:
     """The texts of the files."""
-    return (path.read_text(encoding="utf-8") for path in paths)
+    for path in paths:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield file.read()
 
 
-def split_by_file(files: dict[str, T], validation_percent: int) -> dict[str, dict[str, T]]:
-    """Every file in exactly one of ``train`` and ``validation``, by the hash of its path alone."""
-    splits: dict[str, dict[str, T]] = {name: {} for name in token_files.SPLITS}
-    for path, file in files.items():
-        held_out = zlib.crc32(path.encode()) % 100 < validation_percent
-        splits["validation" if held_out else "train"][path] = file
-    return splits
+def split_of(name: str, validation_percent: int) -> str:
+    """The split of a file, by the hash of its path alone."""
+    return "validation" if zlib.crc32(name.encode()) % 100 < validation_percent else "train"
 
 
 def hash_of(splits: Splits, vocabulary: int) -> str:
-    """Hexadecimal digest of everything the token files depend on."""
+    """Hexadecimal digest of everything that the token files depend on."""
     digest = hashlib.sha256(f"token files 2, byte-level BPE {vocabulary}".encode())
     for split, files in splits.items():
-        for (name, _), text in zip(files.items(), read_all(files.values()), strict=True):
+        for name, text in zip(files, read_all(files.values()), strict=True):
             digest.update(f"\0{split}\0{name}\0{text}".encode())
     return digest.hexdigest()

@@ -1,69 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where documents come from: local files of several formats, or a data set streamed from the Hugging Face hub.
+"""Documents of local files, or of a data set on the Hugging Face hub, in one fixed order.
 
-Every source yields its documents in one fixed order and can tell, and return to, its position in it.
+Text is kept as it is in the file, line endings included, with two exceptions: a byte order mark at the start of a file
+is dropped, and halves of surrogate pairs, which UTF-8 cannot store, become "?" and are reported.
 """
 
 import gzip
 import hashlib
+import importlib
 import io
 import itertools
 import json
+import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..config import RunError
 
-# What a folder is searched for; a bare .json there is rather a manifest, but may be named itself.
+# A folder is searched for these. A bare .json in it is rather a manifest, but you can name it.
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 TABLE_SUFFIXES = (".parquet", ".arrow")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex")
 SAMPLE_BYTES = 50_000_000
-
-
-class Texts(Protocol):
-    """Documents in a fixed order; ``state_dict`` is the position behind the last one taken, ready for JSON."""
-
-    total: int | None
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there."""
-        ...
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else its client prints a warning for every retry
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Documents and the share of them, chosen by a hash of their text, that is held out; 0 and 1 hash nothing."""
+    """Documents, and the share of them that is held out for validation, chosen by a hash of the text."""
 
-    texts: Texts
+    texts: "LocalTexts | HubTexts"
     held_out: float
 
     @property
-    def feeds(self) -> tuple[str, ...]:
+    def splits(self) -> tuple[str, ...]:
         """The splits that the documents go to."""
         return ("train",) * (self.held_out < 1) + ("validation",) * (self.held_out > 0)
 
     def split_of(self, text: str) -> str:
-        """Where one document goes."""
-        if len(self.feeds) == 1:
-            return self.feeds[0]
+        """The split of one document."""
         return "validation" if fraction(text) < self.held_out else "train"
 
 
 class LocalTexts:
-    """Documents of local files: a position is their number, and going there means reading past the ones before."""
+    """Documents of local files. The position is their number: resuming reads past the ones before."""
 
-    def __init__(self, read: Callable[[], Iterator[str]], total: int | None = None):
-        self.read, self.total = read, total
+    def __init__(self, read: Callable[[], Iterator[str]]):
+        self.read = read
         self._done = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -76,94 +64,93 @@ class LocalTexts:
         return {"documents": self._done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go behind that many documents."""
+        """Continue behind that many documents."""
         self._done = state["documents"]
+
+
+class Problems:
+    """What is left out or replaced in each file. A file that is read again is counted anew.
+
+    Args:
+        skip: whether what cannot be read is skipped, not refused.
+    """
+
+    def __init__(self, skip: bool):
+        self.skip = skip
+        self._found: dict[str, dict[str, tuple[int, int]]] = {}
+
+    def begin(self, name: str) -> None:
+        """Count a file from its beginning."""
+        self._found[name] = {}
+
+    def note(self, name: str, what: str, number: int = 0) -> None:
+        """Count something in line ``number`` of a file; 0: in the file as a whole."""
+        found = self._found.setdefault(name, {})
+        count, first = found.get(what, (0, number))
+        found[what] = count + 1, first
+
+    def bad(self, name: str, what: str, number: int, detail: str) -> None:
+        """Count a line that is skipped.
+
+        Raises:
+            RunError: where bad lines are not skipped.
+        """
+        if not self.skip:
+            where = f"{name}, line {number}" if number else name
+            raise RunError(f"{where}: {what} ({detail}); --skip-bad leaves it out")
+        self.note(name, f"{what}, skipped", number)
+
+    def lines(self) -> Iterator[str]:
+        """One line for every file and problem."""
+        for name, found in self._found.items():
+            for what, (count, first) in found.items():
+                yield f"{name}: {what}" + (f" (lines: {count:,}, the first is {first:,})" if first else "")
 
 
 class HubTexts:
     """Documents of a hub data set, streamed: nothing is kept on disk.
 
     Args:
-        dataset: its id, such as "allenai/c4", or a format and ``files`` for the same code on local files.
-        subset: its configuration, such as "en"; empty for the default one.
+        dataset: its id, such as "allenai/c4", or a format such as "json", with ``data_files`` among the options.
+        subset: its configuration, such as "en"; empty for the default.
         split: the split to stream.
-        field: the column that holds the text.
+        field: the column of the text.
+        problems: collects what is skipped.
         options: further arguments of ``datasets.load_dataset``.
 
     Raises:
         RunError: where it cannot be reached or has no such column.
     """
 
-    def __init__(self, dataset: str, subset: str, split: str, field: str, **options: Any):
-        try:
-            import datasets
-        except ImportError as error:
-            raise RunError(
-                "streaming from the hub needs the package `datasets`: pip install 'normpre_optax[corpora]'"
-            ) from error
-        quiet_hub()
-        self._name, self._field = dataset, field
-        try:
-            self._rows = datasets.load_dataset(dataset, subset or None, split=split, streaming=True, **options)
-        except Exception as error:  # of many kinds: network, unknown id, unknown split
-            raise self._unreachable(error) from error
-        splits = self._rows.info.splits or {}
-        self.total = splits[split].num_examples or None if split in splits else None
+    def __init__(self, dataset: str, subset: str, split: str, field: str, problems: Problems, **options: Any):
+        self._name, self._field, self._problems = dataset, field, problems
+        load = require("datasets").load_dataset
+        with self._reachable():
+            self._rows = load(dataset, subset or None, split=split, streaming=True, **options)
 
     def __iter__(self) -> Iterator[str]:
-        rows = iter(self._rows)
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:
-                raise self._unreachable(error) from error
-            yield text_of(row, self._field, self._name)
+        with self._reachable():
+            yield from texts_of(((0, row) for row in self._rows), self._name, self._field, self._problems)
+
+    @contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
+        except RunError:
+            raise
+        except Exception as error:  # of many types: network, unknown id, unknown split
+            raise RunError(
+                f"cannot stream {self._name} from the Hugging Face hub ({one_line(error)}): check the name and the "
+                "network; the same command resumes, and --files takes local copies (.jsonl, .json.gz, .parquet, .arrow)"
+            ) from error
 
     def state_dict(self) -> dict[str, Any]:
         """File and row, as `datasets` counts them."""
         return self._rows.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there without the files before."""
+        """Continue there; the files before are not read."""
         self._rows.load_state_dict(state)
-
-    def _unreachable(self, error: Exception) -> RunError:
-        offline = ", which cannot be reached: is there a network?" * without_network(error)
-        return RunError(
-            f"cannot stream {self._name} from the Hugging Face hub{offline} ({one_line(error)}): the same command goes "
-            "on where it stopped, and --files takes local copies (.jsonl, .json.gz, .parquet, .arrow)"
-        )
-
-
-NO_NETWORK = frozenset(
-    {
-        "ConnectError",
-        "ConnectionError",
-        "TimeoutException",
-        "Timeout",
-        "LocalEntryNotFoundError",
-        "OfflineModeIsEnabled",
-    }
-)
-"""What the hub's client and those below it raise where they cannot reach it."""
-
-
-def without_network(error: BaseException | None) -> bool:
-    """Whether an error, or one that it comes from, says that the hub cannot be reached, not that it lacks a name."""
-    while error is not None:
-        if NO_NETWORK.intersection(kind.__name__ for kind in type(error).__mro__):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def quiet_hub() -> None:
-    """Keep the retries of the hub's client off the terminal: what failed is said once, at the end."""
-    from huggingface_hub.utils import logging
-
-    logging.set_verbosity_error()
 
 
 def one_line(error: BaseException) -> str:
@@ -172,17 +159,15 @@ def one_line(error: BaseException) -> str:
 
 
 def fraction(text: str, purpose: bytes = b"split") -> float:
-    """A number in [0, 1) that depends on the text (and the purpose) alone."""
+    """A number in [0, 1) that depends on the text and the purpose alone."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=purpose).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def sample(read: Callable[[], Iterable[str]], size: int = SAMPLE_BYTES) -> Iterator[str]:
-    """The texts, or where they are larger than ``size`` bytes about that much of them, chosen by hash."""
+    """The texts; where they are larger than ``size`` bytes, about that much of them, chosen by hash."""
     total = sum(len(text.encode()) for text in read())
-    if total <= size:
-        return iter(read())
-    return (text for text in read() if fraction(text, b"sample") < size / total)
+    return (text for text in read() if total <= size or fraction(text, b"sample") < size / total)
 
 
 def find_files(paths: Iterable[Path], suffixes: tuple[str, ...]) -> list[Path]:
@@ -196,164 +181,132 @@ def find_files(paths: Iterable[Path], suffixes: tuple[str, ...]) -> list[Path]:
         if not path.exists():
             raise RunError(f"{path} does not exist")
         inside = sorted(p for p in path.rglob("*") if p.name.endswith(suffixes)) if path.is_dir() else [path]
-        found |= dict.fromkeys(p for p in inside if p.is_file() and not is_hidden(p.relative_to(path)))
+        hidden = {p for p in inside if any(part.startswith(".") for part in p.relative_to(path).parts)}
+        found |= dict.fromkeys(p for p in inside if p.is_file() and p not in hidden)
     if not found:
         raise RunError(f"no files to read: give files, or folders with {', '.join(suffixes)} files")
     return list(found)
 
 
-def is_hidden(path: Path) -> bool:
-    """Whether a name on the path begins with a dot, as unfinished folders' names do."""
-    return any(part.startswith(".") for part in path.parts)
-
-
-class LeftOut:
-    """What is left out of local files; with ``bad`` also what cannot be read. A file that is read again counts anew."""
-
-    def __init__(self, *, bad: bool = False):
-        self.bad = bad
-        self._found: dict[Path, dict[str, tuple[int, int]]] = {}
-
-    def begin(self, path: Path) -> None:
-        """A file is read from its beginning."""
-        self._found[path] = {}
-
-    def add(self, path: Path, what: str, number: int = 0) -> None:
-        """Something in line ``number`` of it."""
-        count, first = self._found[path].get(what, (0, number))
-        self._found[path][what] = count + 1, first
-
-    def lines(self) -> Iterator[str]:
-        """What there is to say, file by file."""
-        for path, found in self._found.items():
-            for what, (count, first) in found.items():
-                yield f"{path}: {count:,} {what}, the first in line {first:,}" if first else f"{path}: {what}"
-
-
-def is_utf8(path: Path) -> bool:
-    """Whether a file can be read so."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            return all(True for _ in file)
-    except UnicodeDecodeError:
-        return False
-
-
-def read_plain(path: Path, cut: int | None, not_utf8: str, left_out: LeftOut) -> Iterator[str]:
-    """A text file as one document, or cut at the ends of lines into documents of about ``cut`` characters.
+def read_plain(path: Path, cut: int | None, problems: Problems) -> Iterator[str]:
+    """A text file as one document, or cut into documents of at most ``cut`` characters.
 
     Raises:
-        RunError: where it cannot be read as UTF-8, and ``not_utf8`` says neither "skip" nor "replace".
+        RunError: where it cannot be read, or is not UTF-8 and bad files are not skipped.
     """
-    left_out.begin(path)
+    name = str(path)
+    problems.begin(name)
     try:
-        if not_utf8 != "refuse" and not is_utf8(path):
-            left_out.add(
-                path, {"skip": "is not UTF-8, skipped", "replace": "is not UTF-8, U+FFFD in its place"}[not_utf8]
-            )
-            if not_utf8 == "skip":
-                return
-        with path.open(encoding="utf-8", errors="replace" if not_utf8 == "replace" else "strict") as file:
-            if cut is None:
-                yield file.read()
-                return
-            while piece := "".join(file.readlines(cut)):
-                yield piece
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield from [file.read()] if cut is None else pieces(file, cut)
     except UnicodeDecodeError as error:
-        way_out = "--not-utf8 skip leaves such files out, --not-utf8 replace what cannot be read in them"
-        raise RunError(f"cannot read {path} as UTF-8 text ({one_line(error)}): {way_out}") from error
+        if not problems.skip:
+            way_out = "convert it with iconv, or leave such files out with --skip-bad"
+            raise RunError(f"cannot read {path} as UTF-8 text ({one_line(error)}): {way_out}") from error
+        problems.note(name, "not UTF-8, skipped" if cut is None else "not UTF-8, skipped from there on")
     except OSError as error:
         raise RunError(f"cannot read {path} ({one_line(error)})") from error
 
 
-def read_field(path: Path, field: str, left_out: LeftOut) -> Iterator[str]:
+def pieces(file: io.TextIOBase, size: int) -> Iterator[str]:
+    """Pieces of at most ``size`` characters, cut after the last line end in their second half, else after the last
+    space there, else anywhere. One piece is in memory at a time.
+    """
+    rest = ""
+    while rest := rest + file.read(size - len(rest)):
+        half = size // 2
+        end = rest.rfind("\n", half) + 1 or rest.rfind(" ", half) + 1 or size
+        end = end if len(rest) == size else size
+        yield rest[:end]
+        rest = rest[end:]
+
+
+def read_records(path: Path, field: str, problems: Problems) -> Iterator[str]:
     """The texts of a file of records: lines of JSON (plain, .gz or .zst), Parquet or Arrow.
 
     Raises:
-        RunError: where it cannot be read, or has no such field.
+        RunError: where it cannot be read, or has bad lines that are not skipped.
     """
-    left_out.begin(path)
-    tables = {".parquet": parquet_rows, ".arrow": arrow_rows}
-    rows = enumerate(tables[path.suffix](path), 1) if path.suffix in tables else json_rows(path, left_out)
+    name = str(path)
+    problems.begin(name)
+    rows = enumerate(table_rows(path), 1) if path.suffix in TABLE_SUFFIXES else json_rows(path, problems)
     try:
-        for number, row in rows:
-            try:
-                text = text_of(row, field, str(path))
-            except RunError:
-                if not left_out.bad:
-                    raise
-                left_out.add(path, f"without text in the field {field!r}, skipped", number)
-                continue
-            if row[field] is None:
-                left_out.add(path, f"null in the field {field!r}, left out", number)
-            yield text
+        yield from texts_of(rows, name, field, problems)
     except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's errors are among them
-        raise RunError(f"cannot read {path} ({one_line(error)})") from error
+        window = "too much memory" in str(error)  # zstd's, above 128 MiB
+        way_out = f": decompress it with `zstd -d --long=31 {path}`" if window else ""
+        raise RunError(f"cannot read {path} ({one_line(error)}){way_out}") from error
 
 
-def json_rows(path: Path, left_out: LeftOut) -> Iterator[tuple[int, Any]]:
-    """One JSON value a line, and the line's number."""
+def texts_of(rows: Iterable[tuple[int, Any]], name: str, field: str, problems: Problems) -> Iterator[str]:
+    """The texts of numbered records. null is left out and reported."""
+    what = f"no text in the field {field!r}"
+    for number, row in rows:
+        if not isinstance(row, dict):
+            problems.bad(name, what, number, f"the line is not an object, but of type {type(row).__name__}")
+        elif field not in row:
+            problems.bad(name, what, number, f"there are: {', '.join(map(str, row))}; --field names another")
+        elif row[field] is None:
+            problems.note(name, f"null in the field {field!r}, left out", number)
+        elif not isinstance(row[field], str):
+            problems.bad(name, what, number, f"it has the type {type(row[field]).__name__}")
+        else:
+            text = row[field].encode("utf-8", "replace").decode()
+            if text != row[field]:
+                problems.note(name, 'text with half a surrogate pair, replaced by "?"', number)
+            yield text
+
+
+def json_rows(path: Path, problems: Problems) -> Iterator[tuple[int, Any]]:
+    """The JSON value of each line, and the line's number."""
     with open_bytes(path) as file:
+        if re.match(rb"(\xef\xbb\xbf)?\s*\[\s*{", file.peek(64)):
+            way_out = f"`jq -c '.[]' {path}` writes its elements as lines"
+            problems.bad(str(path), "one JSON array, not one object a line", 1, way_out)
+            return
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
-                if not left_out.bad:
-                    way_out = "--skip-bad leaves such lines out"
-                    raise RunError(f"{path}, line {number}, is not JSON ({one_line(error)}): {way_out}") from error
-                left_out.add(path, "not JSON, skipped", number)
-                continue
-            yield number, row
+            except (ValueError, RecursionError) as error:
+                problems.bad(str(path), "not JSON", number, one_line(error))
+            else:
+                yield number, row
 
 
-def open_bytes(path: Path) -> io.BufferedIOBase:
+def open_bytes(path: Path) -> io.BufferedReader | gzip.GzipFile:
     """A file, decompressed by its suffix."""
     if path.suffix == ".gz":
-        return gzip.open(path, "rb")
+        return gzip.GzipFile(path)
     if path.suffix == ".zst":
-        return io.BufferedReader(import_arrow().input_stream(str(path), compression="zstd"))
+        return io.BufferedReader(require("pyarrow").input_stream(str(path), compression="zstd"))
     return path.open("rb")
 
 
-def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file."""
-    import_arrow()
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=1024):
-            yield from batch.to_pylist()
-
-
-def arrow_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of an Arrow file, in the stream format (as `datasets` writes it) or the file format."""
-    arrow = import_arrow()
+def table_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file, or an Arrow file in the stream format (of `datasets`) or the file format."""
+    arrow = require("pyarrow")
     with arrow.memory_map(str(path)) as file:
-        try:
-            batches = arrow.ipc.open_stream(file)
-        except arrow.ArrowInvalid:
-            reader = arrow.ipc.open_file(file)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        if path.suffix == ".parquet":
+            batches = require("pyarrow.parquet").ParquetFile(file).iter_batches(batch_size=1024)
+        else:
+            try:
+                batches = arrow.ipc.open_stream(file)
+            except arrow.ArrowInvalid:
+                reader = arrow.ipc.open_file(file)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
         for batch in batches:
             yield from batch.to_pylist()
 
 
-def import_arrow() -> Any:
-    """The package `pyarrow`, which comes with `datasets`."""
+def require(package: str) -> Any:
+    """A package of the extra ``corpora``.
+
+    Raises:
+        RunError: where it is not installed.
+    """
     try:
-        import pyarrow
+        return importlib.import_module(package)
     except ImportError as error:
-        raise RunError("this file needs the package `pyarrow`: pip install 'normpre_optax[corpora]'") from error
-    return pyarrow
-
-
-def text_of(row: Any, field: str, where: str) -> str:
-    """The text of a record; none counts as empty, and halves of surrogate pairs, which UTF-8 lacks, become "?"."""
-    if isinstance(row, dict) and field in row and not isinstance(row[field], str | None):
-        raise RunError(f"{where} has no text in the field {field!r}, but a {type(row[field]).__name__}")
-    if not isinstance(row, dict) or field not in row:
-        fields = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-        raise RunError(f"{where} has no text in the field {field!r} (there are: {fields}); --field names another")
-    return (row[field] or "").encode("utf-8", "replace").decode()
+        raise RunError(f"this needs the package `{package}`: pip install 'normpre_optax[corpora]'") from error

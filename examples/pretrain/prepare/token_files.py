@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a corpus to disk: token files, ``tokenizer.json``, ``manifest.json``.
 
-``train.bin`` and ``validation.bin`` are flat little-endian arrays, documents one after the other, each closed by the
-separator. In the layout "documents" each is cut to context + 1 tokens (inputs and, moved on by one, targets), and
-``train.offsets`` and ``validation.offsets`` (int64) say where each begins, with the end of the last.
+``train.bin`` and ``validation.bin`` are flat little-endian arrays: the documents one after the other, each followed by
+the separator. In the layout "documents" each is cut to context + 1 tokens (inputs and targets, shifted by one), and
+``train.offsets`` and ``validation.offsets`` (int64) store where each begins, then the end of the last.
 
-The folder appears whole or not at all: it is filled under another name, batch by batch, and renamed. A batch counts
-once ``state.json`` says so; whatever a killed process wrote behind that is cut off by the next.
+The folder is filled under another name, batch by batch, and renamed when it is complete. ``state.json`` says how much
+of the files counts; what a killed process wrote after that is cut off by the next.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from ..config import RunError
 from ..processes import LOCK, lock
-from .sources import Stream, Texts
+from .sources import Stream
 from .tokenizer import end_of_text, load_tokenizer, vocabulary_of
 
 SPLITS = ("train", "validation")
@@ -31,245 +31,190 @@ BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 4_000_000
 STATE = "state.json"
 
-
-@dataclass(frozen=True)
-class Layout:
-    """How documents become sequences."""
-
-    kind: Literal["packed", "documents"] = "packed"
-    """packed: one long row, cut anywhere. documents: one sequence each, never two in one."""
-    context: int | None = None
-    """documents: tokens of a sequence."""
-    limits: dict[str, int | None] = field(default_factory=dict)
-    """Documents of each split; None: all there are."""
+Counts = Mapping[str, Mapping[str, int]]
 
 
-def token_dtype(vocabulary: int) -> np.dtype:
-    """The smallest type that holds every token: two bytes up to 65,536 tokens."""
-    return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
-
-
-class Writer:
-    """A folder of token files in the making, which goes on where the last process left it.
+def write(
+    partial: Path,
+    folder: Path,
+    make_tokenizer: Callable[[], Tokenizer],
+    streams: Sequence[Stream],
+    settings: Mapping[str, Any],
+    about: Mapping[str, str],
+    report: Callable[[Counts], None] = lambda counts: None,
+) -> Counts:
+    """Write all documents of the streams to ``partial``, from where the last process stopped, and rename it.
 
     Args:
         partial: the folder to work in.
+        folder: its name when it is complete.
         make_tokenizer: makes the tokenizer; called at the very start only.
-        layout: how documents become sequences.
-        settings: everything that the outcome depends on, ready for JSON.
+        streams: the documents.
+        settings: everything that the outcome depends on, as JSON. Of these, ``layout``, ``context``, and the largest
+            number of ``train_documents`` and ``validation_documents`` are used here.
+        about: what the manifest says of the corpus.
+        report: called with the counts at the start and after every batch.
+
+    Returns:
+        Documents, bytes of their text (before they are cut) and tokens of each split.
 
     Raises:
-        RunError: where another process is at work, or the unfinished folder is damaged or has other settings.
+        RunError: where another process is at work, ``partial`` is damaged or has other settings, or a split is empty.
     """
-
-    def __init__(
-        self, partial: Path, make_tokenizer: Callable[[], Tokenizer], layout: Layout, settings: dict[str, Any]
-    ):
-        partial.mkdir(parents=True, exist_ok=True)
-        self.partial, self.layout = partial, layout
-        self._files: dict[str, IO[bytes]] = {}
-        self._lock = lock(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    with lock(partial) or nullcontext():
         try:
-            self._open(make_tokenizer, json.loads(json.dumps(settings, default=str)))
+            state = read_state(partial, json.loads(json.dumps(settings, default=str)))
+            if state["position"] is None:
+                make_tokenizer().save(str(partial / "tokenizer.json"))
+            with ExitStack() as files:
+                writer = Writer(partial, state, files)
+                report(writer.counts)
+                writer.fill(streams, report)
+            writer.write_manifest(about)
+            os.replace(partial, folder)
         except BaseException:
-            self.close()
             if not (partial / STATE).exists():
-                self.discard()
+                shutil.rmtree(partial, ignore_errors=True)
             raise
+    for name in (STATE, LOCK):
+        (folder / name).unlink(missing_ok=True)
+    return writer.counts
 
-    @property
-    def counts(self) -> dict[str, dict[str, int]]:
-        """Documents, bytes of text and tokens of each split so far."""
-        return self._state["splits"]
 
-    @property
-    def position(self) -> Any:
-        """What the last ``append`` that counts was told; None before the first."""
-        return self._state["position"]
+class Writer:
+    """The token files of a folder, from where its state says that the last process stopped."""
 
-    def full(self, splits: Iterable[str]) -> bool:
-        """Whether each of the splits has as many documents as it may have."""
-        return all(self._room(split) == 0 for split in splits)
-
-    def append(self, documents: Sequence[tuple[str, str]], position: Any) -> None:
-        """Tokenize (split, text) pairs and add them; ``position`` is that of the source behind them."""
-        for split in SPLITS:
-            self._append(split, [text for name, text in documents if name == split])
-        self._state["position"] = position
-        self._save()
-
-    def finish(self, folder: Path, about: dict[str, Any]) -> None:
-        """Write the manifest and rename to ``folder``.
-
-        Raises:
-            RunError: where a split has no documents.
-        """
-        for split in SPLITS:
-            if not self.counts[split]["documents"]:
-                self.discard()
-                raise RunError(
-                    f"no documents for {split}: there is too little text, or too small a share held out "
-                    "(--validation-percent); of text, --cut 5000 makes several documents of each file"
-                )
-        self._close_files()
-        manifest = self._manifest(about)
-        (self.partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-        os.replace(self.partial, folder)
-        for name in (STATE, LOCK):
-            (folder / name).unlink(missing_ok=True)
-        self.close()
-
-    def close(self) -> None:
-        """Close the files; another writer may then go on."""
-        self._close_files()
-        if self._lock:
-            self._lock.close()
-
-    def discard(self) -> None:
-        """Delete the unfinished folder."""
-        self._close_files()
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.close()
-
-    def _close_files(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def _open(self, make_tokenizer: Callable[[], Tokenizer], settings: dict[str, Any]) -> None:
-        stored = read_state(self.partial, settings)
-        if stored is None:
-            make_tokenizer().save(str(self.partial / "tokenizer.json"))
-        self.tokenizer = load_tokenizer(self.partial / "tokenizer.json")
+    def __init__(self, folder: Path, state: dict[str, Any], files: ExitStack):
+        self.folder, self.state, self.counts = folder, state, state["splits"]
+        settings = state["settings"]
+        self.context: int | None = settings["context"] if settings.get("layout") == "documents" else None
+        self.tokenizer = load_tokenizer(folder / "tokenizer.json")
         self.end, self.vocabulary = end_of_text(self.tokenizer), vocabulary_of(self.tokenizer)
         self.dtype = token_dtype(self.vocabulary)
-        empty = {split: {"documents": 0, "bytes": 0, "tokens": 0} for split in SPLITS}
-        self._state = stored or {"settings": settings, "position": None, "splits": empty, "largest_token": 0}
-        for name, size in self._sizes().items():
-            self._files[name] = reopen(self.partial / name, size if stored else 0)
-            if name.endswith(".offsets") and not stored:
-                self._files[name].write(np.zeros(1, "<i8").tobytes())
-        self._save()
+        sizes = {f"{split}.bin": counts["tokens"] * self.dtype.itemsize for split, counts in self.counts.items()}
+        if self.context:
+            written = {split: counts["documents"] for split, counts in self.counts.items()}
+            sizes |= {f"{split}.offsets": 8 * (count + 1) if count else 0 for split, count in written.items()}
+        self.files = {name: files.enter_context(reopen(folder / name, size)) for name, size in sizes.items()}
+        self.save()
 
-    def _room(self, split: str) -> int | None:
-        limit = self.layout.limits.get(split)
+    def fill(self, streams: Sequence[Stream], report: Callable[[Counts], None]) -> None:
+        """Append the documents of the streams, from the stored position on."""
+        start = self.state["position"] or {"stream": 0, "texts": None}
+        for number, stream in enumerate(streams[start["stream"] :], start["stream"]):
+            if number == start["stream"] and start["texts"] is not None:
+                stream.texts.load_state_dict(start["texts"])
+            for texts in () if self.full(stream) else batches(stream.texts):
+                self.append([(stream.split_of(text), text) for text in texts])
+                self.state["position"] = {"stream": number, "texts": stream.texts.state_dict()}
+                self.save()
+                report(self.counts)
+                if self.full(stream):
+                    break
+
+    def room(self, split: str) -> int | None:
+        """Documents that a split may still get; None: any number."""
+        limit = self.state["settings"].get(f"{split}_documents")
         return None if limit is None else limit - self.counts[split]["documents"]
 
-    def _append(self, split: str, texts: list[str]) -> None:
-        if not texts or self._room(split) == 0:
-            return
-        encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        kept = [pair for pair in zip(texts, encodings, strict=True) if pair[1].ids][: self._room(split)]
-        if not kept:
-            return
-        longest = self.layout.context + 1 if self.layout.kind == "documents" and self.layout.context else None
-        rows = [np.array([*encoding.ids, self.end][:longest], self.dtype) for _, encoding in kept]
-        tokens, counts = np.concatenate(rows), self.counts[split]
-        self._files[f"{split}.bin"].write(tokens.tobytes())
-        if self.layout.kind == "documents":
-            ends = counts["tokens"] + np.cumsum([len(row) for row in rows], dtype="<i8")
-            self._files[f"{split}.offsets"].write(ends.tobytes())
-        counts["documents"] += len(rows)
-        counts["tokens"] += len(tokens)
-        counts["bytes"] += sum(kept_bytes(text, encoding, longest) for text, encoding in kept)
-        self._state["largest_token"] = max(self._state["largest_token"], int(tokens.max()))
+    def full(self, stream: Stream) -> bool:
+        """Whether the splits of a stream get no more documents."""
+        return all(self.room(split) == 0 for split in stream.splits)
 
-    def _sizes(self) -> dict[str, int]:
-        sizes = {f"{split}.bin": self.counts[split]["tokens"] * self.dtype.itemsize for split in SPLITS}
-        if self.layout.kind == "documents":
-            sizes |= {f"{split}.offsets": 8 * (self.counts[split]["documents"] + 1) for split in SPLITS}
-        return sizes
+    def append(self, documents: Sequence[tuple[str, str]]) -> None:
+        """Tokenize (split, text) pairs and write them."""
+        longest = self.context + 1 if self.context else None
+        for split, counts in self.counts.items():
+            texts = [text for name, text in documents if name == split]
+            encodings = [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+            kept = [pair for pair in zip(texts, encodings, strict=True) if pair[1]][: self.room(split)]
+            rows = [np.array([*ids, self.end][:longest], self.dtype) for _, ids in kept]
+            if not rows:
+                continue
+            self.files[f"{split}.bin"].write(b"".join(row.tobytes() for row in rows))
+            if self.context:
+                offsets = counts["tokens"] + np.cumsum([0, *map(len, rows)], dtype="<i8")
+                self.files[f"{split}.offsets"].write(offsets[counts["documents"] > 0 :].tobytes())
+            counts["documents"] += len(rows)
+            counts["bytes"] += sum(len(text.encode()) for text, _ in kept)
+            counts["tokens"] += sum(map(len, rows))
+            self.state["largest_token"] = max(self.state["largest_token"], *(int(row.max()) for row in rows))
 
-    def _save(self) -> None:
-        for file in self._files.values():
+    def save(self) -> None:
+        """Let everything that is written count."""
+        for file in self.files.values():
             file.flush()
-        following = self.partial / f"{STATE}.next"
-        following.write_text(json.dumps(self._state))
-        following.replace(self.partial / STATE)
+        following = self.folder / f"{STATE}.next"
+        following.write_text(json.dumps(self.state))
+        following.replace(self.folder / STATE)
 
-    def _manifest(self, about: dict[str, Any]) -> dict[str, Any]:
-        tokenizer = sha256(self.partial / "tokenizer.json")
-        sums = {name: sha256(self.partial / name) for name in self._files}
-        layout, context = self.layout.kind, self.layout.context if self.layout.kind == "documents" else None
-        parts = [layout, str(context), tokenizer, *sums.values()]
+    def write_manifest(self, about: Mapping[str, str]) -> None:
+        """Write the manifest of the complete folder.
+
+        Raises:
+            RunError: where a split is empty; there is nothing to resume then.
+        """
+        for split, counts in self.counts.items():
+            if not counts["documents"]:
+                (self.folder / STATE).unlink()
+                way_out = "a larger --validation-percent, or with `prepare text` a smaller --cut, makes more"
+                raise RunError(f"no documents for {split}: there is too little text; {way_out}")
+        sums = {name: sha256(self.folder / name) for name in ("tokenizer.json", *self.files)}
+        layout = "documents" if self.context else "packed"
         manifest = {
             **about,
-            "fingerprint": hashlib.sha256(" ".join(parts).encode()).hexdigest(),
+            "fingerprint": hashlib.sha256(" ".join([layout, str(self.context), *sums.values()]).encode()).hexdigest(),
             "vocabulary": self.vocabulary,
-            "largest_token": self._state["largest_token"],
+            "largest_token": self.state["largest_token"],
             "dtype": self.dtype.str,
             "layout": layout,
-            "context": context,
-            "tokenizer_sha256": tokenizer,
+            "context": self.context,
+            "tokenizer_sha256": sums["tokenizer.json"],
+            "sha256": sums,
+            **self.counts,
         }
-        for split in SPLITS:
-            manifest[split] = {**self.counts[split], "sha256": sums[f"{split}.bin"]}
-            if layout == "documents":
-                manifest[split]["offsets_sha256"] = sums[f"{split}.offsets"]
-        return manifest
+        (self.folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
 
-def fill(writer: Writer, streams: Sequence[Stream], report: Callable[[Writer], None]) -> None:
-    """Move all documents of the streams, from the writer's position on, into the writer."""
-    start = writer.position or {"stream": 0, "texts": None}
-    for number, stream in enumerate(streams[start["stream"] :], start["stream"]):
-        if number == start["stream"] and start["texts"] is not None:
-            stream.texts.load_state_dict(start["texts"])
-        if writer.full(stream.feeds):
-            continue
-        for texts in batches(stream.texts):
-            documents = [(stream.split_of(text), text) for text in texts]
-            writer.append(documents, {"stream": number, "texts": stream.texts.state_dict()})
-            report(writer)
-            if writer.full(stream.feeds):
-                break
+def token_dtype(vocabulary: int) -> np.dtype:
+    """The smallest type that stores every token: two bytes up to 65,536 tokens."""
+    return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
 
 
-def batches(texts: Texts) -> Iterator[list[str]]:
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
     """Documents in lists of a size that fits into memory, blank ones left out; takes none in advance."""
     batch: list[str] = []
     taken = characters = 0
     for text in texts:
         taken += 1
         characters += len(text)
-        if text.strip():
-            batch.append(text)
+        batch += [text] if text.strip() else []
         if taken >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, taken, characters = [], 0, 0
     yield batch
 
 
-def kept_bytes(text: str, encoding: Encoding, longest: int | None) -> int:
-    """Bytes of the text that the first ``longest`` tokens stand for."""
-    if longest is None or len(encoding.ids) <= longest:
-        return len(text.encode())
-    span = encoding.token_to_chars(longest - 1)
-    return len(text[: span[1]].encode()) if span else len(text.encode())
-
-
-def read_state(partial: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The state of an unfinished folder, None where there is none or, with other settings, no text in it yet.
+def read_state(partial: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The state of an unfinished folder; a new one where there is none, or no text in it yet.
 
     Raises:
         RunError: where it is damaged, or has text prepared with other settings.
     """
     file = partial / STATE
-    if not file.exists():
-        return None
+    counts = {split: {"documents": 0, "bytes": 0, "tokens": 0} for split in SPLITS}
+    new = {"settings": settings, "position": None, "splits": counts, "largest_token": 0}
     try:
-        state = json.loads(file.read_text())
+        state = json.loads(file.read_text()) if file.exists() else new
         stored, position = dict(state["settings"]), state["position"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{file} is damaged: --overwrite begins anew") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RunError(f"{file} is damaged: --overwrite starts again") from error
     changed = [name for name in {**stored, **settings} if stored.get(name) != settings.get(name)]
-    if changed and position is None:
-        return None
-    if changed:
-        raise RunError(
-            f"{partial} was begun with other settings ({', '.join(changed)}): "
-            "repeat those, or begin anew with --overwrite"
-        )
-    return state
+    if changed and position:
+        way_out = "use those, or start again with --overwrite"
+        raise RunError(f"{partial} was started with other settings ({', '.join(changed)}): {way_out}")
+    return state if position else new
 
 
 def reopen(path: Path, size: int) -> IO[bytes]:
@@ -278,10 +223,9 @@ def reopen(path: Path, size: int) -> IO[bytes]:
     Raises:
         RunError: where it is shorter.
     """
+    if size and (not path.exists() or path.stat().st_size < size):
+        raise RunError(f"{path} is shorter than its {STATE} says: --overwrite starts again")
     file = path.open("ab")
-    if file.tell() < size:
-        file.close()
-        raise RunError(f"{path} is shorter than its {STATE} says: --overwrite begins anew")
     file.truncate(size)
     return file
 

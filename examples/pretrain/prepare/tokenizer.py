@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers: a byte-level byte-pair one trained on the spot, or one from disk or the Hugging Face hub.
+"""Tokenizers: a byte-level byte-pair one trained on the corpus, or one from disk or the Hugging Face hub.
 
-In the trained one every byte is in the vocabulary, so no text is unknown and every text comes back unchanged.
+Text that spells a special token is encoded as its characters: only the writer of token files adds special tokens.
 """
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ..config import RunError
-from .sources import one_line, quiet_hub, without_network
+from .sources import Stream, one_line, sample
 
 END_OF_TEXT = "<|endoftext|>"
-# What closes a document, in order of preference: GPT-2 and Qwen; T5 and Llama 2; Llama 3; Gemma.
+# What ends a document, in order of preference: GPT-2 and Qwen; T5 and Llama 2; Llama 3; Gemma.
 SEPARATORS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 WORD_MARK = "\u2581"  # how SentencePiece writes a space
+
+
+def train_on(streams: Callable[[], Iterable[Stream]], vocabulary: int) -> Tokenizer:
+    """A tokenizer trained on the training documents of new streams, or on a sample of 50 MB where there is more."""
+
+    def read() -> Iterator[str]:
+        for stream in streams():
+            if "train" in stream.splits:
+                yield from (text for text in stream.texts if stream.split_of(text) == "train")
+
+    return train_tokenizer(sample(read), vocabulary)
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
@@ -37,8 +48,10 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer stored in ``path``."""
-    return Tokenizer.from_file(str(path))
+    """The tokenizer stored in ``path``, which reads special tokens in a text as characters."""
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.encode_special_tokens = True  # of the object alone: the file does not store it
+    return tokenizer
 
 
 def find_tokenizer(name: str) -> Tokenizer:
@@ -49,29 +62,40 @@ def find_tokenizer(name: str) -> Tokenizer:
     """
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
-        if path.exists() or path.suffix == ".json":
-            tokenizer = load_tokenizer(path)
-        else:
-            quiet_hub()
-            tokenizer = Tokenizer.from_pretrained(name)
+        local = path.exists() or path.suffix == ".json"
+        tokenizer = Tokenizer.from_file(str(path)) if local else Tokenizer.from_pretrained(name)
     except Exception as error:  # `tokenizers` raises bare Exception
-        if without_network(error):
-            raise RunError(
-                f"cannot reach the Hugging Face hub for the tokenizer {name} ({one_line(error)}): without a network, "
-                "--tokenizer takes the path of a tokenizer.json"
-            ) from error
         raise RunError(
-            f"cannot load the tokenizer {name} ({one_line(error)}): "
-            "--tokenizer takes the path of a tokenizer.json or a name on the Hugging Face hub"
+            f"cannot load the tokenizer {name} ({one_line(error)}): --tokenizer takes the path of a tokenizer.json, or "
+            "a name on the Hugging Face hub; for a name, check the network"
         ) from error
+    tokenizer.encode_special_tokens = True
     end_of_text(tokenizer)
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    split_special_tokens(tokenizer)
     return tokenizer
 
 
+def split_special_tokens(tokenizer: Tokenizer) -> None:
+    """Split the text of special tokens behind their first character, where the model would else find them.
+
+    The vocabulary of a Unigram model, such as T5's, contains its special tokens as pieces of text.
+    """
+    special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    starts = [
+        f"{re.escape(text[0])}(?={re.escape(text[1:])})"
+        for text in special
+        if len(text) > 1 and text in tokenizer.encode(text, add_special_tokens=False).tokens
+    ]
+    if starts:
+        split = pre_tokenizers.Split(Regex("|".join(starts)), "isolated")
+        before = [] if tokenizer.pre_tokenizer is None else [tokenizer.pre_tokenizer]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, split])
+
+
 def vocabulary_of(tokenizer: Tokenizer) -> int:
-    """Rows a token table needs: one more than the largest id, as ids may leave holes."""
+    """Rows that a token table needs: one more than the largest id, as ids may leave holes."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
@@ -81,7 +105,7 @@ def byte_lengths(tokenizer: Tokenizer) -> np.ndarray:
     Exact for byte-level tokenizers. For others an estimate: the piece in UTF-8, its word mark as one space.
     """
     added = tokenizer.get_added_tokens_decoder()
-    byte_level = has_type(json.loads(tokenizer.to_str())["decoder"], "ByteLevel")
+    byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
     lengths = np.zeros(vocabulary_of(tokenizer))
     for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
         if number in added:
@@ -93,13 +117,6 @@ def byte_lengths(tokenizer: Tokenizer) -> np.ndarray:
         else:
             lengths[number] = len(token.replace(WORD_MARK, " ").encode())
     return lengths
-
-
-def has_type(part: Any, kind: str) -> bool:
-    """Whether a component of a tokenizer, or one inside it, is of the kind."""
-    if isinstance(part, dict):
-        return part.get("type") == kind or any(has_type(value, kind) for value in part.values())
-    return isinstance(part, list) and any(has_type(value, kind) for value in part)
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
