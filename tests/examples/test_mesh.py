@@ -178,7 +178,7 @@ def test_a_batch_is_read_in_parts():
     ("flags", "line"),
     [
         (["--processes", "2"], "belong together"),
-        (["--coordinator", "a:1", "--processes", "2", "--process", "0"], "--mesh says how"),
+        (["--coordinator", "a:1", "--processes", "2", "--process", "0"], "--mesh data=N says how"),
         (["--mesh", "data=2", "--coordinator", "a", "--processes", "2", "--process", "0"], "must be host:port"),
         (["--mesh", "data=2", "--coordinator", "a:1", "--processes", "2", "--process", "2"], "--process 2 must be sm"),
     ],
@@ -215,7 +215,7 @@ def test_launchers_are_recognised(environment, expected):
 
 
 def test_one_process_has_nobody_to_ask():
-    assert cluster.told("a") == ["a"]
+    assert cluster.gathered("a") == ["a"]
     assert cluster.first()
     assert cluster.from_the_first(lambda: {"a": 1}) == {"a": 1}
     assert cluster.first_of_all(lambda: 3) == 3
@@ -304,7 +304,7 @@ def test_eight_devices_and_fewer(runs):
     fewer = shutil.copytree(eight, eight.with_name("fewer"))
     shutil.rmtree(fewer / "checkpoints" / "12")
     close(runs.finish("fewer", "--micro-batch", "4", "--resume", "--mesh", "fsdp=2", devices=2), one)
-    assert "Going on after step 8" in runs.said("fewer")
+    assert "Resuming from step 8" in runs.said("fewer")
 
 
 @pytest.mark.timeout(900)
@@ -336,10 +336,10 @@ def test_a_run_that_lost_a_process_goes_on_exactly(runs, lost):
     left = started[1 - lost]
     assert left.wait(150) != 0
     if lost == 1:  # without process 0, which everything is agreed through, JAX may end the others before they can speak
-        assert "the same commands with --resume go on" in runs.said("part")
+        assert "the same commands with --resume continue" in runs.said("part")
     assert read_lines(whole.with_name("part") / "log.jsonl")[-1]["step"] < 120
     part = runs.finish("part", *flags, "--resume", processes=2)
-    assert "Going on after step" in runs.said("part")
+    assert "Resuming from step" in runs.said("part")
     assert losses(part) == losses(whole)
 
 
@@ -369,7 +369,7 @@ def test_what_one_process_lacks_stops_all_with_one_line_each(runs, tmp_path):
 
     shutil.copytree(runs.finish("one", "--steps", "3"), tmp_path / "runs" / "bad")
     first, second = refused()
-    assert "--resume goes on with it" in first
+    assert "--resume continues it" in first
     assert "process 0: " in second
     assert len(refused("--overwrite", "--mesh", "data=4")) == 4
     assert (tmp_path / "runs" / "bad" / "result.json").exists()

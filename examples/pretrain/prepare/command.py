@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from ..config import RunError
+from ..config import RunError, read_options
 from ..processes import Stopped, on_signals
 from . import python_source, token_files
 from .sources import (
@@ -295,13 +295,16 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         RunError: for everything the user can mend.
     """
-    corpus = tyro.extras.subcommand_cli_from_dict(
-        CORPORA,
-        args=list(arguments),
-        prog="python -m examples.pretrain prepare",
-        description="Write a corpus as token files. `prepare CORPUS --help` lists the options.",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    name = arguments[0] if arguments else ""
+    if name in CORPORA:
+        corpus = read_options(CORPORA[name], arguments[1:], f"prepare {name}")
+    else:
+        corpus = tyro.extras.subcommand_cli_from_dict(
+            CORPORA,
+            args=list(arguments),
+            prog="python -m examples.pretrain prepare",
+            description="Write a corpus as token files. `prepare CORPUS --help` lists the options.",
+        )
     stopping: list[int] = []
     try:
         with on_signals(stopping.append):
