@@ -40,7 +40,7 @@ def check(config: Config) -> None:
         raise RunError("--coordinator is for processes that train together: --mesh data=N says how")
     if not config.coordinator.rpartition(":")[2].isdecimal():
         raise RunError(f"--coordinator must be host:port, got {config.coordinator!r}")
-    if config.process >= config.processes:  # pyright: ignore[reportOptionalOperand]
+    if config.process >= config.processes:  # pyright: ignore[reportOperatorIssue, reportOptionalOperand]
         raise RunError(f"--process {config.process} must be smaller than --processes {config.processes}")
 
 
@@ -107,10 +107,8 @@ def leaving_at_once() -> Iterator[None]:
         if alone():
             raise
         resume = "the same commands with --resume continue from the last checkpoint"
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            print(f"error: {str(error).splitlines()[0]:.160}: if another process is gone, {resume}", file=sys.stderr)
-        elif isinstance(error, OSError):  # a full disk
-            print(f"error: {error}: {resume}", file=sys.stderr)
+        if isinstance(error, jax.errors.JaxRuntimeError | OSError):  # another process is gone, or a disk is full
+            print(f"error: {str(error).splitlines()[0]:.160}: {resume}", file=sys.stderr)
         else:
             traceback.print_exc()
         sys.stdout.flush()

@@ -97,17 +97,11 @@ def generate(options: Generate) -> None:
     """Print continuations of a text."""
     check_ranges(vars(options))
     trained = load(options.run, options.step, options.tokens)
+    config, model = trained.config, (trained.graphdef, trained.params, trained.dataset.tokenizer)
+    prompt = config.prompt if options.prompt is None else options.prompt
     for number in range(options.samples):
-        text = continuation(
-            trained.graphdef,
-            trained.params,
-            trained.dataset.tokenizer,
-            trained.config.prompt if options.prompt is None else options.prompt,
-            context=trained.config.model.context,
-            new_tokens=options.sample_tokens,
-            temperature=options.temperature,
-            seed=options.seed + number,
-        )
+        sampling = config.model.context, options.sample_tokens, options.temperature, options.seed + number
+        text = continuation(*model, prompt, *sampling)
         print(text if options.samples == 1 else f"--- {number + 1}\n{text}")
 
 

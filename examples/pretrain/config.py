@@ -252,7 +252,7 @@ def read_options(
         near = [name for name in flags if name.startswith(given)] or difflib.get_close_matches(given, flags, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise RunError(f"{command} has no option {given}: {hint}`{program} --help` lists them")
-    return options
+    return options  # pyright: ignore[reportReturnType]
 
 
 def option_names(kind: Any, prefix: str = "") -> list[str]:

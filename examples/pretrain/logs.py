@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from rich.console import Console
@@ -28,14 +28,9 @@ LINE_SECONDS = 30
 def environment() -> dict[str, Any]:
     """Versions and device, as stored with the run."""
     device = jax.devices()[0]
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None  # run from a checkout without installing it
+    versions = {found.name: found.version for found in importlib.metadata.distributions() if found.name in PACKAGES}
     return {
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **versions},
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "processes": jax.process_count(),
         "machine": platform.platform(),
@@ -83,7 +78,7 @@ class Log:
     def __init__(self, config: Config, start: int, *, writes: bool = True):
         path = config.run_folder / "log.jsonl"
         self.kept = [line for line in read_lines(path) if line["step"] <= start] if start else []
-        self._file, self._wandb = None, None
+        self._file, self._wandb = None, cast(Any, None)
         if not writes:
             return
         path.write_text("".join(json.dumps(record) + "\n" for record in self.kept))

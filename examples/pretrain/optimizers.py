@@ -152,7 +152,8 @@ def parameter_table(params: Any, config: Config) -> tuple[str, str]:
     """Which parameters the matrix optimizer has and which AdamW: a table, and its totals in one line."""
     if config.optimizer == "adamw":
         held = f", matrices under {config.matrix.norm_control}" if config.matrix.norm_control != "none" else ""
-        return (f"every parameter uses AdamW{held} ({len(jax.tree.leaves(params))} parameters)",) * 2
+        every = f"every parameter uses AdamW{held} ({len(jax.tree.leaves(params))} parameters)"
+        return every, every
     table = explain(params, matrix_dims(config.matrix.layers))
     totals = [" ".join(line.split()) for line in table.rpartition("\n\n")[2].splitlines() if "note:" not in line]
     return table, "; ".join(totals)

@@ -156,11 +156,8 @@ def train_in_folder(
         if not cluster.alone():
             raise  # the others would wait: this process ends in ``cluster.joined``
         checkpoints.reload()
-        saved, free = checkpoints.steps(), shutil.disk_usage(config.run_folder).free / 1e6
-        where = f"from step {saved[-1]:,}" if saved else "from the start, as nothing is saved yet"
-        raise RunError(
-            f"{error}; {free:,.1f} MB are free in {config.run_folder}: the same command with --resume continues {where}"
-        ) from error
+        where = f"from step {max(checkpoints.steps(), default=0):,}"
+        raise RunError(f"{error}: free some space, then the same command with --resume continues {where}") from error
     return score
 
 
@@ -265,15 +262,7 @@ def write_sample(config: Config, dataset: data.Dataset, trainer: Trainer, params
     """Let the model continue ``--prompt``."""
     if not config.sample_tokens:
         return
-    text = generate(
-        trainer.graphdef,
-        params,
-        dataset.tokenizer,
-        config.prompt,
-        context=config.model.context,
-        new_tokens=config.sample_tokens,
-        temperature=config.temperature,
-        seed=config.seed,
-    )
+    options = config.model.context, config.sample_tokens, config.temperature, config.seed
+    text = generate(trainer.graphdef, params, dataset.tokenizer, config.prompt, *options)
     (config.run_folder / "sample.txt").write_text(text + "\n")
     console.print(f"\nThe model, given {config.prompt!r}:\n\n{text}")

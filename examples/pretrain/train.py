@@ -244,7 +244,7 @@ class Trainer:
         mfu = speed * self.flops / self.peak_flops if self.peak_flops else None
         first = done - len(values)
         rates = np.asarray(self.schedule(np.arange(first, done)))
-        common = {"tokens_per_second": round(speed, 1)} | ({"mfu": round(mfu, 4)} if mfu else {})
+        common: dict[str, Any] = {"tokens_per_second": round(speed, 1)} | ({"mfu": round(mfu, 4)} if mfu else {})
         records = [
             {"step": step, "loss": float(x.loss), "grad_norm": float(x.grad_norm), "learning_rate": float(rate)}
             | common

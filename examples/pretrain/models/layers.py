@@ -10,7 +10,7 @@ variance does not grow with depth. On a mesh (``..mesh``) a layer gathers its we
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -81,21 +81,13 @@ def embedding(entries: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> 
     return Embedding(entries, width, dtype=dtype, param_dtype=jnp.float32, embedding_init=init, rngs=rngs)
 
 
-def rms_norm(width: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """RMSNorm with a scale; Flax computes the mean square in float32 for every ``dtype``."""
-    return nnx.RMSNorm(width, epsilon=epsilon, dtype=dtype, param_dtype=jnp.float32, rngs=rngs)
-
-
-def norm(config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Module:
-    """The norm over the width: RMSNorm, or GPT-2's LayerNorm."""
-    width, epsilon = config.width, config.norm_epsilon
+def norm(config: ModelConfig, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Module:
+    """RMSNorm with a scale, or GPT-2's LayerNorm; Flax computes the moments in float32 for every ``dtype``."""
+    common: dict[str, Any] = {"epsilon": config.norm_epsilon, "dtype": dtype, "param_dtype": jnp.float32, "rngs": rngs}
     if config.family != "gpt2":
-        return rms_norm(width, epsilon=epsilon, dtype=dtype, rngs=rngs)
-    own = {
-        "use_bias": config.bias,
-        "use_fast_variance": False,
-    }  # the fast one is a difference of squares, which cancels
-    return nnx.LayerNorm(width, epsilon=epsilon, dtype=dtype, param_dtype=jnp.float32, rngs=rngs, **own)
+        return nnx.RMSNorm(width, **common)
+    # The fast variance is a difference of squares, which cancels.
+    return nnx.LayerNorm(width, use_bias=config.bias, use_fast_variance=False, **common)
 
 
 def residual_std(config: ModelConfig) -> float:
@@ -138,8 +130,8 @@ def cudnn_runs(width: int, dtype: jnp.dtype) -> bool:
     """Whether cuDNN's attention runs here on heads of ``width``; JAX allows wider ones on some GPUs."""
     device = jax.local_devices()[0]
     # compute_capability is no number on AMD's GPUs, whose platform is "gpu", too.
-    nvidia = "cuda" in device.client.platform_version and float(device.compute_capability) >= 8
-    return nvidia and dtype in (jnp.bfloat16, jnp.float16) and width <= CUDNN_HEAD_WIDTH and width % 8 == 0
+    cuda = "cuda" in device.client.platform_version and float(device.compute_capability) >= 8
+    return cuda and dtype in (jnp.bfloat16, jnp.float16) and width <= CUDNN_HEAD_WIDTH and width % 8 == 0
 
 
 def attend(

@@ -14,6 +14,7 @@ from flax import nnx
 
 from ..config import ModelConfig
 from .layers import (
+    Implementation,
     apply_blocks,
     attend,
     attention_implementation,
@@ -23,7 +24,6 @@ from .layers import (
     make_blocks,
     norm,
     residual_std,
-    rms_norm,
     rotate,
 )
 
@@ -33,7 +33,8 @@ class FusedAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         width, std = config.width, config.hidden_std
-        self.heads, self.implementation = config.heads, attention_implementation(config, dtype)
+        self.heads = config.heads
+        self.implementation: Implementation = attention_implementation(config, dtype)
         self.qkv = linear(width, 3 * width, std=std, bias=config.bias, dtype=dtype, rngs=rngs)
         self.out = linear(width, width, std=residual_std(config), bias=config.bias, dtype=dtype, rngs=rngs)
 
@@ -54,7 +55,7 @@ class RotaryAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.head_width, self.rotary_base = head_width(config), config.rotary_base
-        self.implementation = attention_implementation(config, dtype)
+        self.implementation: Implementation = attention_implementation(config, dtype)
         inside, shared = config.heads * self.head_width, (config.kv_heads or config.heads) * self.head_width
         self.query = linear(config.width, inside, std=config.hidden_std, dtype=dtype, rngs=rngs)
         self.key = linear(config.width, shared, std=config.hidden_std, dtype=dtype, rngs=rngs)
@@ -62,8 +63,8 @@ class RotaryAttention(nnx.Module):
         self.out = linear(inside, config.width, std=residual_std(config), dtype=dtype, rngs=rngs)
         self.normalizes = config.family == "qwen3"
         if self.normalizes:
-            self.query_norm = rms_norm(self.head_width, epsilon=config.norm_epsilon, dtype=dtype, rngs=rngs)
-            self.key_norm = rms_norm(self.head_width, epsilon=config.norm_epsilon, dtype=dtype, rngs=rngs)
+            self.query_norm = norm(config, self.head_width, dtype=dtype, rngs=rngs)
+            self.key_norm = norm(config, self.head_width, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """(B, T, D) to the same."""
@@ -109,9 +110,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         attention, mlp = (FusedAttention, MLP) if config.family == "gpt2" else (RotaryAttention, GatedMLP)
-        self.attention_norm = norm(config, dtype=dtype, rngs=rngs)
+        self.attention_norm = norm(config, config.width, dtype=dtype, rngs=rngs)
         self.attention = attention(config, dtype=dtype, rngs=rngs)
-        self.mlp_norm = norm(config, dtype=dtype, rngs=rngs)
+        self.mlp_norm = norm(config, config.width, dtype=dtype, rngs=rngs)
         self.mlp = mlp(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
@@ -129,7 +130,7 @@ class Transformer(nnx.Module):
         if config.family == "gpt2":
             self.positions = embedding(config.context, config.width, dtype=dtype, rngs=rngs)
         self.blocks = make_blocks(lambda: Block(config, dtype=dtype, rngs=rngs), config)
-        self.final_norm = norm(config, dtype=dtype, rngs=rngs)
+        self.final_norm = norm(config, config.width, dtype=dtype, rngs=rngs)
         if not config.tied_head:
             self.head = linear(config.width, vocabulary, dtype=dtype, rngs=rngs)
 
