@@ -14,7 +14,6 @@ from . import data
 from .checkpoint import Checkpoints, Damaged
 from .config import Config, Evaluate, Export, Generate, RunError, check_ranges, from_dict
 from .generate import generate as continuation
-from .models import hugging_face
 from .optimizers import make_optimizer
 from .train import TrainState, evaluation, initialise, schedule, vocabulary_of
 
@@ -107,6 +106,8 @@ def generate(options: Generate) -> None:
 
 def export(options: Export) -> None:
     """Write a run's model for Hugging Face transformers."""
+    from .models import hugging_face  # needs safetensors
+
     there = [name for name in EXPORTED if (options.output / name).exists()]
     if there and not options.overwrite:
         raise RunError(f"{options.output} has a {there[0]}: --overwrite replaces it, --output names another folder")

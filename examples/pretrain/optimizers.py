@@ -84,11 +84,8 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
     settings = {
         **vars(matrix),
         "adam_learning_rate": lambda t: adam_ratio * learning_rate(t),
-        "weight_decay": config.weight_decay,
+        **{name: getattr(config, name) for name in ("weight_decay", "adam_b1", "adam_b2", "seed")},
         "weight_decay_mask": None if config.decay_gains else decay_matrices_only,
-        "adam_b1": config.adam_b1,
-        "adam_b2": config.adam_b2,
-        "seed": config.seed,
         "convention": matrix.muon_convention,
         "compute_dtype": jnp.bfloat16 if matrix.bfloat16 else None,
         "mu_dtype": jnp.bfloat16 if matrix.momentum_in == "bfloat16" else None,

@@ -17,7 +17,6 @@ from .commands import Trained, load
 from .config import Config, Diverged, MatrixConfig, RunError, differences, flag, to_dict
 from .evaluate import Score
 from .generate import generate
-from .plot_loss import plot_loss
 from .processes import LOCK, lock, on_signals
 from .train import Trainer, compute_dtype, warmup_steps
 
@@ -146,6 +145,8 @@ def train_in_folder(
         params = trainer.layout.local(trainer.state.params)
         if cluster.first():
             store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
+            from .plot_loss import plot_loss  # matplotlib, which a refusal should not wait for
+
             plot_loss([config.run_folder], config.run_folder / "loss.png")
             write_sample(config, dataset, trainer, params, console)
     except Diverged as error:

@@ -226,8 +226,8 @@ class Device:
         (Device("rocm 60300", "gfx942"), 2, "bfloat16", False),
         (Device("cpu", ""), 2, "bfloat16", False),
         (Device("cuda 12090", "8.0"), 2, "float32", False),
-        (Device("cuda 12090", "8.0"), 0.9, "bfloat16", False),  # heads of 142
-        (Device("cuda 12090", "8.0"), 3.5, "bfloat16", False),  # heads of 36
+        (Device("cuda 12090", "8.0"), 0.9, "bfloat16", False),  # heads of 142, and of 36
+        (Device("cuda 12090", "8.0"), 3.5, "bfloat16", False),
     ],
 )
 def test_cudnn_is_used_where_it_runs_and_refused_elsewhere(monkeypatch, device, heads, dtype, runs):
