@@ -111,21 +111,21 @@ class Log:
 class Progress:
     """One line on where a run is: kept up to date on a terminal; elsewhere (a file, CI) printed every 30 seconds."""
 
-    def __init__(self, console: Console, start: int, steps: int):
-        self._console, self._start, self._steps = console, start, steps
-        self._began = self._printed = time.monotonic()
+    def __init__(self, console: Console, steps: int):
+        self._console, self._steps, self._printed = console, steps, time.monotonic()
         self.status: Any = console.status("compiling") if console.is_terminal else nullcontext()
 
     def due(self) -> bool:
         """Whether the last line is 30 seconds old."""
         return time.monotonic() - self._printed >= LINE_SECONDS
 
-    def update(self, done: int, loss: float, tokens_per_second: float, mfu: float | None) -> None:
-        """Say that ``done`` updates are done."""
-        left = (time.monotonic() - self._began) / (done - self._start) * (self._steps - done)
+    def update(self, done: int, loss: float, seconds: float, tokens: int, mfu: float | None) -> None:
+        """Say that ``done`` updates are done, the last ones in so many ``seconds``, with ``tokens``, each."""
+        left = timedelta(seconds=round(seconds * (self._steps - done)))
         share = f"  MFU {100 * mfu:.1f} %" if mfu else ""
-        line = f"step {done:>6,} of {self._steps:,}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{share}"
-        line += f"  {timedelta(seconds=round(left))} left"
+        line = (
+            f"step {done:>6,} of {self._steps:,}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s{share}  {left} left"
+        )
         if isinstance(self.status, Status):
             self.status.update(line)
         elif self.due():

@@ -207,7 +207,7 @@ class Trainer:
             return self.evaluate(self.state.params)
         if self.start == 0:
             self._evaluate(0, log, console)
-        progress, vote = Progress(console, self.start, config.steps), Vote()
+        progress, vote = Progress(console, config.steps), Vote()
         with progress.status:
             pending: list[Metrics] = []
             clock = time.perf_counter()
@@ -240,7 +240,8 @@ class Trainer:
         """Log the steps up to ``done``, the first of which began at ``clock``; returns the time."""
         values = jax.device_get(pending)  # waits for the device
         now = time.perf_counter()
-        speed = len(values) * self.config.batch_size * self.config.model.context / (now - clock)
+        seconds, tokens = (now - clock) / len(values), self.config.batch_size * self.config.model.context
+        speed = tokens / seconds
         mfu = speed * self.flops / self.peak_flops if self.peak_flops else None
         first = done - len(values)
         rates = np.asarray(self.schedule(np.arange(first, done)))
@@ -251,7 +252,7 @@ class Trainer:
             for step, (x, rate) in enumerate(zip(values, rates, strict=True), first + 1)
         ]
         log.write(records)
-        progress.update(done, float(np.mean([x.loss for x in values])), speed, mfu)
+        progress.update(done, float(np.mean([x.loss for x in values])), seconds, tokens, mfu)
         for record in records:
             if event := self.watch.see(record["step"], record["loss"]):
                 log.write([{"step": record["step"], "event": event}])

@@ -118,13 +118,13 @@ def test_what_may_need_action_is_remarked(flags, said):
 def test_progress_is_a_line_every_30_seconds_without_a_terminal(monkeypatch):
     clock, file = [0.0], io.StringIO()
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    progress = logs.Progress(Console(file=file, width=200), 0, 800)
+    progress = logs.Progress(Console(file=file, width=200), 800)
     for step in range(1, 801):
         clock[0] += 0.25
-        progress.update(step, 3.0, 12_345.6, None)
+        progress.update(step, 3.0, 0.25, 512, None)
     lines = file.getvalue().splitlines()
     assert len(lines) == 6  # in 200 seconds
-    assert lines[0] == "step    120 of 800  loss 3.0000  12,346 tokens/s  0:02:50 left"
+    assert lines[0] == "step    120 of 800  loss 3.0000  2,048 tokens/s  0:02:50 left"
 
 
 def signal_in_a_step(patch, number: int) -> None:
