@@ -340,7 +340,7 @@ def check_ranges(flat: dict[str, Any]) -> None:
         default = (1, HUGE) if isinstance(value, int) else (-math.inf, math.inf)
         low, high = RANGES.get(key, default)
         if isinstance(value, int | float) and not isinstance(value, bool) and not low <= value <= high:
-            allowed = f"{low:g} or more" if high == HUGE else f"in {low:g}..{high:.10g}"
+            allowed = f"at least {low:g}" if high == HUGE else f"in {low:g}..{high:.10g}"
             raise RunError(f"{flag(key)} must be {'a positive number' if low == TINY else allowed}, got {value}")
 
 

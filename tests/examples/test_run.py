@@ -386,10 +386,10 @@ def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, data_config, caps
         (["evaluate", "nowhere"], "is not the folder of a run"),
         (["generate", str(run), "--step", "5"], "no checkpoint of step 5"),
         (["generate", str(run), "--step", "5"], "there are 8, 12"),
-        (["generate", str(run), "--samples", "0"], "--samples must be 1 or more"),
-        (["generate", str(run), "--temperature", "nan"], "--temperature must be 0 or more"),
+        (["generate", str(run), "--samples", "0"], "--samples must be at least 1"),
+        (["generate", str(run), "--temperature", "nan"], "--temperature must be at least 0"),
         (["evaluate", str(run), "--tokens", str(tmp_path / "no")], "there are no token files in"),
-        (["evaluate", str(run), "--validation-tokens", "0"], "--validation-tokens must be 1 or more"),
+        (["evaluate", str(run), "--validation-tokens", "0"], "--validation-tokens must be at least 1"),
         (["evaluate", str(run), "--tokens", str(python_source.prepare(other, print))], "made with another tokenizer"),
     ):
         assert line in refused(command, capsys)
