@@ -16,7 +16,7 @@ from rich.console import Console
 
 from . import data, models
 from .checkpoint import Checkpoints, difference, leaves_of
-from .cluster import Vote
+from .cluster import Vote, alone
 from .config import Config, RunError
 from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token_losses
 from .health import Watch
@@ -219,7 +219,9 @@ class Trainer:
                 last = done == config.steps
                 evaluates = last or done % config.evaluate_every == 0
                 saves = last or stopping is not None or done % config.checkpoint_every == 0
-                if evaluates or saves or done % config.log_every == 0 or progress.due():
+                # Several processes write after the same steps, so that all of them see a divergence at once.
+                writes = done % config.log_every == 0 or (alone() and progress.due())
+                if evaluates or saves or writes:
                     clock = self._write(done, pending, clock, log, progress, console)
                     pending = []
                     before = time.perf_counter()
