@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that train together: they find each other, agree, and leave together.
+"""Processes that train together: they find each other, agree, and end together.
 
-All of them run the same program; the first writes what there is to write. Whatever only one of them can know (an
-error, a signal, what lies in the run's folder) they tell each other before any of them acts on it, since a process that
-leaves on its own leaves the others waiting. A process by itself has nobody to tell.
+All run the same program; the first writes what there is to write. What only one of them can know (an error, a signal,
+what is in the run's folder) they exchange before any of them acts on it: a process that ends on its own leaves the
+others waiting. With one process, nothing is exchanged.
 """
 
 import json
@@ -26,26 +26,26 @@ T = TypeVar("T")
 
 
 def check(config: Config) -> None:
-    """Refuse half an address.
+    """Refuse an incomplete address.
 
     Raises:
         RunError: naming the flag that is missing.
     """
-    count, number = config.processes, config.process
-    if not config.coordinator and count is None and number is None:
+    given = bool(config.coordinator), config.processes is not None, config.process is not None
+    if not any(given):
         return
-    if not config.coordinator or count is None or number is None:
+    if not all(given):
         raise RunError("--coordinator host:port, --processes N and --process I belong together")
     if not config.mesh:
-        raise RunError("--coordinator is for processes that train together: --mesh says how")
+        raise RunError("--coordinator is for processes that train together: --mesh data=N says how")
     if not config.coordinator.rpartition(":")[2].isdecimal():
         raise RunError(f"--coordinator must be host:port, got {config.coordinator!r}")
-    if number >= count:
-        raise RunError(f"--process {number} must be smaller than --processes {count}")
+    if config.process >= config.processes:  # pyright: ignore[reportOperatorIssue, reportOptionalOperand]
+        raise RunError(f"--process {config.process} must be smaller than --processes {config.processes}")
 
 
 def refuse_several(config: Config, command: str) -> None:
-    """Refuse several processes in a command that is made for one.
+    """Refuse several processes in a command that runs in one.
 
     Raises:
         RunError: naming the command.
@@ -69,16 +69,15 @@ def several(environment: Mapping[str, str]) -> bool:
 def joined(config: Config) -> Iterator[None]:
     """While inside, this process is one of those that train on ``config.mesh`` together, if there are several.
 
-    Comes before anything that wakes JAX's devices.
+    Must be entered before JAX looks for devices.
 
     Raises:
-        RunError: where they do not find each other.
+        RunError: if they do not find each other.
     """
     if not config.mesh or not (config.coordinator or several(os.environ)):
         yield
         return
-    # Its handler of SIGTERM would stand in the way of the program's own.
-    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_enable_preemption_service", False)  # its handler of SIGTERM would replace the program's
     try:
         jax.distributed.initialize(
             config.coordinator or None,
@@ -88,19 +87,17 @@ def joined(config: Config) -> Iterator[None]:
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
-        raise RunError(
-            f"the processes did not find each other ({error}): --coordinator host:port --processes N --process I "
-            "says where they are"
-        ) from error
+        way_out = "--coordinator host:port --processes N --process I says where they are"
+        raise RunError(f"the processes did not find each other ({error}): {way_out}") from error
     with leaving_at_once():
         yield
 
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """An error that the other processes do not know of ends this one here, with a line or traceback.
+    """End the process, with a line or traceback, at an error that the other processes do not know of.
 
-    They notice that it is gone; were it to end in the ordinary way, it would wait for them, and they for it.
+    They notice that it is gone; if it ended in the ordinary way, it would wait for them, and they for it.
     """
     try:
         yield
@@ -109,11 +106,9 @@ def leaving_at_once() -> Iterator[None]:
     except BaseException as error:
         if alone():
             raise
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            way_out = "if another process is gone, the same commands with --resume go on from the last checkpoint"
-            print(f"error: {str(error).splitlines()[0]:.160}: {way_out}", file=sys.stderr)
-        elif isinstance(error, OSError):  # a full disk
-            print(f"error: {error}: the same commands with --resume go on from the last checkpoint", file=sys.stderr)
+        resume = "the same commands with --resume continue from the last checkpoint"
+        if isinstance(error, jax.errors.JaxRuntimeError | OSError):  # another process is gone, or a disk is full
+            print(f"error: {str(error).splitlines()[0]:.160}: {resume}", file=sys.stderr)
         else:
             traceback.print_exc()
         sys.stdout.flush()
@@ -131,70 +126,71 @@ def first() -> bool:
     return alone() or jax.process_index() == 0
 
 
-def told(text: str) -> list[str]:
-    """What every process says, in their order."""
+def gathered(text: str) -> list[str]:
+    """The texts of all processes, in their order."""
     if alone():
         return [text]
-    said = np.frombuffer(text.encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.int32(len(said)))
-    padded = np.resize(np.append(said, 0).astype(np.uint8), int(np.max(lengths)) + 1)
-    everything = np.asarray(multihost_utils.process_allgather(padded))
-    return [bytes(line[:length]).decode() for line, length in zip(everything, lengths, strict=True)]
+    own = np.frombuffer(text.encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(len(own)))
+    padded = np.resize(np.append(own, 0).astype(np.uint8), int(np.max(lengths)) + 1)
+    lines = np.asarray(multihost_utils.process_allgather(padded))
+    return [bytes(line[:length]).decode() for line, length in zip(lines, lengths, strict=True)]
 
 
 def together(function: Callable[[], T]) -> T:
-    """``function()``, in every process; where it fails in one it has failed in all.
+    """``function()``, in every process; an error in one is an error in all.
 
     Raises:
-        RunError: what it says there.
+        RunError: with the message of that process.
     """
     result, failure = None, None
     try:
         result = function()
     except (RunError, OSError) as error:
         failure = error
-    for number, said in enumerate(told("" if failure is None else str(failure) or repr(failure))):
-        if said and failure is None:
-            raise RunError(f"process {number}: {said}")
+    messages = gathered("" if failure is None else str(failure) or repr(failure))
     if failure is not None:
         raise failure
+    for number, message in enumerate(messages):
+        if message:
+            raise RunError(f"process {number}: {message}")
     return result  # pyright: ignore[reportReturnType]
 
 
 def first_of_all(function: Callable[[], T]) -> T:
     """``function()`` in the first process, and once that is done in the others."""
-    if first():
-        result = together(function)
+    if not first():
         together(lambda: None)
-        return result
-    together(lambda: None)
-    return together(function)
+    result = together(function)
+    if first():
+        together(lambda: None)
+    return result
 
 
 def from_the_first(function: Callable[[], T]) -> T:
-    """What ``function()``, JSON, is in the first process; the others do not call it."""
+    """The result, JSON, of ``function()`` in the first process; the others do not call it."""
     result = together(lambda: function() if first() else None)
-    return result if alone() else json.loads(told(json.dumps(result))[0])  # pyright: ignore[reportReturnType]
+    return result if alone() else json.loads(gathered(json.dumps(result))[0])  # pyright: ignore[reportReturnType]
 
 
 class Vote:
-    """Agreement of all processes on a number: what any of them asks for is known to all of them one call later.
+    """The largest number that any process has passed, one call late.
 
-    By then the devices have long counted: a call waits for the step before the one they work on.
+    By then the devices have long computed it: a call waits for the step before the one they work on.
     """
 
     def __init__(self) -> None:
-        self._counted: jax.Array | None = None
+        self._largest: jax.Array | None = None
         if not alone():
             mesh = jax.make_mesh((jax.device_count(),), ("all",))
             self._sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
-            self._largest = jax.jit(lambda votes: votes.max())
+            self._max = jax.jit(lambda votes: votes.max())
 
     def __call__(self, mine: int | None) -> int | None:
-        """The largest number that a process called with the last time, None where there was none."""
+        """The largest number that a process passed the last time, None if there was none."""
         if alone():
             return mine
-        before = None if self._counted is None else int(self._counted)
+        before = None if self._largest is None else int(self._largest)
         local = np.full(jax.local_device_count(), mine or 0, np.int32)
-        self._counted = self._largest(jax.make_array_from_process_local_data(self._sharding, local))
+        self._largest = self._max(jax.make_array_from_process_local_data(self._sharding, local))
         return before or None

@@ -1,221 +1,187 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is: frozen dataclasses whose field docstrings are the text of ``--help``."""
+"""Options of the commands: frozen dataclasses whose field docstrings are the text of ``--help``, and their checks."""
 
 import dataclasses
+import difflib
+import math
+import sys
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import tyro
+
+T = TypeVar("T")
 
 
 class RunError(Exception):
-    """Something the user can mend: ``main`` prints its one line, without a traceback, and exits with status 1."""
+    """An error that the user can fix: ``main`` prints its one line, without a traceback, and exits with status 1."""
 
 
 class Diverged(RunError):
-    """The loss is beyond repair: NaN, infinite, or far above where it was."""
+    """The loss is NaN, infinite, or far above where it was."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The network."""
 
+    # Architecture. gpt2: LayerNorm, learned positions, GELU, one fused query-key-value matrix. llama: RMSNorm,
+    # rotary positions, gated MLP. qwen3: llama with grouped-query attention and normalized queries and keys.
     family: Literal["gpt2", "llama", "qwen3"] = "llama"
-    """Architecture. gpt2: LayerNorm, learned positions, GELU, one fused query-key-value matrix. llama: RMSNorm, rotary
-    positions, gated MLP. qwen3: llama with grouped-query attention and normalised queries and keys."""
-    layers: int = 2
-    """Number of blocks."""
-    width: int = 128
-    """Size of the residual stream."""
-    heads: int = 4
-    """Attention heads."""
+    layers: int = 2  # Number of blocks.
+    width: int = 128  # Size of the residual stream.
+    heads: int = 4  # Attention heads.
+    # qwen3: heads of keys and values, each shared by heads / kv_heads queries; None: as many as heads.
     kv_heads: int | None = None
-    """qwen3: heads of keys and values, each shared by heads / kv_heads queries; None: as many as heads."""
-    head_width: int | None = None
-    """qwen3: size of a head; None: width / heads."""
-    mlp_width: int = 344
-    """Size of the hidden layer of each MLP."""
-    context: int = 128
-    """Tokens the model sees at once; also the length of a training sequence."""
+    head_width: int | None = None  # qwen3: size of a head; None: width / heads.
+    mlp_width: int = 344  # Size of the hidden layer of each MLP.
+    context: int = 128  # Context length, and length of a training sequence, in tokens.
+    # Rows of the token table; None: the tokenizer's vocabulary size. More rows are padding, fewer are an error.
     vocabulary: int | None = None
-    """Rows of the token table; None: as many as the tokenizer has. More than that is padding, less is refused."""
-    tied_head: bool = True
-    """Whether the token table is the output head, too."""
-    bias: bool = False
-    """gpt2: biases in linear layers and LayerNorm."""
-    rotary_base: float = 10_000.0
-    """llama, qwen3: base of the rotary frequencies."""
-    norm_epsilon: float = 1e-6
-    """Added to the variance (mean square) in every norm."""
-    hidden_std: float = 0.02
-    """Standard deviation that the entries of the hidden matrices begin with; those of tables and head have 0.02."""
+    tied_head: bool = True  # Use the token table as output head; without, the head is a matrix of its own.
+    bias: bool = False  # gpt2: use biases in linear layers and LayerNorm.
+    rotary_base: float = 10_000.0  # llama, qwen3: base of the rotary frequencies.
+    norm_epsilon: float = 1e-6  # Added to the variance (mean square) in every norm.
+    hidden_std: float = 0.02  # Initial standard deviation of hidden matrices; that of tables and head is 0.02.
+    # Divide the initial standard deviation of the last matrix of every branch by sqrt(2 layers), as in GPT-2.
     scaled_residuals: bool = True
-    """Whether the last matrix of every branch starts smaller by sqrt(2 layers), as in GPT-2, or like the others."""
-    scan_layers: bool = False
-    """Keep the blocks as one stack and scan over it: compile time does not grow with depth."""
-    remat: bool = False
-    """Compute a block's inside again in the backward pass: less memory, a third more arithmetic."""
+    scan_layers: bool = False  # Stack the blocks' parameters and scan over them: compile time does not grow with depth.
+    remat: bool = False  # Recompute the inside of a block in the backward pass: less memory, a third more arithmetic.
+    # Implementation of attention. auto: cuDNN where it runs (NVIDIA, bfloat16), XLA elsewhere.
     attention: Literal["auto", "xla", "cudnn"] = "auto"
-    """Implementation of attention. auto: cuDNN's where it runs (NVIDIA, bfloat16), XLA's elsewhere."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """The text: a prepared corpus, or Python source, split by file into training and validation."""
 
+    # Folder of token files that the ``prepare`` command wrote; None: Python source, prepared on first use.
     tokens: Path | None = None
-    """Folder of token files that the ``prepare`` command wrote; None: Python source, made on first use."""
+    # Folder whose .py files are the corpus; None: the standard library of the running interpreter.
     source: Path | None = None
-    """Folder whose .py files are the corpus; None is the standard library of the running interpreter."""
-    include_site_packages: bool = False
-    """Add the .py files of every installed package to the standard library."""
+    include_site_packages: bool = False  # Add the .py files of every installed package to the standard library.
+    # Folder of token files and tokenizers; made once for each corpus and vocabulary, then reused.
     folder: Path = Path("data")
-    """Where token files and tokenizers are kept; made once for each corpus and vocabulary, then reused."""
-    vocabulary: int = 2048
-    """Tokens of the byte-pair vocabulary, trained on the training files."""
-    validation_percent: int = 5
-    """Share of the files, chosen by a hash of their path, that is held out."""
-    validation_tokens: int = 65_536
-    """Predictions in the fixed validation set, spread evenly over the held-out files."""
+    vocabulary: int = 2048  # Size of the byte-pair vocabulary, trained on the training files.
+    validation_percent: int = 5  # Share of the files, chosen by a hash of their path, that is held out.
+    validation_tokens: int = 65_536  # Predictions in the fixed validation set, spread evenly over the held-out files.
 
 
 @dataclass(frozen=True)
 class MatrixConfig:
     """The optimizer of the hidden matrices; a field that the chosen optimizer lacks is not used."""
 
-    momentum: float = 0.95
-    """Momentum coefficient mu (all but adamw and swan)."""
+    momentum: float = 0.95  # Momentum coefficient mu (all but adamw and swan).
+    # Use Nesterov momentum (all but adamw, swan, rmnp and moga); None: the optimizer's own default.
     nesterov: bool | None = None
-    """Whether the update looks one gradient ahead (all but adamw, swan, rmnp and moga); None: the optimizer's own
-    default."""
-    norm_control: Literal["none", "hyperball"] = "none"
-    """hyperball keeps every matrix at its initial Frobenius norm."""
-    version: Literal[1, 2] = 1
-    """Of its authors' code (mano)."""
+    norm_control: Literal["none", "hyperball"] = "none"  # hyperball keeps every matrix at its initial Frobenius norm.
+    version: Literal[1, 2] = 1  # Version of the authors' code (mano).
+    # Variant: rows, columns or both (muoneq); the same or columns_rows (muon_plus); rows or columns (moga). Empty:
+    # the first, and both for muon_plus.
     mode: str = ""
-    """Variant: rows, columns or both (muoneq); the same or columns_rows (muon_plus); rows or columns (moga). Empty: the
-    first, and both for muon_plus."""
-    ns_steps: int = 5
-    """Newton-Schulz iterations (muon, muoneq, muon_plus, normuon, adamuon, normpre_g)."""
-    ns_coefficients: str = "muon"
-    """Table of Newton-Schulz coefficients (the same)."""
-    rank: int | float = 32
-    """Singular values that are clipped; below 1 the share of the smaller dimension (normpre_l)."""
-    oversample: int = 8
-    """Further directions of the sketch (normpre_l)."""
-    power_iterations: int = 1
-    """Power iterations of the sketch (normpre_l)."""
+    ns_steps: int = 5  # Newton-Schulz iterations (muon, muoneq, muon_plus, normuon, adamuon, normpre_g).
+    ns_coefficients: str = "muon"  # Table of Newton-Schulz coefficients (the same).
+    rank: int | float = 32  # Singular values that are clipped; below 1 the share of the smaller dimension (normpre_l).
+    oversample: int = 8  # Further directions of the sketch (normpre_l).
+    power_iterations: int = 1  # Power iterations of the sketch (normpre_l).
+    # How the leading singular vectors are computed (normpre_l).
     method: Literal["sketch", "products", "exact"] = "sketch"
-    """How the modes are found (normpre_l)."""
+    # What leading singular values are clipped to: a number, or mean, the root mean square of all (normpre_l).
     threshold: float | Literal["mean"] = 1.0
-    """To what leading singular values are clipped: a number, or mean, the root mean square of all (normpre_l)."""
+    # Projection of the momentum to the tangent space of normalized rows (normpre_g, normpre_l).
     tangent: Literal["relaxed", "strict", "none"] = "relaxed"
-    """What becomes of the radial part of the momentum (normpre_g, normpre_l)."""
+    # What is normalized, step by step (normpre_g, normpre_l).
     orientation: Literal["alternating", "rows", "columns", "both"] = "alternating"
-    """What is normalised, step by step (normpre_g, normpre_l)."""
+    # Hidden matrices with one of these in their path, such as attention or mlp/up+mlp/down; the others use AdamW.
+    # Empty: all (all but adamw).
     layers: str = ""
-    """Hidden matrices with one of these in their path, such as attention or mlp/up+mlp/down; the others go to AdamW.
-    Empty: all (all but adamw)."""
-    rms: float = 0.2
-    """Root mean square of every matrix's direction (normpre_g, normpre_l, swan)."""
+    rms: float = 0.2  # Root mean square of every matrix's direction (normpre_g, normpre_l, swan).
+    # Scale of Muon's update: 0.2 sqrt(max(in, out)), or sqrt(max(1, out / in)).
     muon_convention: Literal["moonlight", "keller"] = "moonlight"
-    """Scale of Muon's update: 0.2 sqrt(max(in, out)), or sqrt(max(1, out / in))."""
+    # Learning rate of the matrix group over --learning-rate, which stays that of the AdamW group (muon, rmnp,
+    # muon_plus, normuon, moga; updates of the others have the size of AdamW's).
     muon_ratio: float = 1.0
-    """Learning rate for matrices over --learning-rate, which stays that of AdamW's part (muon, rmnp, muon_plus,
-    normuon, moga; updates of the others have the size of AdamW's)."""
+    # Type of the stored momentum, that of the AdamW group included (all but adamw).
     momentum_in: Literal["float32", "bfloat16"] = "float32"
-    """What momentum is kept in, that of AdamW's part too (all but adamw)."""
+    # Use bfloat16 products with float32 sums in the spectral stage (all but adamw, mano, rmnp and moga).
     bfloat16: bool = False
-    """bfloat16 products with float32 sums in the spectral stage (all but adamw, mano, rmnp and moga)."""
 
 
 @dataclass(frozen=True)
-class Config:
-    """Train a language model, and see what the optimizer makes of it (other commands: ``help``).
+class Common:
+    """Train a language model.
 
-    Writes to two folders only: data/, and runs/<name>/ with run.json, parameters.txt, log.jsonl, checkpoints/, loss.png
-    and sample.txt.
+    These are the options that most runs need; every option not given has the value of --config. --help-all lists all:
+    evaluation, checkpoints, logging, precision, and the groups --model, --data and --matrix (the optimizer).
     """
 
-    config: str = "first_run"
-    """Named configuration to start from; every other flag overrides one of its fields."""
-    name: str = ""
-    """Name of the run; <config>-<optimizer> where none is given."""
-    runs_folder: Path = Path("runs")
-    """Where the folder of the run is made."""
-    resume: bool = False
-    """Go on from the run's last checkpoint, exactly; repeat the other flags as they were."""
-    overwrite: bool = False
-    """Delete a run of the same name first."""
-    init_from: Path | None = None
-    """Folder of another run, runs/<name>, whose newest weights this one begins with; optimizer, schedule and data begin
-    anew."""
-    seed: int = 0
-    """Seed of initialisation, data order and sampling."""
-
+    config: str = "first_run"  # Named configuration to start from; every other option overrides one of its fields.
+    name: str = ""  # Name of the run, whose folder is runs/<name>; empty: <config>-<optimizer>.
+    resume: bool = False  # Continue the run from its last checkpoint, exactly; repeat the other options as they were.
+    overwrite: bool = False  # Delete a run of the same name first.
+    seed: int = 0  # Seed of initialization, data order and sampling.
+    # Optimizer of the hidden matrices: adamw, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon, moga, swan,
+    # normpre_g or normpre_l; embeddings, norms and biases use AdamW under all of them.
     optimizer: str = "normpre_g"
-    """Optimizer of the hidden matrices: adamw, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon, moga, swan,
-    normpre_g or normpre_l; embeddings, norms and biases go to AdamW under all of them."""
-    steps: int = 800
-    """Number of updates."""
-    batch_size: int = 16
-    """Sequences per update."""
-    micro_batch: int | None = None
-    """Sequences per forward and backward pass; their gradients are added up before the update. None: all at once."""
+    # Peak learning rate. Updates of hidden matrices have about AdamW's size; under --matrix.norm-control hyperball
+    # it is the size of a step relative to the weights, 1e-2 to 2e-2.
     learning_rate: float = 4e-3
-    """Peak learning rate. Updates of hidden matrices have about AdamW's size; under --matrix.norm-control hyperball the
-    rate is the size of a step relative to the weights, 1e-2 to 2e-2."""
-    adam_learning_rate: float | None = None
-    """Peak learning rate of what is no hidden matrix, by AdamW under all optimizers; None: --learning-rate."""
-    base_width: int | None = None
-    """Width of the model that learning rates and --model.hidden-std were tuned on: the initial standard deviation of
-    hidden matrices is smaller by the root of the ratio, and learning rates are multiplied by
-    normpre_optax.multipliers_by_width."""
-    warmup_steps: int = 80
-    """Steps of linear warm-up; a cosine to 10 % of the peak follows. As many as --steps or more: a tenth of those."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay, multiplied by the learning rate."""
-    decay_gains: bool = False
-    """Whether gains of norms and biases decay, too; nanoGPT and most others leave them out."""
-    adam_b1: float = 0.9
-    """AdamW's decay of the first moment, for every parameter it has."""
-    adam_b2: float = 0.95
-    """AdamW's decay of the second moment."""
-    clip: Literal["global", "matrix", "none"] = "global"
-    """What is scaled down to --clip-norm before the optimizer sees it: all gradients together, each by itself, none."""
-    clip_norm: float = 1.0
-    """Largest norm of what is clipped."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic of the forward and backward pass; parameters stay float32. auto: bfloat16, on CPU float32."""
-
+    steps: int = 800  # Number of updates.
+    batch_size: int = 16  # Sequences per update.
+    # Devices to train on, such as data=2,fsdp=4: axes data (the batch is split), fsdp (batch, parameters and
+    # optimizer state are split) and tensor (each layer is split). Their product is the number of devices. Empty:
+    # one device.
     mesh: str = ""
-    """Devices to train on, such as data=2,fsdp=4: axes data (copies of the model), fsdp (its parameters in shares) and
-    tensor (each layer's work in shares), whose product is the number of devices. Empty: one device."""
-    coordinator: str = ""
-    """host:port of process 0 where several processes train together; found by itself under SLURM, Open MPI, on GKE."""
-    processes: int | None = None
-    """With --coordinator: how many processes there are."""
-    process: int | None = None
-    """With --coordinator: which of them this is, from 0."""
 
-    evaluate_every: int = 200
-    """Steps between validation losses; one is always taken at the end."""
-    log_every: int = 10
-    """Steps between writes of the log; every step has its own line in it."""
-    checkpoint_every: int = 200
-    """Steps between checkpoints; one is always written at the end."""
-    keep_checkpoints: int = 2
-    """Checkpoints kept on disk."""
-    tensorboard: bool = False
-    """Write TensorBoard events beside the log (needs tensorboardX)."""
-    wandb: str = ""
-    """Weights & Biases project to report to (needs wandb); none where empty."""
-    prompt: str = "def read_lines(path, encoding=None):"
-    """Text the trained model continues at the end."""
-    sample_tokens: int = 160
-    """Length of that continuation."""
-    temperature: float = 0.6
-    """Randomness of that continuation: 0 takes the likeliest token each time."""
+
+@dataclass(frozen=True)
+class Config(Common):
+    """Train a language model: all options.
+
+    The command writes to two folders only: data/, and runs/<name>/ with run.json, parameters.txt, log.jsonl,
+    checkpoints/, loss.png and sample.txt.
+    """
+
+    runs_folder: Path = Path("runs")  # Where the folder of the run is made.
+    # Folder of another run, runs/<name>, whose newest weights initialize this one; optimizer, schedule and data
+    # start anew.
+    init_from: Path | None = None
+
+    # Sequences per forward and backward pass; gradients are accumulated before the update. None: all at once.
+    micro_batch: int | None = None
+    adam_learning_rate: float | None = None  # Peak learning rate of the AdamW group; None: --learning-rate.
+    # Width of the model that learning rates and --model.hidden-std were tuned on: the initial standard deviation of
+    # hidden matrices is divided by the root of the ratio, and learning rates are multiplied by
+    # normpre_optax.multipliers_by_width.
+    base_width: int | None = None
+    # Steps of linear warm-up; a cosine to 10 % of the peak follows. If not below --steps: a tenth of those.
+    warmup_steps: int = 80
+    weight_decay: float = 0.1  # Decoupled weight decay, multiplied by the learning rate.
+    # Apply weight decay to norms' scales and biases, too; nanoGPT and most others leave them out.
+    decay_gains: bool = False
+    adam_b1: float = 0.9  # AdamW's decay of the first moment, for every parameter of the AdamW group.
+    adam_b2: float = 0.95  # AdamW's decay of the second moment.
+    clip: Literal["global", "none"] = "global"  # Clip the global norm of the gradients before the optimizer.
+    clip_norm: float = 1.0  # Largest global norm.
+    # Type of the forward and backward pass; parameters stay float32. auto: bfloat16, on CPU float32.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+    # host:port of process 0 where several processes train together; detected under SLURM, Open MPI and on GKE.
+    coordinator: str = ""
+    processes: int | None = None  # With --coordinator: how many processes there are.
+    process: int | None = None  # With --coordinator: which of them this is, from 0.
+
+    evaluate_every: int = 200  # Steps between validation losses; one is always computed at the end.
+    log_every: int = 10  # Steps between writes of the log; every step has its own line in it.
+    checkpoint_every: int = 200  # Steps between checkpoints; one is always written at the end.
+    keep_checkpoints: int = 2  # Checkpoints kept on disk.
+    wandb: str = ""  # Weights & Biases project to report to (needs wandb); empty: none.
+    prompt: str = "def read_lines(path, encoding=None):"  # Text that the trained model continues at the end.
+    sample_tokens: int = 160  # Length of that continuation.
+    temperature: float = 0.6  # Temperature of that continuation: 0 takes the likeliest token each time.
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -228,36 +194,83 @@ class Config:
 
     @property
     def run_folder(self) -> Path:
-        """Where everything about the run is written, data apart."""
+        """Where everything about the run is written, except the data."""
         return self.runs_folder / self.run_name
 
 
-# Fields that may differ between a run and its continuation: they do not touch the numbers (the mesh: but for rounding).
+@dataclass(frozen=True)
+class Stored:
+    """Options of the commands that read a run."""
+
+    run: tyro.conf.Positional[Path]  # Folder of the run: runs/<name>.
+    step: int | None = None  # Step of the checkpoint; None: the newest.
+    tokens: Path | None = None  # Folder of token files made with the same tokenizer; None: those of the run.
+
+
+@dataclass(frozen=True)
+class Evaluate(Stored):
+    """Score the model of a run on its validation set, or on that of other token files."""
+
+    # Predictions to score, spread evenly over the validation split; None: as many as the run does.
+    validation_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Generate(Stored):
+    """Continue a text with the model of a run."""
+
+    prompt: str | None = None  # The text; None: the run's.
+    sample_tokens: int = 160  # Length of the continuation.
+    samples: int = 1  # How many continuations.
+    temperature: float = 0.6  # 0 takes the likeliest token each time.
+    seed: int = 0  # Seed of the draws.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Stored):
+    """Write the model of a run as safetensors and config.json, for Hugging Face transformers and others to load."""
+
+    output: Path  # Folder to write.
+    overwrite: bool = False  # Replace a model that is there.
+
+
+def read_options(
+    kind: type[T], arguments: Sequence[str], command: str, default: T | None = None, shown: Any = None
+) -> T:
+    """The options of ``command``; with ``--help`` the help of ``shown``, an instance, instead of that of ``kind``.
+
+    Raises:
+        RunError: if an option does not exist; its line has the closest one that does.
+    """
+    program = f"python -m examples.pretrain {command}"
+    if shown and {"-h", "--help"} & set(arguments):
+        tyro.cli(type(shown), default=shown, args=["--help"], prog=program)
+    options, unknown = tyro.cli(kind, default=default, args=list(arguments), prog=program, return_unknown_args=True)
+    if unknown:
+        given = unknown[0].partition("=")[0]
+        flags = [flag(name) for name in option_names(kind)]
+        near = [name for name in flags if name.startswith(given)] or difflib.get_close_matches(given, flags, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise RunError(f"{command} has no option {given}: {hint}`{program} --help` lists them")
+    return options  # pyright: ignore[reportReturnType]
+
+
+def option_names(kind: Any, prefix: str = "") -> list[str]:
+    """Flat names of all fields, "model.layers" among them."""
+    hints = typing.get_type_hints(kind)
+    parts = (option_names(h, f"{n}.") if dataclasses.is_dataclass(h) else [prefix + n] for n, h in hints.items())
+    return [name for names in parts for name in names]
+
+
+# Fields that may differ between a run and its continuation: they do not change the losses (the mesh: up to rounding).
+# Of the text the tokens themselves are compared.
 FREE_ON_RESUME = frozenset(
-    {
-        "config",
-        "name",
-        "runs_folder",
-        "resume",
-        "overwrite",
-        "mesh",
-        "coordinator",
-        "processes",
-        "process",
-        "evaluate_every",
-        "log_every",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "prompt",
-        "sample_tokens",
-        "temperature",
-        "tensorboard",
-        "wandb",
-        "data.folder",
-        "data.source",  # the tokens themselves are compared instead, as for the next
-        "data.tokens",
-        "data.include_site_packages",
-    }
+    (
+        *("config", "name", "runs_folder", "resume", "overwrite", "mesh", "coordinator", "processes", "process"),
+        *("evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints", "tensorboard", "wandb"),
+        *("prompt", "sample_tokens", "temperature"),
+        *("data.folder", "data.source", "data.tokens", "data.include_site_packages"),
+    )
 )
 
 
@@ -273,33 +286,28 @@ def to_dict(config: Config) -> dict[str, Any]:
 def from_dict(flat: dict[str, Any]) -> Config:
     """The configuration that ``to_dict`` flattened; fields it does not mention have their defaults."""
 
-    def build(kind: type, prefix: str) -> Any:
+    def build(kind: Any, prefix: str) -> Any:
         values = {}
         for name, hint in typing.get_type_hints(kind).items():
             if dataclasses.is_dataclass(hint):
-                values[name] = build(typing.cast(type, hint), f"{name}.")
+                values[name] = build(hint, f"{name}.")
             elif prefix + name in flat:
                 value = flat[prefix + name]
-                is_path = hint is Path or Path in typing.get_args(hint)
-                values[name] = Path(value) if is_path and value is not None else value
+                values[name] = Path(value) if "Path" in str(hint) and value is not None else value
         return kind(**values)
 
     return build(Config, "")
 
 
-BEFORE = {"decay_gains": True}
-"""What runs did that are older than the field."""
-
-
 def differences(stored: dict[str, Any], config: Config) -> list[str]:
     """What keeps ``config`` from continuing the run whose flat configuration is ``stored``, one phrase per field.
 
-    A field that is newer than the run had its default's effect, or that in ``BEFORE``.
+    A field that is newer than the run had its default's effect.
     """
-    was, now = to_dict(Config()) | BEFORE | stored, to_dict(config)
+    was, now = to_dict(Config()) | stored, to_dict(config)
     return [
         f"{flag(key)} was {was[key]!r}, is {now.get(key)!r}"
-        for key in dict.fromkeys([*stored, *now])
+        for key in was
         if key not in FREE_ON_RESUME and was[key] != now.get(key)
     ]
 
@@ -309,61 +317,50 @@ def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
+HUGE, TINY = sys.float_info.max, sys.float_info.min
+# Least and greatest value; other integers are at least 1.
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("process", "warmup_steps", "matrix.oversample", "matrix.power_iterations"), (0, HUGE)),
+    **dict.fromkeys(("weight_decay", "temperature"), (0, HUGE)),
+    **dict.fromkeys(("learning_rate", "adam_learning_rate", "clip_norm", "matrix.rms"), (TINY, HUGE)),
+    **dict.fromkeys(("matrix.muon_ratio", "model.rotary_base", "model.norm_epsilon", "model.hidden_std"), (TINY, HUGE)),
+    **dict.fromkeys(("matrix.momentum", "adam_b1", "adam_b2"), (0, math.nextafter(1, 0))),
+    **{"seed": (0, 2**31 - 1), "sample_tokens": (0, 65_536), "data.validation_percent": (1, 50)},
+    "data.vocabulary": (257, 65_536),  # 257: the bytes and a separator
+}
+
+
+def check_ranges(flat: dict[str, Any]) -> None:
+    """Refuse numbers outside ``RANGES``.
+
+    Raises:
+        RunError: naming the flag and what it may be.
+    """
+    for key, value in flat.items():
+        default = (1, HUGE) if isinstance(value, int) else (-math.inf, math.inf)
+        low, high = RANGES.get(key, default)
+        if isinstance(value, int | float) and not isinstance(value, bool) and not low <= value <= high:
+            allowed = f"at least {low:g}" if high == HUGE else f"in {low:g}..{high:.10g}"
+            raise RunError(f"{flag(key)} must be {'a positive number' if low == TINY else allowed}, got {value}")
+
+
 def check(config: Config) -> None:
     """Refuse what cannot run.
 
     Raises:
         RunError: naming the flag and what it may be.
     """
-    flat = to_dict(config)
-    for key, value in flat.items():
-        if isinstance(value, int) and not isinstance(value, bool) and value < (0 if key in MAY_BE_ZERO else 1):
-            raise RunError(f"{flag(key)} must be {'0 or more' if key in MAY_BE_ZERO else 'at least 1'}, got {value}")
-    for key in POSITIVE:
-        if flat[key] is not None and not 0 < flat[key] < float("inf"):
-            raise RunError(f"{flag(key)} must be a positive number, got {flat[key]}")
-    for key in ("weight_decay", "temperature"):
-        if not 0 <= flat[key] < float("inf"):
-            raise RunError(f"{flag(key)} must be a finite number, 0 or more, got {flat[key]}")
-    for key in ("matrix.momentum", "adam_b1", "adam_b2"):
-        if not 0 <= flat[key] < 1:
-            raise RunError(f"{flag(key)} must lie in 0..1, 1 excluded, got {flat[key]}")
-    if config.sample_tokens > MOST_SAMPLED:
-        raise RunError(f"--sample-tokens must be at most {MOST_SAMPLED}, got {config.sample_tokens}")
-    if config.seed >= 2**31:
-        raise RunError(f"--seed must be below 2^31, got {config.seed}")
+    check_ranges(to_dict(config))
+    check_model(config.model)
+    context, predicted = config.model.context, config.data.validation_tokens
     if config.micro_batch and config.batch_size % config.micro_batch:
         raise RunError(f"--micro-batch {config.micro_batch} must divide --batch-size {config.batch_size}")
-    check_model(config.model)
-    if not 1 <= config.data.validation_percent <= 50:
-        raise RunError(f"--data.validation-percent must lie in 1..50, got {config.data.validation_percent}")
-    if not 257 <= config.data.vocabulary <= 65_536:
-        raise RunError(
-            f"--data.vocabulary must lie in 257 (the bytes and a separator)..65536, got {config.data.vocabulary}"
-        )
-    if config.data.validation_tokens < config.model.context:
-        raise RunError(
-            f"--data.validation-tokens {config.data.validation_tokens} must hold one sequence: "
-            f"--model.context is {config.model.context}"
-        )
-    if not config.run_name or Path(config.run_name).name != config.run_name or config.run_name in {".", ".."}:
+    if predicted < context:
+        raise RunError(f"--data.validation-tokens {predicted} must hold one sequence: --model.context is {context}")
+    if Path(config.run_name).name != config.run_name or config.run_name in {".", ".."}:
         raise RunError(f"--name must be a plain folder name, got {config.run_name!r}")
     if config.resume and config.overwrite:
-        raise RunError("--resume and --overwrite exclude each other: keep the run, or begin it anew")
-
-
-MOST_SAMPLED = 65_536
-MAY_BE_ZERO = frozenset(
-    {"seed", "process", "warmup_steps", "sample_tokens", "matrix.oversample", "matrix.power_iterations"}
-)
-POSITIVE = (
-    *("learning_rate", "adam_learning_rate", "clip_norm"),
-    *("model.rotary_base", "model.norm_epsilon", "model.hidden_std"),
-    *("matrix.rms", "matrix.muon_ratio"),
-)
-
-
-OWN_FIELDS = {"kv_heads": "qwen3", "head_width": "qwen3", "bias": "gpt2"}
+        raise RunError("--resume and --overwrite exclude each other: continue the run, or replace it")
 
 
 def check_model(model: ModelConfig) -> None:
@@ -372,13 +369,13 @@ def check_model(model: ModelConfig) -> None:
     Raises:
         RunError: naming the flag and what it may be.
     """
-    for name, family in OWN_FIELDS.items():
+    for name, family in {"kv_heads": "qwen3", "head_width": "qwen3", "bias": "gpt2"}.items():
         if getattr(model, name) and model.family != family:
             raise RunError(f"{flag('model.' + name)} is a field of {family}, the model is {model.family}")
-    rotary = model.family != "gpt2"
-    if model.head_width is None and model.width % (model.heads * (2 if rotary else 1)):
-        parts = "even" if rotary else "equal"
-        raise RunError(f"--model.heads {model.heads} must divide --model.width {model.width} into {parts} parts")
+    parts = 1 if model.family == "gpt2" else 2  # rotary positions rotate pairs of dimensions
+    if model.head_width is None and model.width % (model.heads * parts):
+        even = "even" if parts == 2 else "equal"
+        raise RunError(f"--model.heads {model.heads} must divide --model.width {model.width} into {even} parts")
     if model.head_width and model.head_width % 2:
         raise RunError(f"--model.head-width must be even, got {model.head_width}")
     if model.kv_heads and model.heads % model.kv_heads:

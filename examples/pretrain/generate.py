@@ -16,7 +16,6 @@ def generate(
     params: optax.Params,
     tokenizer: Tokenizer,
     prompt: str,
-    *,
     context: int,
     new_tokens: int,
     temperature: float,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves to read: ``log.jsonl`` (a line per step and per evaluation), the facts of ``run.json``, the bar."""
+"""What a run writes to be read: ``log.jsonl`` (a line per step and per evaluation), ``run.json``, its progress."""
 
 import importlib
 import importlib.metadata
@@ -7,32 +7,30 @@ import json
 import os
 import platform
 import sys
+import time
 import uuid
 from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, cast
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 
 from .config import Config, RunError, to_dict
 
 PACKAGES = ("normpre_optax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
+LINE_SECONDS = 30
 
 
 def environment() -> dict[str, Any]:
     """Versions and device, as stored with the run."""
     device = jax.devices()[0]
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None  # run from a checkout without installing it
+    versions = {found.name: found.version for found in importlib.metadata.distributions() if found.name in PACKAGES}
     return {
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **versions},
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "processes": jax.process_count(),
         "machine": platform.platform(),
@@ -42,145 +40,16 @@ def environment() -> dict[str, Any]:
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """The file whole or not at all."""
+    """Write the file completely or not at all."""
     partial = file.with_name(f"{file.name}.partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
     partial.replace(file)
 
 
-class Log:
-    """Records as lines of JSON; a continued run first drops what lies behind the checkpoint it starts from.
-
-    ``kept`` are the records it begins with. Every record goes to the ``trackers``, too. Of several processes one
-    ``writes``.
-    """
-
-    def __init__(self, path: Path, start: int, trackers: Sequence["Tracker"] = (), *, writes: bool = True):
-        self.kept = [line for line in read_lines(path) if line["step"] <= start] if start else []
-        self._file, self._trackers = None, trackers
-        if writes:
-            path.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
-            self._file = path.open("a")
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        """Append and hand over to the operating system, so that a killed process loses nothing written."""
-        if self._file is None:
-            return
-        self._file.write("".join(json.dumps(record) + "\n" for record in records))
-        self._file.flush()
-        for tracker in self._trackers:
-            for record in records:
-                tracker.write(record)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
-
-
-class Tracker(Protocol):
-    """Where records go besides the log."""
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Take the numbers of one record, which has a ``step``."""
-        ...
-
-    def close(self) -> None:
-        """Finish."""
-        ...
-
-
-class TensorBoard:
-    """Scalars as TensorBoard events."""
-
-    def __init__(self, folder: Path, start: int):
-        writer = optional_package("tensorboardX", "--tensorboard").SummaryWriter
-        self._writer = writer(str(folder), purge_step=start + 1 if start else None)
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Every number as a scalar at its step."""
-        for name, value in numbers(record).items():
-            self._writer.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        """Write what is pending."""
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    """Numbers as a Weights & Biases run; a continued run goes on with the same one."""
-
-    def __init__(self, project: str, config: Config):
-        wandb = optional_package("wandb", "--wandb")
-        file = config.run_folder / "wandb_id.txt"
-        if not file.exists():
-            file.write_text(uuid.uuid4().hex)
-        self._run = wandb.init(
-            project=project, name=config.run_name, id=file.read_text(), resume="allow", config=to_dict(config)
-        )
-
-    def write(self, record: dict[str, Any]) -> None:
-        """All numbers of the record at its step."""
-        self._run.log(numbers(record), step=record["step"])
-
-    def close(self) -> None:
-        """Send what is pending."""
-        self._run.finish()
-
-
-def trackers(config: Config, start: int) -> list[Tracker]:
-    """Those that ``config`` asks for.
-
-    Raises:
-        RunError: where the package of one is not installed.
-    """
-    found: list[Tracker] = []
-    if config.tensorboard:
-        found.append(TensorBoard(config.run_folder / "tensorboard", start))
-    if config.wandb:
-        found.append(WeightsAndBiases(config.wandb, config))
-    return found
-
-
-def check_trackers(config: Config) -> None:
-    """Refuse trackers whose package is not there.
-
-    Raises:
-        RunError: naming the package.
-    """
-    for package, flag, wanted in (
-        ("tensorboardX", "--tensorboard", config.tensorboard),
-        ("wandb", "--wandb", config.wandb),
-    ):
-        if wanted:
-            optional_package(package, flag)
-
-
-def optional_package(name: str, wanted_by: str) -> Any:
-    """The module ``name``.
-
-    Raises:
-        RunError: where it is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise RunError(f"{wanted_by} needs {name}: pip install {name}") from error
-
-
-def numbers(record: dict[str, Any]) -> dict[str, float]:
-    """What of a record can be drawn."""
-    return {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a log; a last line cut short by a kill is left out."""
-    if not path.exists():
-        return []
+    """The records of a log, without a last line that a kill cut short."""
     records = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines() if path.exists() else ():
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:
@@ -188,32 +57,79 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-class Bar:
-    """Progress on the terminal: loss, tokens per second, MFU, time left. Elsewhere (a file, CI) plain lines alone."""
+def wandb_module(config: Config) -> Any:
+    """The package ``wandb`` if ``config`` reports to it, else None.
 
-    def __init__(self, console: Console, *, start: int, steps: int):
-        self._progress = Progress(
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} "),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
+    Raises:
+        RunError: if it is not installed.
+    """
+    try:
+        return importlib.import_module("wandb") if config.wandb else None
+    except ImportError as error:
+        raise RunError("--wandb needs wandb: pip install wandb") from error
+
+
+class Log:
+    """Records as lines of JSON; a resumed run first drops those after the checkpoint of step ``start``.
+
+    ``kept`` are the records it starts with. Of several processes one ``writes``, to Weights & Biases, too, if asked.
+    """
+
+    def __init__(self, config: Config, start: int, *, writes: bool = True):
+        path = config.run_folder / "log.jsonl"
+        self.kept = [line for line in read_lines(path) if line["step"] <= start] if start else []
+        self._file, self._wandb = None, cast(Any, None)
+        if not writes:
+            return
+        path.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
+        self._file = path.open("a")
+        if wandb := wandb_module(config):  # a resumed run continues the same one
+            identity = config.run_folder / "wandb_id.txt"
+            if not identity.exists():
+                identity.write_text(uuid.uuid4().hex)
+            about = {"id": identity.read_text(), "resume": "allow", "config": to_dict(config)}
+            self._wandb = wandb.init(project=config.wandb, name=config.run_name, **about)
+
+    def write(self, records: Sequence[dict[str, Any]]) -> None:
+        """Append, and flush to the operating system, so that a killed process loses nothing written."""
+        if self._file is None:
+            return
+        self._file.write("".join(json.dumps(record) + "\n" for record in records))
+        self._file.flush()
+        for record in records if self._wandb else ():
+            numbers = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+            self._wandb.log(numbers, step=record["step"])
+
+    def close(self) -> None:
+        """Close the file, and finish what is sent."""
+        if self._file is not None:
+            self._file.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+class Progress:
+    """One line on where a run is: kept up to date on a terminal; elsewhere (a file, CI) printed every 30 seconds."""
+
+    def __init__(self, console: Console, steps: int):
+        self._console, self._steps, self._printed = console, steps, time.monotonic()
+        self.status: Any = console.status("compiling") if console.is_terminal else nullcontext()
+
+    def due(self) -> bool:
+        """Whether the last line is 30 seconds old."""
+        return time.monotonic() - self._printed >= LINE_SECONDS
+
+    def update(self, done: int, loss: float, seconds: float, tokens: int, mfu: float | None) -> None:
+        """Say that ``done`` updates are done, the last ones in so many ``seconds``, with ``tokens``, each."""
+        left = timedelta(seconds=round(seconds * (self._steps - done)))
+        share = f"  MFU {100 * mfu:.1f} %" if mfu else ""
+        line = (
+            f"step {done:>6,} of {self._steps:,}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s{share}  {left} left"
         )
-        self._task = self._progress.add_task("train", total=steps, completed=start, loss="-", speed="-")
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def update(self, step: int, loss: float, tokens_per_second: float, mfu: float | None) -> None:
-        """Show that ``step`` updates are done."""
-        speed = f"{tokens_per_second:,.0f} tokens/s" + (f"  MFU {100 * mfu:.1f} %" if mfu else "")
-        self._progress.update(self._task, completed=step, loss=f"{loss:.3f}", speed=speed)
+        if isinstance(self.status, Status):
+            self.status.update(line)
+        elif self.due():
+            self._console.print(line)
+        else:
+            return
+        self._printed = time.monotonic()

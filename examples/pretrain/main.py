@@ -1,72 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: what is asked for, and one line where it cannot be done."""
+"""The command line: the commands, and one line for every error that the user can fix.
 
+A command's module is imported once its options are read, so that help and typing errors do not wait for JAX.
+"""
+
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console
-
-from . import cluster, commands, compare, configs, mesh, optimizers, run
-from .config import RunError, check
-from .prepare import command as prepare
+from . import configs
+from .config import Evaluate, Export, Generate, RunError, check, read_options
 from .processes import Stopped
 
-USAGE = """\
-usage: python -m examples.pretrain [COMMAND] ...
 
-  train      train a model (also without the word; --config names one of {configs})
-  prepare    turn a corpus into token files
-  compare    train with several optimizers, learning rates and seeds; tables, figures, report
-  evaluate   score a run's model
-  generate   let a run's model write
-  export     write a run's model as safetensors in the format of Hugging Face transformers
+def train_options(arguments: Sequence[str]) -> Any:
+    """The checked configuration of a run."""
+    config = configs.parse(arguments)
+    check(config)
+    return config
 
-COMMAND --help shows a command's options.
-"""
+
+def options_of(kind: type) -> Callable[[Sequence[str]], Any]:
+    """A function that reads the options ``kind``."""
+    return lambda arguments: read_options(kind, arguments, kind.__name__.lower())
+
+
+# Name: what it does, how its arguments are read, where it is.
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], Any], str, str]] = {
+    "train": ("train a model (also without the word)", train_options, "run", "main"),
+    "prepare": ("turn a corpus into token files", list, "prepare.command", "main"),
+    "compare": ("train with several optimizers, learning rates and seeds; write a report", list, "compare", "main"),
+    "evaluate": ("score a run's model", options_of(Evaluate), "commands", "evaluate"),
+    "generate": ("continue a text with a run's model", options_of(Generate), "commands", "generate"),
+    "export": ("write a run's model as safetensors for transformers", options_of(Export), "commands", "export"),
+}
+
+
+def usage() -> str:
+    """The commands, one a line."""
+    lines = (f"  {name:<12}{what}" for name, (what, *_) in COMMANDS.items())
+    return "\n".join(
+        (
+            "usage: python -m examples.pretrain [COMMAND] ...\n",
+            *lines,
+            "\n`python -m examples.pretrain COMMAND --help` lists the options of a command.",
+            f"Configurations of train and compare: {', '.join(configs.NAMES)}.",
+        )
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit status: 0, 1 for what the user can mend, 128 + n after signal n."""
+    """Run the program; returns the exit status: 0, 1 for what the user can fix, 128 + n after signal n."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments in (["help"], ["--help"], ["-h"]):
+        print(usage())
+        return 0
     word = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "train"
-    actions: dict[str, Callable[[list[str]], Any]] = {
-        "train": train,
-        "prepare": prepare.main,
-        "compare": compare.main,
-        "evaluate": commands.evaluate,
-        "generate": commands.generate,
-        "export": commands.export,
-    }
     try:
-        if word == "help":
-            print(USAGE.format(configs=", ".join(configs.NAMES)), end="")
-            return 0
-        if word not in actions:
-            raise RunError(f"there is no command {word!r}: it must be one of {', '.join(actions)}, help")
-        actions[word](arguments)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:  # a full disk, a folder that may not be written, a file where a folder should be
+        if word not in COMMANDS:
+            raise RunError(f"there is no command {word!r}: it must be one of {', '.join(COMMANDS)}, help")
+        _, read, module, function = COMMANDS[word]
+        options = read(arguments)
+        getattr(importlib.import_module(f".{module}", __package__), function)(options)
+    except (RunError, OSError) as error:  # OSError: a full disk, a folder without write permission
         print(f"error: {error}", file=sys.stderr)
         return 1
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return 128 + stopped.signal_number
     except KeyboardInterrupt:
-        print("stopped; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
+        print("stopped; the same command with --resume continues from the last checkpoint", file=sys.stderr)
         return 130
     return 0
-
-
-def train(arguments: Sequence[str]) -> None:
-    """Train a model."""
-    config = configs.parse(arguments)
-    check(config)
-    optimizers.check(config)
-    mesh.check(config)
-    cluster.check(config)
-    with cluster.joined(config):
-        console = Console(markup=False, highlight=False, soft_wrap=True, quiet=not cluster.first())
-        run.train(config, cluster.from_the_first(lambda: run.stored(config)), console)

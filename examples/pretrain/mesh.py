@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the arrays of a run live: on one device, or spread over a mesh of them.
+"""How the arrays of a run are sharded over devices: all on one, or over a mesh with three axes.
 
-A mesh has three axes. ``data`` and ``fsdp`` share out the sequences of a batch. ``fsdp`` also shares out every large
-parameter, with its optimizer state, along the width D of the model: a layer gathers its weight right before it is used
-and the gradient goes back to the shares. ``tensor`` splits the work of a layer: attention by heads, an MLP by its
-hidden width; the first matrix of each branch is split by columns, the last by rows, and a sum over ``tensor`` follows.
+``data`` and ``fsdp`` split the sequences of a batch. ``fsdp`` also splits every large parameter, with its optimizer
+state, along the width D of the model: a layer gathers its weight right before it uses it, and the gradient is scattered
+back. ``tensor`` splits the work of a layer: attention by heads, an MLP by its hidden width. The first matrix of a
+branch is split by columns, the last by rows, and a sum over ``tensor`` follows.
 
-The axes are explicit: every array carries its sharding in its type, and what a program means to move between devices it
-says (``gathered``, ``whole``, an ``out_sharding``); JAX refuses what would be moved by accident. Without a mesh all
-of it is the identity.
+The axes are explicit: the type of an array has its sharding, communication is written in the code (``gathered``,
+``whole``, an ``out_sharding``), and JAX refuses any other. Without a mesh all of it is the identity.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .config import Config, RunError
+from .config import Config, RunError, flag
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
@@ -34,7 +34,7 @@ def sizes(text: str) -> dict[str, int]:
     """Devices along each axis, of ``"data=2,fsdp=4"``.
 
     Raises:
-        RunError: where that is not what ``text`` says.
+        RunError: if ``text`` has another form.
 
     Example:
         >>> sizes("fsdp=4,data=2")
@@ -62,42 +62,42 @@ def check(config: Config) -> None:
     if not config.mesh:
         return
     axes, model = sizes(config.mesh), config.model
-    shares = axes["data"] * axes["fsdp"]
-    sequences = "micro_batch" if config.micro_batch else "batch_size"
-    tensor = "heads", "kv_heads", "mlp_width"
-    divided = [
-        (f"--{sequences.replace('_', '-')}", getattr(config, sequences), "data x fsdp", shares),
-        ("--model.width", model.width, "fsdp", axes["fsdp"]),
-        *((f"--model.{name.replace('_', '-')}", getattr(model, name), "tensor", axes["tensor"]) for name in tensor),
-    ]
-    for flag, value, name, parts in divided:
+    tensor = axes["tensor"]
+    for key, value, name, parts in (
+        ("micro_batch", config.micro_batch, "data x fsdp", axes["data"] * axes["fsdp"]),
+        ("batch_size", config.batch_size, "data x fsdp", axes["data"] * axes["fsdp"]),
+        ("model.width", model.width, "fsdp", axes["fsdp"]),
+        ("model.heads", model.heads, "tensor", tensor),
+        ("model.kv_heads", model.kv_heads, "tensor", tensor),
+        ("model.mlp_width", model.mlp_width, "tensor", tensor),
+    ):
         if value and value % parts:
-            raise RunError(f"--mesh {config.mesh}: {flag} {value} must be a multiple of {name}, {parts}")
+            raise RunError(f"--mesh {config.mesh}: {flag(key)} {value} must be a multiple of {name}, {parts}")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Puts arrays where they belong; without a mesh everything stays on one device, as it is."""
+    """Places arrays on the devices of ``mesh``; without one, leaves everything on one device, as it is."""
 
     mesh: jax.sharding.Mesh | None = None
 
     @property
     def devices(self) -> int:
-        """How many compute."""
+        """Number of devices."""
         return self.mesh.size if self.mesh else 1
 
     @property
     def batch_shares(self) -> int:
-        """Into how many parts a batch is cut."""
+        """Number of parts that a batch is split into."""
         return self.mesh.shape["data"] * self.mesh.shape["fsdp"] if self.mesh else 1
 
     def sharding(self, *axes: Any) -> NamedSharding:
-        """Axes of an array over axes of the mesh."""
+        """The sharding of an array whose axes are split over these of the mesh."""
         assert self.mesh is not None
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def bound(self, function: Callable) -> Callable:
-        """``function`` with this mesh as JAX's own while it runs."""
+        """``function``, called with this mesh as JAX's current one."""
         if self.mesh is None:
             return function
 
@@ -108,18 +108,14 @@ class Layout:
         return run
 
     def parameters(self, params: Any) -> Any:
-        """Every parameter in its shares; each process holds all of them before, those of its devices after."""
+        """Shard every parameter; each process has all of them before, and its devices' shards after."""
         if self.mesh is None:
             return params
-
-        def place(path: Any, leaf: jax.Array) -> jax.Array:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            return self.known(np.asarray(leaf), *parameter_axes(name, leaf.ndim))
-
-        return jax.tree_util.tree_map_with_path(place, params)
+        shards = [self.known(np.asarray(x), *parameter_axes(name, x.ndim)) for name, x in by_name(params).items()]
+        return jax.tree.structure(params).unflatten(shards)
 
     def known(self, array: np.ndarray, *axes: Any) -> Any:
-        """What every process has whole, in shares."""
+        """Shard an array that every process has."""
         if self.mesh is None:
             return array
         return jax.make_array_from_callback(array.shape, self.sharding(*axes), lambda index: array[index])
@@ -128,7 +124,7 @@ class Layout:
         """Which part of a batch this process reads, and of how many; processes that share sequences read the same.
 
         Raises:
-            RunError: where the processes' shares are no equal parts.
+            RunError: if the processes' shares are no equal parts.
         """
         if self.mesh is None:
             return 0, 1
@@ -137,18 +133,18 @@ class Layout:
             rows.setdefault(device.process_index, set()).update(range(*index[0].indices(batch_size)))
         parts = sorted({tuple(sorted(held)) for held in rows.values()})
         if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != batch_size:
-            raise RunError("--mesh cuts the batch so that processes share parts of it: let data or fsdp be larger")
+            raise RunError("--mesh splits the batch so that processes share parts of it: let data or fsdp be larger")
         return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
 
     def batch(self, part_BxS: np.ndarray, batch_size: int) -> Any:
-        """A whole batch, of the part that this process has read."""
+        """The global batch, from the part that this process has read."""
         if self.mesh is None:
             return part_BxS
         shape = (batch_size, *part_BxS.shape[1:])
         return jax.make_array_from_process_local_data(self.sharding(BATCH), part_BxS, shape)
 
     def local(self, tree: Any) -> Any:
-        """Every array of ``tree`` whole on one device of this process; all processes must ask at once."""
+        """Every array of ``tree``, unsharded, on one device of this process; all processes must call it."""
         if self.mesh is None:
             return tree
         replicated = jax.jit(lambda tree: jax.tree.map(whole, tree))
@@ -162,20 +158,26 @@ def make_layout(config: Config) -> Layout:
     """The layout that ``config`` asks for.
 
     Raises:
-        RunError: where the devices there are do not make up the mesh.
+        RunError: if the number of devices is not that of the mesh.
     """
     if not config.mesh:
         return ONE_DEVICE
     axes = sizes(config.mesh)
-    wanted, there = int(np.prod(list(axes.values()))), jax.device_count()
+    wanted, there = math.prod(axes.values()), jax.device_count()
     if wanted != there:
         hosts = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         raise RunError(f"--mesh {config.mesh} is made of {wanted} devices, there are {there}{hosts}")
     return Layout(jax.make_mesh(tuple(axes.values()), tuple(axes)))
 
 
+def by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree, by their paths: "blocks/0/mlp/up/kernel"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
 def parameter_axes(path: str, ndim: int) -> tuple[str | None, ...]:
-    """The mesh's axes that the axes of a parameter are split over; layers stacked in front are not.
+    """The mesh's axes that the axes of a parameter are split over; an axis of stacked layers is not split.
 
     Example:
         >>> parameter_axes("blocks/0/mlp/up/kernel", 2), parameter_axes("blocks/attention/out/kernel", 3)
@@ -196,7 +198,7 @@ def parameter_axes(path: str, ndim: int) -> tuple[str | None, ...]:
 
 
 def on_mesh() -> bool:
-    """Whether what runs, or is compiled, runs on a mesh."""
+    """Whether the current computation runs, or is compiled, on a mesh."""
     return not jax.sharding.get_abstract_mesh().empty
 
 
@@ -206,12 +208,12 @@ def spread(x: jax.Array, *axes: Any) -> jax.Array:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """``x`` on every device."""
+    """``x``, unsharded, on every device."""
     return spread(x)
 
 
 def gathered(weight: jax.Array) -> jax.Array:
-    """A parameter as a layer uses it: whole over ``fsdp``; what ``tensor`` splits stays split."""
+    """A parameter as a layer uses it: gathered over ``fsdp``; what ``tensor`` splits stays split."""
     if not on_mesh():
         return weight
     axes = (None if axis == "fsdp" else axis for axis in jax.typeof(weight).sharding.spec)
@@ -219,12 +221,12 @@ def gathered(weight: jax.Array) -> jax.Array:
 
 
 def gather_again(primitive: Any, *_: Any, **__: Any) -> bool:
-    """What ``jax.checkpoint`` keeps for the backward pass: everything but what was moved, such as gathered weights."""
+    """What ``jax.checkpoint`` keeps for the backward pass: everything but what was resharded, such as weights."""
     return primitive.name != "reshard"
 
 
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The product x @ weight; where ``tensor`` splits what is summed over, its devices' sums are added."""
+    """The product x @ weight; where ``tensor`` splits the summed axis, its devices' sums are added."""
     if not on_mesh():
         return jnp.dot(x, weight)
     weight = gathered(weight)

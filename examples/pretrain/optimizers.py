@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers one can ask for by name, with the settings of a run.
+"""The optimizers by name, with the settings of a run.
 
 Only this file of the program imports ``normpre_optax``. To add an optimizer, put its factory into ``OPTIMIZERS``.
 """
@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from normpre_optax import (
@@ -19,24 +20,39 @@ from normpre_optax import (
     explain,
     families,
     multipliers_by_width,
+    with_adamw,
 )
-from normpre_optax.optimizer import complete
-from normpre_optax.parameters.dims import split_axes
 
 from .config import Config, RunError
-from .mesh import whole
+from .mesh import by_name, whole
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
 
-def scale_by_adamw(*, adam_b1: float = 0.9, adam_b2: float = 0.95, matrix_dims: Any = None) -> Any:
+def adamw(learning_rate: Schedule, **options: Any) -> optax.GradientTransformationExtraArgs:
     """AdamW for every parameter, hidden matrices included."""
-    return optax.scale_by_adam(adam_b1, adam_b2)
+    return with_adamw(
+        lambda matrix_dims: optax.scale_by_adam(options["adam_b1"], options["adam_b2"]), learning_rate, **options
+    )
 
 
-OPTIMIZERS = {"adamw": complete(scale_by_adamw), **families()}
+adamw.__signature__ = inspect.signature(with_adamw)  # pyright: ignore[reportFunctionMemberAccess]
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {"adamw": adamw, **families()}
 # Optimizers whose updates do not have the size of AdamW's: they need a learning rate of their own.
 OWN_RATE = frozenset({"muon", "rmnp", "muon_plus", "normuon", "moga"})
+# Fields of ``MatrixConfig`` that the factories call otherwise.
+RENAMED = {
+    "muon_convention": "convention",
+    "bfloat16": "compute_dtype",
+    "layers": "matrix_dims",
+    "momentum_in": "mu_dtype",
+}
+# How an optimizer's step depends on the shape, for ``multipliers_by_width``.
+UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {
+    "adamw": "elementwise",
+    **dict.fromkeys(("muon", "muoneq", "adamuon", "normpre_g", "normpre_l"), "orthogonal"),
+    **dict.fromkeys(("muon_plus", "normuon"), "relative"),
+}
 
 
 def check(config: Config) -> None:
@@ -49,116 +65,73 @@ def check(config: Config) -> None:
         raise RunError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {config.optimizer!r}")
 
 
+def has_setting(optimizer: str, name: str) -> bool:
+    """Whether an optimizer uses a field of ``MatrixConfig``."""
+    if name == "muon_ratio":
+        return optimizer in OWN_RATE
+    return RENAMED.get(name, name) in inspect.signature(OPTIMIZERS[optimizer]).parameters
+
+
 def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTransformationExtraArgs:
     """Clipping, then the optimizer that ``config`` names, with those of its settings that it has.
 
     Raises:
-        RunError: where the optimizer refuses a setting.
+        RunError: if the optimizer refuses a setting.
     """
-    factory = OPTIMIZERS[config.optimizer]
-    matrix = config.matrix
+    factory, matrix = OPTIMIZERS[config.optimizer], config.matrix
+    ratio = matrix.muon_ratio if config.optimizer in OWN_RATE else 1
+    adam_ratio = (config.adam_learning_rate or config.learning_rate) / config.learning_rate
     settings = {
         **vars(matrix),
-        "weight_decay": config.weight_decay,
+        "adam_learning_rate": lambda t: adam_ratio * learning_rate(t),
+        **{name: getattr(config, name) for name in ("weight_decay", "adam_b1", "adam_b2", "seed")},
         "weight_decay_mask": None if config.decay_gains else decay_matrices_only,
-        "adam_b1": config.adam_b1,
-        "adam_b2": config.adam_b2,
-        "seed": config.seed,
         "convention": matrix.muon_convention,
         "compute_dtype": jnp.bfloat16 if matrix.bfloat16 else None,
         "mu_dtype": jnp.bfloat16 if matrix.momentum_in == "bfloat16" else None,
         "matrix_dims": matrix_dims(matrix.layers),
         "learning_rate_multipliers": learning_rate_multipliers(config),
     }
-    for name in ("mode", "nesterov"):
-        if settings[name] in ("", None):
-            del settings[name]  # each optimizer's own default
-    ratio = matrix.muon_ratio if config.optimizer in OWN_RATE else 1
-    adam_ratio = (config.adam_learning_rate or config.learning_rate) / config.learning_rate
-    settings["adam_learning_rate"] = lambda t: adam_ratio * learning_rate(t)
-    settings = {name: value for name, value in settings.items() if name in inspect.signature(factory).parameters}
+    unset = {name for name in ("mode", "nesterov") if settings[name] in ("", None)}  # each optimizer's own default
+    accepted = inspect.signature(factory).parameters.keys() - unset
     try:
-        optimizer = factory(lambda t: ratio * learning_rate(t), **settings)
+        optimizer = factory(
+            lambda t: ratio * learning_rate(t), **{name: x for name, x in settings.items() if name in accepted}
+        )
     except (ValueError, TypeError) as error:
         raise RunError(f"{config.optimizer} refuses its --matrix settings: {error}") from error
-    return optax.with_extra_args_support(optax.chain(clip(config.clip, config.clip_norm), optimizer))
-
-
-RENAMED = {
-    "muon_convention": "convention",
-    "bfloat16": "compute_dtype",
-    "layers": "matrix_dims",
-    "momentum_in": "mu_dtype",
-}
-
-
-def has_setting(optimizer: str, name: str) -> bool:
-    """Whether a field of ``MatrixConfig`` says anything to an optimizer."""
-    ways = {
-        "muon_ratio": optimizer in OWN_RATE,
-    }
-    return ways.get(name, RENAMED.get(name, name) in inspect.signature(OPTIMIZERS[optimizer]).parameters)
-
-
-KELLER = ("muon", "keller")
-# Kinds of steps, for ``multipliers_by_width``.
-UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {
-    "adamw": "elementwise",
-    **dict.fromkeys(("muon", "muoneq", "adamuon", "normpre_g", "normpre_l"), "orthogonal"),
-    **dict.fromkeys(("muon_plus", "normuon"), "relative"),
-}
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip == "global" else optax.identity()
+    return optax.with_extra_args_support(optax.chain(clip, optimizer))
 
 
 def learning_rate_multipliers(config: Config) -> Callable[[Any], Any] | None:
     """Learning-rate multipliers of this model relative to one of ``--base-width``; None without that flag."""
     if config.base_width is None:
         return None
-    narrower = config.base_width / config.model.width
-    if config.matrix.norm_control == "hyperball" or (config.optimizer, config.matrix.muon_convention) == KELLER:
-        update = "relative"
-    elif config.optimizer in UPDATES:
-        update = UPDATES[config.optimizer]
-    else:
+    narrower, matrix = config.base_width / config.model.width, config.matrix
+    keller = (config.optimizer, matrix.muon_convention) == ("muon", "keller")
+    update = "relative" if matrix.norm_control == "hyperball" or keller else UPDATES.get(config.optimizer)
+    if update is None:
         raise RunError(f"--base-width: how the learning rate of {config.optimizer} depends on the width is unknown")
 
     def multipliers(params: Any) -> Any:
         hidden = hidden_matrices(params)
 
-        def shape(name: str, leaf: jax.Array) -> jax.ShapeDtypeStruct:
-            _, outputs, inputs = split_axes(leaf.ndim, hidden[name]) if name in hidden else ((), (), ())
-            axes = (0,) if name == "head/kernel" else outputs + inputs
+        def base_shape(name: str, leaf: jax.Array) -> jax.ShapeDtypeStruct:
+            axes = [leaf.ndim - 1] if name.endswith("/bias") else [0] if name == "head/kernel" else []
+            if name in hidden:
+                axes = np.ravel([*np.ravel(hidden[name].inputs), *np.ravel(hidden[name].outputs)]) % leaf.ndim
             sizes = [round(size * narrower) if axis in axes else size for axis, size in enumerate(leaf.shape)]
             return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
 
-        base = jax.tree.structure(params).unflatten([shape(*item) for item in by_name(params).items()])
-        return multipliers_by_width(params, base, update=update, matrix_dims=matrix_dims(config.matrix.layers))
+        base = jax.tree.structure(params).unflatten([base_shape(*item) for item in by_name(params).items()])
+        return multipliers_by_width(params, base, update=update, matrix_dims=matrix_dims(matrix.layers))
 
     return multipliers
 
 
-def clip(policy: str, norm: float) -> optax.GradientTransformation:
-    """What happens to gradients before the optimizer sees them.
-
-    Args:
-        policy: ``"global"`` scales all of them together, ``"matrix"`` every matrix (the last two axes; other parameters
-            whole) by itself, ``"none"`` nothing.
-        norm: what their Euclidean norm is brought down to where it is larger.
-    """
-    if policy == "global":
-        return optax.clip_by_global_norm(norm)
-    if policy == "none":
-        return optax.identity()
-
-    def clipped(grad: jax.Array) -> jax.Array:
-        axes = tuple(range(grad.ndim))[-2:]
-        length = jnp.sqrt(jnp.sum(jnp.square(grad.astype(jnp.float32)), axis=axes, keepdims=True))
-        return jnp.where(length > norm, grad * (norm / length), grad).astype(grad.dtype)
-
-    return optax.stateless(lambda updates, params: jax.tree.map(clipped, updates))
-
-
 def matrix_dims(layers: str) -> Callable[[Any], Any] | None:
-    """The rule that leaves matrices whose path has none of ``layers``, joined by +, to AdamW; None for all of them."""
+    """A rule that leaves matrices whose path has none of ``layers``, joined by +, to AdamW; None for all of them."""
     if not layers:
         return None
 
@@ -173,34 +146,28 @@ def matrix_dims(layers: str) -> Callable[[Any], Any] | None:
 
 
 def parameter_table(params: Any, config: Config) -> tuple[str, str]:
-    """Which parameters the optimizer treats as matrices and which go to AdamW: a table, and its totals in one line."""
+    """Which parameters the matrix optimizer has and which AdamW: a table, and its totals in one line."""
     if config.optimizer == "adamw":
         held = f", matrices under {config.matrix.norm_control}" if config.matrix.norm_control != "none" else ""
-        every = f"every parameter goes to AdamW{held} ({len(jax.tree.leaves(params))} leaves)"
-        return every, f"every parameter by AdamW{held}"
+        every = f"every parameter uses AdamW{held} ({len(jax.tree.leaves(params))} parameters)"
+        return every, every
     table = explain(params, matrix_dims(config.matrix.layers))
     totals = [" ".join(line.split()) for line in table.rpartition("\n\n")[2].splitlines() if "note:" not in line]
     return table, "; ".join(totals)
 
 
-def by_name(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree, by their paths: "blocks/0/mlp/up/kernel"."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
 def hidden_matrices(params: Any) -> dict[str, MatrixDims]:
-    """Axes of the parameters that are matrices, which every optimizer but ``adamw`` treats as such, by name."""
+    """Axes of the hidden matrices, by name."""
     found = {name: default_matrix_dims(name, leaf) for name, leaf in by_name(params).items()}
     return {name: dims for name, dims in found.items() if isinstance(dims, MatrixDims)}
 
 
 @jax.jit
 def norms(params: Any) -> dict[str, jax.Array]:
-    """How long the hidden matrices' rows (output neurons) and columns are.
+    """Norms of the hidden matrices' rows (output neurons) and columns.
 
-    ``row_norm``, ``row_norm_max`` and ``rows_beyond_1`` are mean, largest and the share longer than one, where the
-    relaxed tangent turns the radial part of a step around; ``column_norm`` and ``columns_beyond_1`` those of columns;
+    ``row_norm``, ``row_norm_max`` and ``rows_beyond_1`` are mean, largest and the share above one, where the relaxed
+    tangent reverses the radial part of a step; ``column_norm`` and ``columns_beyond_1`` those of columns;
     ``row_norm/mlp/up``, ``column_norm/mlp/up`` and so on are the means of each kind of layer.
     """
     leaves = by_name(params)
@@ -223,5 +190,5 @@ def norms(params: Any) -> dict[str, jax.Array]:
 
 
 def kind_of(name: str) -> str:
-    """What a layer's matrix is for, whichever block it is of: ``mlp/up`` of ``blocks/0/mlp/up/kernel``."""
+    """The layer of a matrix, in any block: ``mlp/up`` of ``blocks/0/mlp/up/kernel``."""
     return "/".join(part for part in name.split("/")[1:-1] if not part.isdigit())

@@ -11,9 +11,12 @@ from typing import IO, Any
 
 from .config import RunError
 
+LOCK = "lock"
+_PR_SET_PDEATHSIG = 1
+
 
 class Stopped(Exception):
-    """A signal asked to stop, and everything is saved; the text says how to go on."""
+    """A signal asked to stop, and everything is saved; the text says how to continue."""
 
     def __init__(self, what: str, signal_number: int):
         super().__init__(what)
@@ -22,7 +25,7 @@ class Stopped(Exception):
 
 @contextmanager
 def on_signals(stop: Callable[[int], None]) -> Iterator[None]:
-    """While inside, SIGTERM and a first Ctrl-C call ``stop`` with their number; a second Ctrl-C leaves at once."""
+    """While inside, SIGTERM and a first Ctrl-C call ``stop`` with their number; a second Ctrl-C ends at once."""
     seen = []
 
     def handle(number: int, frame: Any) -> None:
@@ -31,10 +34,7 @@ def on_signals(stop: Callable[[int], None]) -> Iterator[None]:
         seen.append(number)
         stop(number)
 
-    try:
-        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread, which alone gets signals
-        before = {}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
@@ -43,10 +43,10 @@ def on_signals(stop: Callable[[int], None]) -> Iterator[None]:
 
 
 def lock(folder: Path) -> IO[bytes] | None:
-    """Hold the folder for this process until the file is closed; on Windows, which lacks such locks, nothing.
+    """Lock the folder for this process until the file is closed; on Windows, which lacks such locks, do nothing.
 
     Raises:
-        RunError: where another process holds it.
+        RunError: if another process has locked it.
     """
     if os.name != "posix":
         return None
@@ -61,17 +61,11 @@ def lock(folder: Path) -> IO[bytes] | None:
     return file
 
 
-LOCK = "lock"
-
-
 def begin_as_child(cores: set[int]) -> None:
-    """In a child process before it becomes a program: its cores, if any, and on Linux SIGTERM when its parent dies."""
+    """In a child process, before its program starts: set its cores, if any, and on Linux end it with its parent."""
     if cores:
         os.sched_setaffinity(0, cores)
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-_PR_SET_PDEATHSIG = 1

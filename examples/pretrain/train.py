@@ -15,12 +15,12 @@ from flax import nnx
 from rich.console import Console
 
 from . import data, models
-from .checkpoint import Checkpoints, leaves_of
-from .cluster import Vote
+from .checkpoint import Checkpoints, difference, leaves_of
+from .cluster import Vote, alone
 from .config import Config, RunError
 from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token_losses
 from .health import Watch
-from .logs import Bar, Log
+from .logs import Log, Progress
 from .mesh import ONE_DEVICE, Layout, in_parts, make_layout
 from .optimizers import make_optimizer, norms
 from .processes import Stopped
@@ -37,7 +37,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a step reports, on the device: loss of its batch, and global norm of the gradient before clipping."""
+    """Of a step, on the device: loss of its batch, and global norm of the gradient before clipping."""
 
     loss: jax.Array
     grad_norm: jax.Array
@@ -60,7 +60,7 @@ def schedule(config: Config) -> Callable[[jax.typing.ArrayLike], jax.Array]:
 
 
 def warmup_steps(config: Config) -> int:
-    """Steps of warm-up: a tenth of all where those that are asked for would not end before them."""
+    """Steps of warm-up: ``--warmup-steps`` if below ``--steps``, else a tenth of those."""
     return config.warmup_steps if config.warmup_steps < config.steps else config.steps // 10
 
 
@@ -70,12 +70,40 @@ def compute_dtype(config: Config) -> jnp.dtype:
     return jnp.dtype(automatic if config.dtype == "auto" else config.dtype)
 
 
+def micro_batches(config: Config) -> int:
+    """Number of parts that a batch is computed in."""
+    return config.batch_size // (config.micro_batch or config.batch_size)
+
+
+def vocabulary_of(config: Config, dataset: data.Dataset) -> int:
+    """Rows of the model's token table."""
+    return config.model.vocabulary or dataset.vocabulary
+
+
+def initialise(config: Config, dataset: data.Dataset) -> tuple[nnx.GraphDef, dict]:
+    """The model's structure and its parameters, a plain nested dictionary; the same for every optimizer.
+
+    Raises:
+        RunError: if the vocabulary is smaller than the data's.
+    """
+    vocabulary = vocabulary_of(config, dataset)
+    if vocabulary <= dataset.largest_token:
+        raise RunError(
+            f"--model.vocabulary {vocabulary} is too small: {dataset.folder} has tokens up to {dataset.largest_token}"
+        )
+    narrower = math.sqrt((config.base_width or config.model.width) / config.model.width)
+    network = dataclasses.replace(config.model, hidden_std=config.model.hidden_std * narrower)
+    model = models.build(network, vocabulary, dtype=compute_dtype(config), seed=config.seed)
+    graphdef, variables = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(variables)
+
+
 def loss_and_gradients(
     graphdef: nnx.GraphDef, micro_batches: int = 1
 ) -> Callable[[optax.Params, jax.Array], tuple[jax.Array, optax.Updates]]:
     """A function ``(parameters, tokens (B, T + 1)) -> (loss, gradients)``.
 
-    The loss is the mean over all predictions of the batch, whatever ``micro_batches`` it is computed in.
+    The loss is the mean over all predictions of the batch, for every number of ``micro_batches``.
     """
 
     def loss_of(params: optax.Params, tokens_BxS: jax.Array, count: jax.Array) -> jax.Array:
@@ -89,8 +117,8 @@ def loss_and_gradients(
         def add(total: Any, part_BxS: jax.Array) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, part_BxS, count)), None
 
-        nothing = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        return jax.lax.scan(add, nothing, in_parts(tokens_BxS, micro_batches))[0]
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        return jax.lax.scan(add, zeros, in_parts(tokens_BxS, micro_batches))[0]
 
     return loss_and_grads
 
@@ -98,7 +126,7 @@ def loss_and_gradients(
 def make_train_step(
     graphdef: nnx.GraphDef, optimizer: optax.GradientTransformationExtraArgs, micro_batches: int = 1
 ) -> TrainStep:
-    """One update as a jitted function ``(state, tokens (B, T + 1)) -> (state, metrics)``; the old state is given up."""
+    """One update as a jitted function ``(state, tokens (B, T + 1)) -> (state, metrics)``; the old state is donated."""
     loss_and_grads = loss_and_gradients(graphdef, micro_batches)
 
     def train_step(state: TrainState, tokens_BxS: jax.Array) -> tuple[TrainState, Metrics]:
@@ -110,23 +138,28 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0)
 
 
-class Trainer:
-    """A run ready to go: model, optimizer, data position, evaluation; ``start`` updates are behind it.
+def evaluation(
+    config: Config, dataset: data.Dataset, graphdef: nnx.GraphDef, layout: Layout = ONE_DEVICE
+) -> Callable[[optax.Params], Score]:
+    """The score on the validation set, computed in batches no larger than those of training."""
+    count, largest = config.data.validation_tokens, config.micro_batch or config.batch_size
+    sequences = data.validation_sequences(dataset, context=config.model.context, count=count)
+    return make_evaluate(graphdef, sequences, data.bytes_per_token(dataset), min(EVALUATION_BATCH, largest), layout)
 
-    ``weights`` are those to begin with where they are another run's.
-    """
+
+class Trainer:
+    """A run: model, optimizer, data, evaluation; ``start`` updates are done. ``weights`` replace the initial ones."""
 
     def __init__(self, config: Config, dataset: data.Dataset, weights: optax.Params | None = None):
         self.config = config
         self.layout = make_layout(config)
-        context, size = config.model.context, config.batch_size
-        host, hosts = self.layout.batch_part(size)
-        self.batches = data.training_batches(
-            dataset, context=context, batch_size=size, seed=config.seed, host=host, hosts=hosts
-        )
+        host, hosts = self.layout.batch_part(config.batch_size)
+        sizes = {"context": config.model.context, "batch_size": config.batch_size}
+        self.batches = data.training_batches(dataset, **sizes, seed=config.seed, host=host, hosts=hosts)
         self.graphdef, params = initialise(config, dataset)
         if weights is not None:
-            check_weights(params, weights)
+            if different := difference(leaves_of(weights), leaves_of(params)):
+                raise RunError(f"--init-from is of another model: {different}")
             params = weights
         params = self.layout.parameters(params)
         self.schedule = schedule(config)
@@ -137,8 +170,7 @@ class Trainer:
         self.evaluate = evaluation(config, dataset, self.graphdef, self.layout)
         self.norms = bound(norms)
         self.flops = flops_per_token(config.model, params)
-        peak = peak_flops(jax.devices()[0].device_kind)
-        self.peak_flops = peak * self.layout.devices if peak else None
+        self.peak_flops = (peak_flops(jax.devices()[0].device_kind) or 0) * self.layout.devices
         self.watch = Watch(config.learning_rate)
         self.start = 0
         self.stopping: int | None = None
@@ -154,42 +186,43 @@ class Trainer:
         self.start = step
 
     def stop(self, number: int) -> None:
-        """Ask the loop to save and leave after the step it is in, because of the signal ``number``.
+        """Ask the loop to save and end after the current step, because of the signal ``number``.
 
-        Of several processes one is enough; all of them leave after the same step, the next or the one after it.
+        Of several processes one is enough; all of them end after the same step, the next or the one after it.
         """
         self.stopping = number
 
     def run(self, log: Log, checkpoints: Checkpoints, console: Console) -> Score:
-        """Update until ``config.steps``, logging, evaluating and saving on the way; returns the last score.
+        """Update until ``config.steps``, with logs, evaluations and checkpoints; returns the last score.
 
         Raises:
-            Diverged: where the loss is beyond repair.
-            Stopped: where ``stop`` was called, after saving.
+            Diverged: if the loss has diverged.
+            Stopped: if ``stop`` was called, after saving.
         """
-        config = self.config
-        if self.start == config.steps:
-            return self.evaluate(self.state.params)
+        config, score = self.config, None
         for record in log.kept:
             if "loss" in record:
                 self.watch.see(record["step"], record["loss"])
+        if self.start == config.steps:
+            return self.evaluate(self.state.params)
         if self.start == 0:
             self._evaluate(0, log, console)
-        score = None
-        with Bar(console, start=self.start, steps=config.steps) as bar:
+        progress, vote = Progress(console, config.steps), Vote()
+        with progress.status:
             pending: list[Metrics] = []
-            vote = Vote()
             clock = time.perf_counter()
             for done in range(self.start + 1, config.steps + 1):
                 self.state, metrics = self.step(self.state, self.layout.batch(next(self.batches), config.batch_size))
                 pending.append(metrics)
-                last = done == config.steps
-                # Read once: the signal may come at any moment, and saving must go with leaving, in all processes.
+                # Read once: a signal may come at any moment, and all processes must save and end after the same step.
                 stopping = vote(self.stopping)
+                last = done == config.steps
                 evaluates = last or done % config.evaluate_every == 0
                 saves = last or stopping is not None or done % config.checkpoint_every == 0
-                if evaluates or saves or done % config.log_every == 0:
-                    clock = self._write(done, pending, clock, log, bar, console)
+                # Several processes write after the same steps, so that all of them see a divergence at once.
+                writes = done % config.log_every == 0 or (alone() and progress.due())
+                if evaluates or saves or writes:
+                    clock = self._write(done, pending, clock, log, progress, console)
                     pending = []
                     before = time.perf_counter()
                     if evaluates:
@@ -198,104 +231,39 @@ class Trainer:
                         checkpoints.save(done, self.state, self.batches.get_state())
                     clock += time.perf_counter() - before
                 if stopping is not None and not last:
-                    raise Stopped(
-                        f"stopped after step {done:,}, saved; the same command with --resume goes on from there",
-                        stopping,
-                    )
+                    way_on = "the same command with --resume continues from there"
+                    raise Stopped(f"stopped after step {done:,}, saved; {way_on}", stopping)
         assert score is not None
         return score
 
-    def _write(self, done: int, pending: list[Metrics], clock: float, log: Log, bar: Bar, console: Console) -> float:
+    def _write(
+        self, done: int, pending: list[Metrics], clock: float, log: Log, progress: Progress, console: Console
+    ) -> float:
+        """Log the steps up to ``done``, the first of which began at ``clock``; returns the time."""
         values = jax.device_get(pending)  # waits for the device
         now = time.perf_counter()
-        tokens = len(pending) * self.config.batch_size * self.config.model.context
-        speed = tokens / (now - clock)
+        seconds, tokens = (now - clock) / len(values), self.config.batch_size * self.config.model.context
+        speed = tokens / seconds
         mfu = speed * self.flops / self.peak_flops if self.peak_flops else None
-        steps = range(done - len(pending) + 1, done + 1)
-        rates = np.asarray(self.schedule(np.arange(steps.start - 1, steps.stop - 1)))
+        first = done - len(values)
+        rates = np.asarray(self.schedule(np.arange(first, done)))
+        common: dict[str, Any] = {"tokens_per_second": round(speed, 1)} | ({"mfu": round(mfu, 4)} if mfu else {})
         records = [
-            {
-                "step": step,
-                "loss": float(value.loss),
-                "grad_norm": float(value.grad_norm),
-                "learning_rate": float(rate),
-                "tokens_per_second": round(speed, 1),
-                **({"mfu": round(mfu, 4)} if mfu else {}),
-            }
-            for step, value, rate in zip(steps, values, rates, strict=True)
+            {"step": step, "loss": float(x.loss), "grad_norm": float(x.grad_norm), "learning_rate": float(rate)}
+            | common
+            for step, (x, rate) in enumerate(zip(values, rates, strict=True), first + 1)
         ]
         log.write(records)
-        bar.update(done, float(np.mean([value.loss for value in values])), speed, mfu)
+        progress.update(done, float(np.mean([x.loss for x in values])), seconds, tokens, mfu)
         for record in records:
-            event = self.watch.see(record["step"], record["loss"])
-            if event:
+            if event := self.watch.see(record["step"], record["loss"]):
                 log.write([{"step": record["step"], "event": event}])
                 console.print(f"step {record['step']:>6,}  {event}")
         return now
 
     def _evaluate(self, done: int, log: Log, console: Console) -> Score:
         score = self.evaluate(self.state.params)
-        lengths = {name: float(value) for name, value in self.norms(self.state.params).items()}
-        log.write([{"step": done, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte, **lengths}])
+        row_norms = {name: float(value) for name, value in self.norms(self.state.params).items()}
+        log.write([{"step": done, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte, **row_norms}])
         console.print(f"step {done:>6,}  validation loss {score.loss:.4f}  {score.bits_per_byte:.3f} bits per byte")
         return score
-
-
-def check_weights(own: optax.Params, others: optax.Params) -> None:
-    """Refuse weights of another model.
-
-    Raises:
-        RunError: naming the first parameter that differs.
-    """
-    here, there = leaves_of(own), leaves_of(others)
-    for name in dict.fromkeys([*here, *there]):
-        if here.get(name) != there.get(name):
-            raise RunError(
-                f"--init-from is of another model: {name} is {there.get(name, 'absent')} there, "
-                f"{here.get(name, 'absent')} here"
-            )
-
-
-def micro_batches(config: Config) -> int:
-    """In how many parts a batch is computed."""
-    return config.batch_size // (config.micro_batch or config.batch_size)
-
-
-def evaluation(
-    config: Config,
-    dataset: data.Dataset,
-    graphdef: nnx.GraphDef,
-    layout: Layout = ONE_DEVICE,
-) -> Callable[[optax.Params], Score]:
-    """The score on the validation set, computed in batches no larger than those of training."""
-    count, largest = config.data.validation_tokens, config.micro_batch or config.batch_size
-    sequences = data.validation_sequences(dataset, context=config.model.context, count=count)
-    return make_evaluate(graphdef, sequences, data.bytes_per_token(dataset), min(EVALUATION_BATCH, largest), layout)
-
-
-def vocabulary_of(config: Config, dataset: data.Dataset) -> int:
-    """Rows of the model's token table."""
-    return config.model.vocabulary or dataset.vocabulary
-
-
-def first_row_length(config: Config) -> float:
-    """How long the rows of hidden matrices begin that have as many inputs as the model is wide, on average."""
-    return config.model.hidden_std * math.sqrt(config.base_width or config.model.width)
-
-
-def initialise(config: Config, dataset: data.Dataset) -> tuple[nnx.GraphDef, dict]:
-    """The model's structure and its parameters, a plain nested dictionary; the same for every optimizer.
-
-    Raises:
-        RunError: where the model knows fewer tokens than the data has.
-    """
-    vocabulary = vocabulary_of(config, dataset)
-    if vocabulary <= dataset.largest_token:
-        raise RunError(
-            f"--model.vocabulary {vocabulary} is too small: {dataset.folder} has tokens up to {dataset.largest_token}"
-        )
-    narrower = math.sqrt((config.base_width or config.model.width) / config.model.width)
-    network = dataclasses.replace(config.model, hidden_std=config.model.hidden_std * narrower)
-    model = models.build(network, vocabulary, dtype=compute_dtype(config), seed=config.seed)
-    graphdef, variables = nnx.split(model)
-    return graphdef, nnx.to_pure_dict(variables)

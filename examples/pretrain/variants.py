@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers as one names them where several are compared: ``muon``, ``normpre_l:matrix.rank=8``."""
+"""Optimizers as ``compare`` names them: ``muon``, ``normpre_l:matrix.rank=8``."""
 
 import dataclasses
 import io
@@ -11,13 +11,13 @@ from . import configs
 from .config import MatrixConfig, RunError, check, flag
 from .optimizers import OPTIMIZERS, has_setting
 
-# Other settings that a comparison may set for one optimizer alone.
+# Settings beside those of ``MatrixConfig`` that a comparison may set for one optimizer alone.
 OWN = ("weight_decay", "adam_learning_rate", "base_width", "model.hidden_std")
-MATRIX = tuple(field.name for field in dataclasses.fields(MatrixConfig))
+MATRIX = tuple(option.name for option in dataclasses.fields(MatrixConfig))
 
 
 class Variant(NamedTuple):
-    """An optimizer, and settings like ``matrix.rank=8`` that tell it apart."""
+    """An optimizer, and settings like ``matrix.rank=8`` of its own."""
 
     optimizer: str
     settings: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Variant(NamedTuple):
 
 
 def read_variants(text: str, config_flags: Sequence[str]) -> list[Variant]:
-    """What ``muon,normpre_l:matrix.rank=8:matrix.oversample=4`` means; ``config_flags`` are those of every run.
+    """The meaning of ``muon,normpre_l:matrix.rank=8:matrix.oversample=4``; ``config_flags`` are those of every run.
 
     Raises:
         RunError: naming the flag and what it may be.
@@ -53,7 +53,7 @@ def _read(text: str, config_flags: Sequence[str]) -> Variant:
         raise RunError(f"--optimizers must be of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     for setting in settings:
         name = setting.partition("=")[0].replace("-", "_")
-        if (not name.startswith("matrix.") and name not in OWN) or setting.endswith("="):
+        if setting.endswith("=") or (not name.startswith("matrix.") and name not in OWN):
             raise RunError(f"--optimizers: settings of one are written {optimizer}:matrix.rank=8, got {text!r}")
         own = name.removeprefix("matrix.")
         if name not in OWN and own not in MATRIX:
@@ -61,9 +61,8 @@ def _read(text: str, config_flags: Sequence[str]) -> Variant:
         if name not in OWN and not has_setting(optimizer, own):
             raise RunError(f"--optimizers: {optimizer} has no {name}, got {text!r}")
     variant = Variant(optimizer, tuple(settings))
-    said = io.StringIO()
     try:
-        with redirect_stderr(said), redirect_stdout(said):
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             config = configs.parse([*config_flags, *variant.flags])
     except SystemExit as error:  # the parser's own box, about a command line that nobody wrote
         raise RunError(f"--optimizers: {text!r} has a value that its setting does not take") from error

@@ -4,6 +4,7 @@
 import dataclasses
 import errno
 import gc
+import io
 import json
 import os
 import shutil
@@ -11,14 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
+from rich.console import Console
 
-from examples.pretrain import checkpoint, commands, configs, main, processes, train
+from examples.pretrain import checkpoint, configs, logs, main, processes, train
 from examples.pretrain import run as run_module
 from examples.pretrain.logs import read_lines
 from examples.pretrain.prepare import python_source
@@ -32,25 +32,15 @@ def losses(run: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_lines(run / "log.jsonl")]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children")
-def test_what_a_process_has_begun_ends_with_it():
-    child = "from examples.pretrain.processes import begin_as_child as f; import subprocess, sys, time; "
-    child += "print(subprocess.Popen(['sleep', '60'], preexec_fn=lambda: f(set())).pid, flush=True); time.sleep(60)"
-    parent = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    begun = int(parent.stdout.readline())
-    parent.kill()
-    parent.communicate()
-    for _ in range(100):
-        try:
-            state = Path(f"/proc/{begun}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return
-        if state == "Z":  # ended, and nobody has asked
-            return
-        time.sleep(0.1)
-    os.kill(begun, signal.SIGKILL)
-    pytest.fail("it lives on")
+def refused(arguments: list[str], capture, *, midway: bool = False) -> str:
+    """The one line with which the program refuses, before the first step or ``midway``."""
+    capture.readouterr()
+    assert main.main(arguments) == 1
+    gc.collect()  # what is given up has no more to say
+    said = capture.readouterr()
+    assert said.err.count("\n") == 1
+    assert midway or "step " not in said.out
+    return said.err
 
 
 def files(folder: Path) -> list[str]:
@@ -81,8 +71,8 @@ def copy(finished, tmp_path, monkeypatch) -> tuple[Path, list[str]]:
     return tmp_path / "runs" / run.name, arguments
 
 
-def test_a_run_leaves_its_folder_and_nothing_else(finished):
-    run, _, said = finished
+def test_a_run_leaves_its_folder_and_nothing_else(finished, dataset):
+    run, arguments, said = finished
     assert files(run.parent.parent) == ["runs", "said.txt"]
     assert files(run) == [
         *("checkpoints", "lock", "log.jsonl", "loss.png", "parameters.txt", "result.json", "run.json", "sample.txt")
@@ -91,7 +81,7 @@ def test_a_run_leaves_its_folder_and_nothing_else(finished):
     lines = losses(run)
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
     assert [line["step"] for line in lines if "validation_loss" in line] == [0, 6, 12]
-    rate = train.schedule(configs.parse(finished[1]))
+    rate = train.schedule(configs.parse(arguments))
     assert [line["learning_rate"] for line in lines if "loss" in line] == pytest.approx(
         [float(rate(t)) for t in range(12)]
     )
@@ -99,53 +89,13 @@ def test_a_run_leaves_its_folder_and_nothing_else(finished):
     assert (run / "sample.txt").read_text().startswith("def read_lines(path, encoding=None):")
     assert f"Final validation loss {lines[-1]['validation_loss']:.4f}" in said
     assert "7 matrices" in said
-    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_stores_what_made_it(finished, dataset):
-    run, _, _ = finished
     stored = json.loads((run / "run.json").read_text())
-    assert stored["config"]["model.width"] == 16
-    assert stored["config"]["steps"] == 12
+    assert (stored["config"]["model.width"], stored["config"]["steps"]) == (16, 12)
     assert stored["fingerprint"] == dataset.manifest["fingerprint"]
-    assert len(stored["sessions"]) == 1
-    assert stored["sessions"][0]["versions"]["jax"]
-    assert stored["sessions"][0]["device"]["platform"]
+    (session,) = stored["sessions"]
+    assert {"python", "jax", "orbax-checkpoint", "numpy"} <= session["versions"].keys()
+    assert session["device"]["platform"]
     assert "attention/query/kernel" in (run / "parameters.txt").read_text()
-
-
-def interrupt(monkeypatch, after: int) -> None:
-    """Make the trainer stop, as by Ctrl-C, once ``after`` updates of this process are done."""
-    whole = train.make_train_step
-
-    def make(*args):
-        step, calls = whole(*args), iter(range(after))
-
-        def counted(state, tokens):
-            if next(calls, None) is None:
-                raise KeyboardInterrupt
-            return step(state, tokens)
-
-        return counted
-
-    monkeypatch.setattr(train, "make_train_step", make)
-
-
-@pytest.mark.slow
-def test_a_stopped_run_goes_on_exactly(finished, tmp_path, monkeypatch, capsys):
-    run, arguments, _ = finished
-    monkeypatch.chdir(tmp_path)
-    with monkeypatch.context() as patch:
-        interrupt(patch, after=7)
-        assert main.main(arguments) == 130
-    assert "--resume" in capsys.readouterr().err
-    part = tmp_path / "runs" / run.name
-    assert files(part / "checkpoints") == ["4"]
-    assert [line["step"] for line in losses(part)][-1] == 6  # two steps behind the checkpoint: to be done again
-    assert main.main([*arguments, "--resume"]) == 0
-    assert losses(part) == losses(run)
-    assert (part / "sample.txt").read_text() == (run / "sample.txt").read_text()
-    assert len(json.loads((part / "run.json").read_text())["sessions"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -156,22 +106,102 @@ def test_a_stopped_run_goes_on_exactly(finished, tmp_path, monkeypatch, capsys):
         (["--steps", "10", "--warmup-steps", "10"], ["Warm-up    1 of these steps, not 10"]),
         (
             ["--matrix.norm-control", "hyperball", "--model.width", "64", "--model.hidden-std", "0.02"],
-            ["Rows       begin and stay 0.16 long; 0.5 to 0.8 is better: --model.hidden-std 0.081"],
+            ["Rows       have a fixed norm of 0.16; 0.5 to 0.8 is better: --model.hidden-std 0.081"],
         ),
         (["--matrix.norm-control", "hyperball", "--model.width", "64", "--model.hidden-std", "0.08"], []),
-        (["--model.width", "64", "--model.hidden-std", "0.02"], []),
     ],
 )
-def test_what_is_not_as_one_may_think_is_remarked(flags, said):
+def test_what_may_need_action_is_remarked(flags, said):
     assert run_module.remarks(configs.parse(["--optimizer", "muon", *flags])) == said
 
 
-def test_a_finished_run_resumed_is_left_as_it_is(copy, capsys):
+def test_progress_is_a_line_every_30_seconds_without_a_terminal(monkeypatch):
+    clock, file = [0.0], io.StringIO()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    progress = logs.Progress(Console(file=file, width=200), 800)
+    for step in range(1, 801):
+        clock[0] += 0.25
+        progress.update(step, 3.0, 0.25, 512, None)
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 6  # in 200 seconds
+    assert lines[0] == "step    120 of 800  loss 3.0000  2,048 tokens/s  0:02:50 left"
+
+
+def signal_in_a_step(patch, number: int) -> None:
+    """Send a signal in the fifth step; number 0: end there at once, as by a second Ctrl-C."""
+    whole = train.make_train_step
+
+    def make(*args):
+        step, calls = whole(*args), iter(range(5))
+
+        def counted(state, tokens):
+            if next(calls, None) == 4:
+                if not number:
+                    raise KeyboardInterrupt
+                os.kill(os.getpid(), number)
+            return step(state, tokens)
+
+        return counted
+
+    patch.setattr(train, "make_train_step", make)
+
+
+def signal_while_logging(patch, number: int) -> None:
+    whole, calls = train.Log.write, iter(range(4))
+
+    def write(log, records):
+        if next(calls, None) == 3:
+            os.kill(os.getpid(), number)
+        whole(log, records)
+
+    patch.setattr(train.Log, "write", write)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "send", "after"),
+    [
+        (signal.SIGTERM, 143, signal_in_a_step, 5),
+        pytest.param(signal.SIGINT, 130, signal_in_a_step, 5, marks=pytest.mark.slow),
+        pytest.param(0, 130, signal_in_a_step, 4, marks=pytest.mark.slow),
+        # The writes are those of the first score, step 3, step 6 and its score: step 7 is the first to know.
+        pytest.param(signal.SIGTERM, 143, signal_while_logging, 7, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stopped_run_goes_on_exactly(finished, tmp_path, monkeypatch, capsys, number, status, send, after):
+    run, arguments, _ = finished
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        send(patch, number)
+        assert main.main(arguments) == status
+    assert signal.getsignal(signal.SIGTERM) == before
+    line = f"stopped after step {after}, saved; the same command with --resume continues" if number else "--resume"
+    assert line in capsys.readouterr().err
+    part = tmp_path / "runs" / run.name
+    assert files(part / "checkpoints")[-1] == str(after)
+    assert not (part / "result.json").exists()
+    assert main.main([*arguments, "--resume"]) == 0
+    assert losses(part) == losses(run)
+    assert (part / "sample.txt").read_text() == (run / "sample.txt").read_text()
+    assert len(json.loads((part / "run.json").read_text())["sessions"]) == 2
+
+
+def test_a_finished_run_is_left_as_it_is(copy, capsys):
     run, arguments = copy
-    before = losses(run)
+    before, kept = losses(run), files(run)
+    assert "--resume continues it" in refused(arguments, capsys)
+    assert "no run in" in refused([*arguments, "--resume", "--name", "misspelled"], capsys)
+    for bad in (["--matrix.ns-coefficients", "none"], ["--model.vocabulary", "3"], ["--batch-size", "9999999"]):
+        refused([*arguments, "--overwrite", *bad], capsys)
+    assert files(run) == kept
+    with processes.lock(run):
+        assert "another process is writing" in refused([*arguments, "--resume"], capsys)
     assert main.main([*arguments, "--resume", "--sample-tokens", "3"]) == 0
     assert losses(run) == before
     assert f"Final validation loss {before[-1]['validation_loss']:.4f}" in capsys.readouterr().out
+    (run / "run.json").unlink()
+    assert "run.json" in refused([*arguments, "--overwrite"], capsys)
+    assert (run / "log.jsonl").exists()
 
 
 @pytest.mark.parametrize("flags", [[], ["--resume"], ["--overwrite"]])
@@ -181,88 +211,29 @@ def test_what_was_stopped_before_it_began_is_in_nobodys_way(finished, tmp_path, 
     folder = tmp_path / "runs" / run.name
     folder.mkdir(parents=True)
     (folder / "lock").touch()
-    config = configs.parse([*arguments, *flags])
-    assert run_module.stored(config) is None
+    assert run_module.stored(configs.parse([*arguments, *flags])) is None
 
 
-def test_overwrite_deletes_nothing_before_everything_is_checked(copy, capsys):
+def test_another_runs_weights_replace_the_initial_ones_and_overwrite_starts_anew(copy, capsys):
     run, arguments = copy
-    before = files(run)
-    for bad in (["--matrix.ns-coefficients", "none"], ["--model.vocabulary", "3"], ["--batch-size", "9999999"]):
-        refused([*arguments, "--overwrite", *bad], capsys)
-        assert files(run) == before
-
-
-def test_one_process_at_a_time(copy, capsys):
-    run, arguments = copy
-    with processes.lock(run):
-        assert "another process is writing" in refused([*arguments, "--resume"], capsys)
-    assert main.main([*arguments, "--resume"]) == 0
-
-
-def test_what_the_system_refuses_is_one_line(finished, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    assert "file" in refused([*finished[1], "--runs-folder", "file"], capsys)
-
-
-def test_overwrite_begins_anew(copy):
-    run, arguments = copy
-    (run / "stray.txt").write_text("")
-    anew = ["--overwrite", "--name", run.name, "--optimizer", "adamw", "--steps", "3", "--sample-tokens", "0"]
-    assert main.main([*arguments, *anew]) == 0
-    assert [line["step"] for line in losses(run) if "loss" in line] == [1, 2, 3]
-    assert not (run / "stray.txt").exists()
-    assert not (run / "sample.txt").exists()
-
-
-def refused(arguments: list[str], capsys) -> str:
-    """The one line with which the program refuses."""
-    capsys.readouterr()
-    assert main.main(arguments) == 1
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1
-    assert "step " not in said.out
-    return said.err
-
-
-def refused_midway(arguments: list[str], capfd) -> str:
-    """The same after the first step; nobody has more to say of it later."""
-    assert main.main(arguments) == 1
-    gc.collect()
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1
-    return said
-
-
-def test_a_run_in_the_way_is_not_touched(copy, capsys):
-    run, arguments = copy
-    assert "--resume goes on with it" in refused(arguments, capsys)
-    (run / "run.json").unlink()
-    assert "run.json" in refused([*arguments, "--overwrite"], capsys)
-    assert (run / "log.jsonl").exists()
-
-
-def test_there_must_be_a_run_to_resume(copy, capsys):
-    _, arguments = copy
-    assert "no run in" in refused([*arguments, "--resume", "--name", "misspelled"], capsys)
-
-
-def test_another_runs_weights_are_a_beginning(copy, capsys):
-    run, arguments = copy
-    longer = [*arguments, "--steps", "15", "--optimizer", "adamw", "--sample-tokens", "0"]
-    assert f"--init-from {Path('runs') / run.name} --name NEW goes on" in refused(
+    assert f"--init-from {Path('runs') / run.name} --name NEW trains on" in refused(
         [*arguments, "--steps", "15", "--resume"], capsys
     )
-    other = [*longer, "--model.mlp-width", "48", "--init-from", str(run)]
-    assert "--init-from is of another model: blocks/0/mlp" in refused(other, capsys)
-    assert main.main([*longer, "--init-from", str(run)]) == 0
+    short = [*arguments, "--steps", "3", "--optimizer", "adamw", "--sample-tokens", "0", "--init-from", str(run)]
+    other = refused([*short, "--model.mlp-width", "48"], capsys)
+    assert "--init-from is of another model: blocks/0/mlp/down/kernel is float32[32, 16] there" in other
+    other_run = run.parent / "tiny-adamw"
+    other_run.mkdir()
+    for stray in ("run.json", "stray.txt"):
+        (other_run / stray).write_text("")
+    assert main.main([*short, "--overwrite"]) == 0
+    assert not (other_run / "stray.txt").exists()
     assert f"{run} after step 12" in capsys.readouterr().out
-    begun = losses(run.parent / "tiny-adamw")
+    begun = losses(other_run)
     assert begun[0]["validation_loss"] == losses(run)[-1]["validation_loss"]
-    assert begun[-1]["step"] == 15
+    assert [line["step"] for line in begun if "loss" in line] == [1, 2, 3]
     shutil.rmtree(run)
-    assert main.main([*longer, "--init-from", str(run), "--resume"]) == 0
+    assert main.main([*short, "--resume"]) == 0
 
 
 def test_another_runs_checkpoint_is_refused(copy, data_config, capsys):
@@ -290,45 +261,33 @@ def damage(checkpoint: Path) -> None:
 
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(copy, finished, capfd):
     run, arguments = copy
+    largest = max((run / "checkpoints" / "12" / "state").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    middle = len(content) // 2
+    largest.write_bytes(content[:middle] + bytes(8) + content[middle + 8 :])  # it can be read
+    assert "is not what was written" in refused(["evaluate", str(run)], capfd)
     damage(run / "checkpoints" / "12" / "facts")
-    assert "12 is damaged" in (said := refused(["evaluate", str(run)], capfd))
+    said = refused(["evaluate", str(run)], capfd)
+    assert "12 is damaged" in said
     assert "--step names another, there are 8" in said
     (run / "checkpoints" / "12.damaged").mkdir()
     assert main.main([*arguments, "--resume"]) == 0
     said = capfd.readouterr()
-    assert "12.damaged1\nGoing on after step 8" in said.out
+    assert "12.damaged1\nResuming from step 8" in said.out
     assert said.err == ""
     assert files(run / "checkpoints") == ["12", "12.damaged", "12.damaged1", "8"]
     assert losses(run) == losses(finished[0])
-
-
-def test_a_checkpoint_that_can_be_read_and_is_not_what_was_written_is_damaged(copy, capfd):
-    run, _ = copy
-    largest = max((run / "checkpoints" / "12" / "state").rglob("*"), key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 8] = bytes(8)
-    largest.write_bytes(content)
-    assert "is not what was written" in refused(["evaluate", str(run)], capfd)
-
-
-def test_the_bits_of_an_array_have_one_sum_however_it_lies():
-    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
-        x = jnp.asarray(np.random.default_rng(0).standard_normal((33, 7)) * 50).astype(dtype)
-        unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        assert checkpoint.sum_of_bits(x) == int(checkpoint._sum_of_bits(x, unsigned))
 
 
 def test_where_all_checkpoints_are_damaged_nothing_is_moved(copy, capfd):
     run, arguments = copy
     (run / "checkpoints" / "8" / "state" / "manifest.ocdbt").unlink()  # Tensorstore's reads are given up midway
     damage(run / "checkpoints" / "12" / "state")
-    said = refused([*arguments, "--resume"], capfd)
-    assert "there is no whole one: --overwrite begins anew" in said
+    assert "no other can be read: --overwrite starts anew" in refused([*arguments, "--resume"], capfd)
     assert files(run / "checkpoints") == ["12", "8"]
 
 
-def test_the_newest_checkpoint_is_sought_again_where_a_run_goes_on(copy, capsys, monkeypatch):
+def test_the_newest_checkpoint_is_read_while_the_run_goes_on(copy, capsys, monkeypatch):
     run, _ = copy
     whole = checkpoint.Checkpoints.restore
 
@@ -343,7 +302,7 @@ def test_the_newest_checkpoint_is_sought_again_where_a_run_goes_on(copy, capsys,
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs limits of the system")
-@pytest.mark.parametrize(("part", "where"), [("checkpoint", "from the start"), ("log", "after step 4, which is saved")])
+@pytest.mark.parametrize(("part", "where"), [("checkpoint", "from step 0"), ("log", "from step 4")])
 def test_a_full_disk_is_one_line(finished, tmp_path, monkeypatch, capfd, part, where):
     import resource
 
@@ -352,7 +311,7 @@ def test_a_full_disk_is_one_line(finished, tmp_path, monkeypatch, capfd, part, w
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def save(checkpoints, *state):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # less than the token table
         whole(checkpoints, *state)
 
     monkeypatch.chdir(tmp_path)
@@ -361,115 +320,43 @@ def test_a_full_disk_is_one_line(finished, tmp_path, monkeypatch, capfd, part, w
         *((checkpoint.Checkpoints, "save", save) if part == "checkpoint" else (train.Log, "write", write))
     )
     try:
-        said = refused_midway(finished[1], capfd)
+        said = refused(finished[1], capfd, midway=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {"checkpoint": "cannot write", "log": "No space left on device"}[part] in said
-    assert f"MB are free in runs/tiny-normpre_g: the same command with --resume goes on {where}" in said
+    assert f"free some space, then the same command with --resume continues {where}" in said
 
 
-def test_a_loss_that_is_no_number_ends_the_run(finished, tmp_path, monkeypatch, capsys):
+def test_what_ends_a_run_is_one_line(finished, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    arguments = [*finished[1], "--optimizer", "adamw", "--learning-rate", "1e30"]
-    assert main.main(arguments) == 1
-    assert "try a --learning-rate below 1e+30" in capsys.readouterr().err
-    result = json.loads((tmp_path / "runs" / "tiny-adamw" / "result.json").read_text())
-    assert "became" in result["diverged"]
-
-
-def signal_in_a_step(patch, number: int) -> None:
-    whole, calls = train.make_train_step, iter(range(5))
-
-    def make(*args):
-        step = whole(*args)
-
-        def counted(state, tokens):
-            if next(calls, None) == 4:
-                os.kill(os.getpid(), number)
-            return step(state, tokens)
-
-        return counted
-
-    patch.setattr(train, "make_train_step", make)
-
-
-def signal_while_logging(patch, number: int) -> None:
-    whole, calls = train.Log.write, iter(range(4))
-
-    def write(log, records):
-        if next(calls, None) == 3:
-            os.kill(os.getpid(), number)
-        whole(log, records)
-
-    patch.setattr(train.Log, "write", write)
-
-
-@pytest.mark.parametrize(
-    ("number", "status", "send", "after"),
-    [
-        (signal.SIGTERM, 143, signal_in_a_step, 5),
-        pytest.param(signal.SIGINT, 130, signal_in_a_step, 5, marks=pytest.mark.slow),
-        # The writes are those of the first score, step 3, step 6 and its score: step 7 is the first to know.
-        pytest.param(signal.SIGTERM, 143, signal_while_logging, 7, marks=pytest.mark.slow),
-    ],
-)
-def test_a_signal_saves_and_leaves(finished, tmp_path, monkeypatch, capsys, number, status, send, after):
-    run, arguments, _ = finished
-    monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(number)
-    with monkeypatch.context() as patch:
-        send(patch, number)
-        assert main.main(arguments) == status
-    assert signal.getsignal(number) == before
-    assert f"stopped after step {after}, saved; the same command with --resume" in capsys.readouterr().err
-    part = tmp_path / "runs" / run.name
-    assert str(after) in files(part / "checkpoints")
-    assert not (part / "result.json").exists()
-    assert main.main([*arguments, "--resume"]) == 0
-    assert losses(part) == losses(run)
-
-
-def test_tensorboard_and_wandb_get_what_the_log_gets(finished, tmp_path, monkeypatch):
-    run, arguments, _ = finished
-    monkeypatch.chdir(tmp_path)
-    got, ended = [], []
-
-    class Wandb:
-        @staticmethod
-        def init(**about):
-            got.append(about)
-            return Wandb
-
-        @staticmethod
-        def log(numbers, step):
-            got.append((step, numbers))
-
-        @staticmethod
-        def finish():
-            ended.append(True)
-
-    monkeypatch.setitem(sys.modules, "wandb", Wandb)
-    assert main.main([*arguments, "--tensorboard", "--wandb", "project", "--sample-tokens", "0"]) == 0
-    part = tmp_path / "runs" / run.name
-    about, *records = got
-    assert (about["project"], about["name"], about["config"]["steps"]) == ("project", run.name, 12)
-    lines = read_lines(part / "log.jsonl")
-    assert records == [(line.pop("step"), line) for line in lines]
-    assert ended == [True]
-    (events,) = (part / "tensorboard").iterdir()
-    assert b"validation_loss" in events.read_bytes()
-
-
-def test_a_tracker_that_is_not_installed_is_named(finished, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+    arguments = finished[1]
+    said = refused([*arguments, "--optimizer", "adamw", "--learning-rate", "1e30"], capsys, midway=True)
+    assert "try a --learning-rate below 1e+30" in said
+    assert "became" in json.loads((tmp_path / "runs" / "tiny-adamw" / "result.json").read_text())["diverged"]
+    assert "--model.vocabulary 300 is too small" in refused([*arguments, "--model.vocabulary", "300"], capsys)
+    (tmp_path / "file").touch()
+    assert "file" in refused([*arguments, "--runs-folder", "file"], capsys)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main.main([*finished[1], "--wandb", "project"]) == 1
-    assert capsys.readouterr().err == "error: --wandb needs wandb: pip install wandb\n"
+    assert refused([*arguments, "--wandb", "project"], capsys) == "error: --wandb needs wandb: pip install wandb\n"
 
 
-def test_a_smaller_vocabulary_than_the_datas_is_refused(finished, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert "--model.vocabulary 300 is too small" in refused([*finished[1], "--model.vocabulary", "300"], capsys)
+def test_wandb_gets_what_the_log_gets(finished, tmp_path, monkeypatch):
+    config = dataclasses.replace(configs.parse(finished[1]), runs_folder=tmp_path, wandb="project")
+    config.run_folder.mkdir()
+    got = []
+    wandb = types.SimpleNamespace(
+        init=lambda **about: got.append(about) or wandb,
+        log=lambda numbers, step: got.append((step, numbers)),
+        finish=lambda: got.append("finished"),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for _ in range(2):  # a resumed run continues the same one
+        log = logs.Log(config, 0)
+        log.write([{"step": 3, "loss": 2.5, "event": "spike"}])
+        log.close()
+    assert got[:3] == got[3:]
+    assert (got[0]["project"], got[0]["name"], got[0]["config"]["steps"]) == ("project", config.run_name, 12)
+    assert got[1:3] == [(3, {"loss": 2.5}), "finished"]
 
 
 def test_a_model_is_scored_continued_and_exported(copy, capsys):
@@ -479,44 +366,54 @@ def test_a_model_is_scored_continued_and_exported(copy, capsys):
     assert f"step 12: loss {final['validation_loss']:.4f} nats per token" in capsys.readouterr().out
     assert main.main(["evaluate", str(run), "--step", "8", "--validation-tokens", "512"]) == 0
     assert "step 8: loss" in capsys.readouterr().out
-    assert main.main(["evaluate", str(run), "--average", "2"]) == 0
-    assert "step 12 and 1 before it: loss" in capsys.readouterr().out
-    averaged, *both = (commands.load(run, *which).params for which in ((None, None, 2), (8,), (12,)))
-    jax.tree.map(lambda m, a, b: np.testing.assert_allclose(m, (a + b) / 2, rtol=1e-6, atol=1e-8), averaged, *both)
     assert main.main(["generate", str(run), "--sample-tokens", "20", "--temperature", "0", "--samples", "2"]) == 0
     first, second = capsys.readouterr().out.split("--- ")[1:]
     assert first.startswith("1\ndef read_lines(path, encoding=None):")
     assert first[1:].strip() == second[1:].strip()  # nothing is drawn
-    assert main.main(["export", str(run), "--output", "exported"]) == 0
+    export = ["export", str(run), "--output", "exported"]
+    assert main.main(export) == 0
     assert files(Path("exported")) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert json.loads(Path("exported/config.json").read_text())["vocab_size"] == 512
     assert len({path.stat().st_mode for path in Path("exported").iterdir()}) == 1
-    assert "exported has a model.safetensors: --overwrite" in refused(
-        ["export", str(run), "--output", "exported"], capsys
-    )
-    assert main.main(["export", str(run), "--output", "exported", "--overwrite"]) == 0
+    assert "exported has a model.safetensors: --overwrite" in refused(export, capsys)
+    assert main.main([*export, "--overwrite"]) == 0
 
 
-def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, capsys):
+def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, data_config, capsys):
     run, _ = copy
-    assert "is not the folder of a run" in refused(["evaluate", "nowhere"], capsys)
-    assert "no checkpoint of step 5" in refused(["generate", str(run), "--step", "5"], capsys)
-    assert "there are 8, 12" in refused(["generate", str(run), "--step", "5"], capsys)
-    assert "--samples must be at least 1" in refused(["generate", str(run), "--samples", "0"], capsys)
-    assert "there are no token files in" in refused(["evaluate", str(run), "--tokens", str(tmp_path / "no")], capsys)
-    assert "--sample-tokens must be at most" in refused(["generate", str(run), "--sample-tokens", "99999999"], capsys)
-    assert "--validation-tokens must be" in refused(["evaluate", str(run), "--validation-tokens", "0"], capsys)
-    assert "has kept 1 checkpoints up to step 8" in refused(
-        ["evaluate", str(run), "--step", "8", "--average", "2"], capsys
-    )
-    assert "--temperature a finite number" in refused(["generate", str(run), "--temperature", "nan"], capsys)
+    other = dataclasses.replace(data_config, source=data_config.source / "email", vocabulary=400)
+    for command, line in (
+        (["evaluate", "nowhere"], "is not the folder of a run"),
+        (["generate", str(run), "--step", "5"], "no checkpoint of step 5"),
+        (["generate", str(run), "--step", "5"], "there are 8, 12"),
+        (["generate", str(run), "--samples", "0"], "--samples must be at least 1"),
+        (["generate", str(run), "--temperature", "nan"], "--temperature must be at least 0"),
+        (["evaluate", str(run), "--tokens", str(tmp_path / "no")], "there are no token files in"),
+        (["evaluate", str(run), "--validation-tokens", "0"], "--validation-tokens must be at least 1"),
+        (["evaluate", str(run), "--tokens", str(python_source.prepare(other, print))], "made with another tokenizer"),
+    ):
+        assert line in refused(command, capsys)
 
 
-def test_text_of_another_tokenizer_is_refused(copy, data_config, capsys):
-    run, _ = copy
-    less = dataclasses.replace(data_config, source=data_config.source / "email", vocabulary=400)
-    other = python_source.prepare(less, print)
-    assert "made with another tokenizer" in refused(["evaluate", str(run), "--tokens", str(other)], capsys)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children")
+def test_what_a_process_has_begun_ends_with_it():
+    child = "from examples.pretrain.processes import begin_as_child as f; import subprocess, sys, time; "
+    child += "print(subprocess.Popen(['sleep', '60'], preexec_fn=lambda: f(set())).pid, flush=True); time.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    begun = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{begun}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state == "Z":  # ended, and nobody has asked
+            return
+        time.sleep(0.1)
+    os.kill(begun, signal.SIGKILL)
+    pytest.fail("it lives on")
 
 
 @pytest.mark.slow

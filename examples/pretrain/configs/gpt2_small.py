@@ -12,26 +12,16 @@ parameters, the table padded as in nanoGPT, whose own count of 123.59 M leaves t
 
 from pathlib import Path
 
-from ..config import Config, DataConfig, MatrixConfig, ModelConfig
-from .paper import TRAINING
+from ..config import DataConfig, MatrixConfig, ModelConfig
+from .paper import paper
 
-config = Config(
-    config="gpt2_small",
-    optimizer="normpre_g",
-    learning_rate=6e-4,
+config = paper(
+    "gpt2_small",
+    6e-4,
+    "openwebtext",
+    ModelConfig("gpt2", 12, 768, 12, mlp_width=3072, context=1024, vocabulary=50_304, norm_epsilon=1e-5),
     warmup_steps=2_000,
     micro_batch=32,
-    model=ModelConfig(
-        family="gpt2",
-        layers=12,
-        width=768,
-        heads=12,
-        mlp_width=3072,
-        context=1024,
-        vocabulary=50_304,
-        norm_epsilon=1e-5,
-    ),
     matrix=MatrixConfig(muon_convention="keller", muon_ratio=0.02 / 6e-4),
     data=DataConfig(tokens=Path("data/openwebtext"), validation_tokens=200 * 12 * 1024),
-    **TRAINING,
 )

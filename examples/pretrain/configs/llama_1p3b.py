@@ -8,30 +8,9 @@ The paper's validation losses: AdamW 2.9385, Muon 2.9037, MANO 2.8963, NormPre-G
 1,339.08 M parameters.
 """
 
-from pathlib import Path
+from ..config import ModelConfig
+from .llama_130m import LLAMA
+from .paper import paper
 
-from ..config import Config, DataConfig, ModelConfig
-from .paper import TRAINING
-
-config = Config(
-    config="llama_1p3b",
-    optimizer="normpre_g",
-    learning_rate=3e-4,
-    warmup_steps=1_000,
-    micro_batch=16,
-    model=ModelConfig(
-        family="llama",
-        layers=24,
-        width=2048,
-        heads=32,
-        mlp_width=5461,
-        context=1024,
-        vocabulary=32_000,
-        tied_head=False,
-        scaled_residuals=False,
-        scan_layers=True,
-        remat=True,
-    ),
-    data=DataConfig(tokens=Path("data/c4"), validation_tokens=2048 * 1024),
-    **TRAINING,
-)
+MODEL = ModelConfig(layers=24, width=2048, heads=32, mlp_width=5461, remat=True, **LLAMA)
+config = paper("llama_1p3b", 3e-4, "c4", MODEL, micro_batch=16)

@@ -8,32 +8,13 @@ The paper's validation losses: AdamW 2.8956, Muon 2.8335, MANO 2.8382, NormPre-G
 596.05 M parameters.
 """
 
-from pathlib import Path
+from typing import Any
 
-from ..config import Config, DataConfig, ModelConfig
-from .paper import TRAINING
+from ..config import ModelConfig
+from .paper import paper
 
-config = Config(
-    config="qwen3_0p6b",
-    optimizer="normpre_g",
-    learning_rate=3e-4,
-    warmup_steps=1_000,
-    micro_batch=16,
-    model=ModelConfig(
-        family="qwen3",
-        layers=28,
-        width=1024,
-        heads=16,
-        kv_heads=8,
-        head_width=128,
-        mlp_width=3072,
-        context=1024,
-        vocabulary=151_936,
-        rotary_base=1e6,
-        scaled_residuals=False,
-        scan_layers=True,
-        remat=True,
-    ),
-    data=DataConfig(tokens=Path("data/pile"), validation_tokens=2048 * 1024),
-    **TRAINING,
-)
+QWEN3: dict[str, Any] = {
+    **{"family": "qwen3", "layers": 28, "heads": 16, "kv_heads": 8, "head_width": 128, "context": 1024},
+    **{"vocabulary": 151_936, "rotary_base": 1e6, "scaled_residuals": False, "scan_layers": True, "remat": True},
+}
+config = paper("qwen3_0p6b", 3e-4, "pile", ModelConfig(width=1024, mlp_width=3072, **QWEN3), micro_batch=16)

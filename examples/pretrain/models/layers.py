@@ -3,14 +3,14 @@
 
 Shape letters: B batch, T time, D width, H heads, G heads of keys and values, K head width, F MLP width, V vocabulary,
 L layers. Parameters are float32; ``dtype`` is the type of the arithmetic. A residual projection, the last matrix of a
-branch that is added to the stream, starts smaller by sqrt(2 L) where ``scaled_residuals`` is set, so that the stream's
+branch that is added to the stream, is initialized smaller by sqrt(2 L) with ``scaled_residuals``, so that the stream's
 variance does not grow with depth. On a mesh (``..mesh``) a layer gathers its weight over ``fsdp`` before it uses it.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ Implementation = Literal["xla", "cudnn"]
 
 
 class Linear(nnx.Linear):
-    """``nnx.Linear`` with the leading axes flattened: on CPU, XLA takes a 2-D weight gradient in half the time."""
+    """``nnx.Linear`` with the leading axes flattened: on CPU, XLA computes a 2-D weight gradient in half the time."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(..., inputs) to (..., outputs)."""
@@ -58,7 +58,7 @@ class Embedding(nnx.Embed):
         return self.table().at[tokens].get(out_sharding=out)
 
     def table(self) -> jax.Array:
-        """The whole table in ``dtype``."""
+        """The table in ``dtype``, gathered over ``fsdp``."""
         return gathered(self.embedding[...].astype(self.dtype))
 
     def attend(self, x: jax.Array) -> jax.Array:
@@ -81,9 +81,13 @@ def embedding(entries: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> 
     return Embedding(entries, width, dtype=dtype, param_dtype=jnp.float32, embedding_init=init, rngs=rngs)
 
 
-def rms_norm(width: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """RMSNorm with a scale; Flax takes the mean square in float32 whatever ``dtype`` is."""
-    return nnx.RMSNorm(width, epsilon=epsilon, dtype=dtype, param_dtype=jnp.float32, rngs=rngs)
+def norm(config: ModelConfig, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Module:
+    """RMSNorm with a scale, or GPT-2's LayerNorm; Flax computes the moments in float32 for every ``dtype``."""
+    common: dict[str, Any] = {"epsilon": config.norm_epsilon, "dtype": dtype, "param_dtype": jnp.float32, "rngs": rngs}
+    if config.family != "gpt2":
+        return nnx.RMSNorm(width, **common)
+    # The fast variance is a difference of squares, which cancels.
+    return nnx.LayerNorm(width, use_bias=config.bias, use_fast_variance=False, **common)
 
 
 def residual_std(config: ModelConfig) -> float:
@@ -92,14 +96,14 @@ def residual_std(config: ModelConfig) -> float:
 
 
 def rotate(x_BxTxHxK: jax.Array, base: float) -> jax.Array:
-    """Rotary positions: dimension i and i + K/2 turn together, by t base^(-2i/K); computed in float32."""
+    """Rotary positions: dimensions i and i + K/2 are rotated by the angle t base^(-2i/K); computed in float32."""
     time, half = x_BxTxHxK.shape[1], x_BxTxHxK.shape[3] // 2
     frequencies_K = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles_Tx1xK = jnp.arange(time, dtype=jnp.float32)[:, None, None] * frequencies_K
     cosine, sine = jnp.cos(angles_Tx1xK), jnp.sin(angles_Tx1xK)
     first, second = jnp.split(x_BxTxHxK.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return turned.astype(x_BxTxHxK.dtype)
+    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return rotated.astype(x_BxTxHxK.dtype)
 
 
 def head_width(config: ModelConfig) -> int:
@@ -111,34 +115,29 @@ def attention_implementation(config: ModelConfig, dtype: jnp.dtype) -> Implement
     """What computes attention: as configured, and for "auto" cuDNN where it runs.
 
     Raises:
-        RunError: where cuDNN is asked for and cannot run.
+        RunError: if cuDNN is asked for and cannot run.
     """
-    obstacle = cudnn_obstacle(head_width(config), dtype)
-    if config.attention == "cudnn" and obstacle:
-        raise RunError(f"--model.attention cudnn cannot run: {obstacle}; auto takes XLA's then")
-    return "xla" if obstacle or config.attention == "xla" else "cudnn"
+    runs = cudnn_runs(head_width(config), dtype)
+    if config.attention == "cudnn" and not runs:
+        raise RunError(
+            "--model.attention cudnn cannot run: it needs an NVIDIA GPU of compute capability 8.0 or higher, --dtype "
+            f"bfloat16, and heads of a multiple of 8 up to {CUDNN_HEAD_WIDTH}; auto takes XLA's attention then"
+        )
+    return "cudnn" if runs and config.attention != "xla" else "xla"
 
 
-def cudnn_obstacle(width: int, dtype: jnp.dtype) -> str:
-    """Why cuDNN's attention cannot run here on heads of ``width``, empty where it can.
-
-    JAX takes wider heads on some GPUs; 128 is what all of them do.
-    """
+def cudnn_runs(width: int, dtype: jnp.dtype) -> bool:
+    """Whether cuDNN's attention runs here on heads of ``width``; JAX allows wider ones on some GPUs."""
     device = jax.local_devices()[0]
     # compute_capability is no number on AMD's GPUs, whose platform is "gpu", too.
-    if "cuda" not in device.client.platform_version or float(device.compute_capability) < 8:
-        return f"it needs an NVIDIA GPU of compute capability 8.0 or higher, this is {device.device_kind}"
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it needs --dtype bfloat16, got {dtype}"
-    if width > CUDNN_HEAD_WIDTH or width % 8:
-        return f"it needs heads of a multiple of 8 up to {CUDNN_HEAD_WIDTH}, got {width}"
-    return ""
+    cuda = "cuda" in device.client.platform_version and float(device.compute_capability) >= 8
+    return cuda and dtype in (jnp.bfloat16, jnp.float16) and width <= CUDNN_HEAD_WIDTH and width % 8 == 0
 
 
 def attend(
     query_BxTxHxK: jax.Array, key_BxTxGxK: jax.Array, value_BxTxGxK: jax.Array, implementation: Implementation
 ) -> jax.Array:
-    """Causal attention, (B, T, H, K); on a mesh every device has sequences and heads of its own."""
+    """Causal attention, (B, T, H, K); on a mesh every device computes its own sequences and heads."""
     function = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
     if on_mesh():
         axes = jax.sharding.PartitionSpec(BATCH, None, "tensor", None)
@@ -146,54 +145,10 @@ def attend(
     return function(query_BxTxHxK, key_BxTxGxK, value_BxTxGxK)
 
 
-class RotaryAttention(nnx.Module):
-    """Causal self-attention with rotary positions; H / G heads of queries share a head of keys and values.
-
-    The matrices are query (D, HK), key and value (D, GK), and out (HK, D).
-    """
-
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.head_width = head_width(config)
-        self.rotary_base = config.rotary_base
-        self.implementation: Implementation = attention_implementation(config, dtype)
-        inside, shared = config.heads * self.head_width, (config.kv_heads or config.heads) * self.head_width
-        self.query = linear(config.width, inside, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.key = linear(config.width, shared, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.value = linear(config.width, shared, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.out = linear(inside, config.width, std=residual_std(config), dtype=dtype, rngs=rngs)
-
-    def turn(self, query_BxTxHxK: jax.Array, key_BxTxGxK: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries and keys with their positions in them."""
-        return rotate(query_BxTxHxK, self.rotary_base), rotate(key_BxTxGxK, self.rotary_base)
-
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-        """Mix along time; (B, T, D) to the same."""
-        query_BxTxHxK, key_BxTxGxK, value_BxTxGxK = (
-            projection(x_BxTxD).reshape(*x_BxTxD.shape[:2], -1, self.head_width)
-            for projection in (self.query, self.key, self.value)
-        )
-        query_BxTxHxK, key_BxTxGxK = self.turn(query_BxTxHxK, key_BxTxGxK)
-        mixed_BxTxHxK = attend(query_BxTxHxK, key_BxTxGxK, value_BxTxGxK, self.implementation)
-        return self.out(mixed_BxTxHxK.reshape(*x_BxTxD.shape[:2], -1))
-
-
-class GatedMLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), with matrices (D, F), (D, F) and (F, D)."""
-
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.gate = linear(config.width, config.mlp_width, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.up = linear(config.width, config.mlp_width, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.down = linear(config.mlp_width, config.width, std=residual_std(config), dtype=dtype, rngs=rngs)
-
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-        """(B, T, D) to the same."""
-        return self.down(jax.nn.silu(self.gate(x_BxTxD)) * self.up(x_BxTxD))
-
-
 def make_blocks(make: Callable[[], nnx.Module], config: ModelConfig) -> nnx.Module:
     """The blocks of a model: a list, or with ``scan_layers`` one block whose every parameter has an axis L in front.
 
-    The stack is made of the list's blocks, so both forms begin with the same numbers.
+    The stack is made of the list's blocks, so both forms have the same initial parameters.
     """
     blocks = [make() for _ in range(config.layers)]
     if not config.scan_layers:
@@ -208,10 +163,10 @@ def apply_blocks(blocks: nnx.Module, x_BxTxD: jax.Array, config: ModelConfig) ->
     def apply(graphdef: nnx.GraphDef, state: nnx.State, x_BxTxD: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, state)(x_BxTxD)
 
-    if config.remat:  # a scan's body is compiled alone, so nothing outside could undo the recomputation
-        apply = jax.checkpoint(apply, static_argnums=0, prevent_cse=not config.scan_layers)
-    elif on_mesh():  # gathered weights are not kept until the backward pass, which gathers them again
-        apply = jax.checkpoint(apply, static_argnums=0, prevent_cse=not config.scan_layers, policy=gather_again)
+    if config.remat or on_mesh():  # on a mesh, gathered weights are not kept until the backward pass
+        policy = None if config.remat else gather_again
+        # A scan's body is compiled alone, so nothing outside could undo the recomputation.
+        apply = jax.checkpoint(apply, static_argnums=0, prevent_cse=not config.scan_layers, policy=policy)
     if not config.scan_layers:
         for block in blocks:  # pyright: ignore[reportGeneralTypeIssues]
             x_BxTxD = apply(*nnx.split(block), x_BxTxD)

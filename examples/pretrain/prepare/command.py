@@ -20,7 +20,7 @@ import tyro
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from ..config import RunError
+from ..config import RunError, read_options
 from ..processes import Stopped, on_signals
 from . import sources, token_files
 from .sources import HubTexts, LocalTexts, Problems, Stream, find_files, one_line
@@ -191,13 +191,16 @@ def main(arguments: Sequence[str]) -> None:
         RunError: for everything that the user can fix.
         Stopped: after a signal.
     """
-    corpus = tyro.extras.subcommand_cli_from_dict(
-        CORPORA,
-        args=list(arguments),
-        prog="python -m examples.pretrain prepare",
-        description="Write a corpus as token files. `prepare CORPUS --help` lists the options.",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    name = arguments[0] if arguments else ""
+    if name in CORPORA:
+        corpus = read_options(CORPORA[name], arguments[1:], f"prepare {name}")
+    else:
+        corpus = tyro.extras.subcommand_cli_from_dict(
+            CORPORA,
+            args=list(arguments),
+            prog="python -m examples.pretrain prepare",
+            description="Write a corpus as token files. `prepare CORPUS --help` lists the options.",
+        )
     stopping: list[int] = []
     try:
         with on_signals(stopping.append):
