@@ -89,8 +89,10 @@ class MatrixConfig:
     power_iterations: int = 1  # Power iterations of the sketch (normpre_l).
     # How the leading singular vectors are computed (normpre_l).
     method: Literal["sketch", "products", "exact"] = "sketch"
-    # What leading singular values are clipped to: a number, or mean, the root mean square of all (normpre_l).
-    threshold: float | Literal["mean"] = 1.0
+    # What leading singular values are clipped to (normpre_l).
+    threshold: float = 1.0
+    # The threshold is a multiple of the root mean square of the remaining singular values (normpre_l).
+    adaptive: bool = False
     # Projection of the momentum to the tangent space of normalized rows (normpre_g, normpre_l).
     tangent: Literal["relaxed", "strict", "none"] = "relaxed"
     # What is normalized, step by step (normpre_g, normpre_l).
