@@ -3,10 +3,13 @@
 
 import math
 import operator
+import reprlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 PASS_PARAMS = (
     "call update(grads, state, params). In an Equinox loop that is optimizer.update(grads, state, eqx.filter(model, "
@@ -22,8 +25,13 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 
 
+# Numbers that may be a schedule, and those that may be None.
+SCHEDULES = {"learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_decay"}
+OPTIONAL = {"rms", "adam_learning_rate", "adam_weight_decay"}
+
+
 def check_numbers(**options: Any) -> None:
-    """Raise an error for options in ``RANGES`` that are not numbers, or out of range; None, schedules and arrays pass.
+    """Raise an error for options in ``RANGES`` that are not numbers or out of range, and for dtypes that are none.
 
     Example:
         >>> from normpre_optax.checks import check_numbers
@@ -33,13 +41,30 @@ def check_numbers(**options: Any) -> None:
         ValueError: momentum must be in [0, 1), got 1.5
     """
     for name, value in options.items():
-        if name not in RANGES or value is None or callable(value) or isinstance(value, jax.Array):
+        if name in ("compute_dtype", "mu_dtype") and value is not None:
+            _check_dtype(name, value)
+        if name not in RANGES or (value is None and name in OPTIONAL) or (callable(value) and name in SCHEDULES):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float | np.number | np.ndarray) or np.ndim(value):
-            raise TypeError(f"{name} must be a number, got {value!r}")
+        number = isinstance(value, int | float | np.number | np.ndarray | jax.Array) and not isinstance(value, bool)
+        if not number or np.ndim(value):
+            other = "" if name in SCHEDULES else " (optax.inject_hyperparams makes a schedule of it)" * callable(value)
+            raise TypeError(f"{name} must be a number{other}, got {reprlib.repr(value)}")
+        if isinstance(value, Tracer):
+            continue
         least, below = RANGES[name]
         if not least <= value < below:
             raise ValueError(f"{name} must be in [{least:g}, {below:g}), got {value}")
+
+
+def _check_dtype(name: str, value: Any) -> None:
+    try:
+        good = jnp.issubdtype(value, jnp.floating) and jnp.finfo(value).maxexp >= 128
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        raise TypeError(
+            f"{name} must have the range of float32 (bfloat16, float32 or float64), or be None; got {value!r}"
+        )
 
 
 def static_int(name: str, value: Any, least: int, below: int = 2**63) -> int:

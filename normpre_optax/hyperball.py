@@ -97,7 +97,9 @@ def _over_matrix(x: jax.Array, dims: MatrixDims) -> jax.Array:
 def _row_wise_norm(w: jax.Array, _: None, dims: MatrixDims) -> jax.Array:
     """Frobenius norm of every matrix, repeated for each of its rows, so that output blocks can differ."""
     shape = jnp.sum(w, split_axes(w.ndim, dims)[2], keepdims=True)
-    return jnp.broadcast_to(jnp.sqrt(_over_matrix(w * w, dims)), shape.shape)
+    squares = _over_matrix(w * w, dims)
+    norm = jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))  # with a derivative at zero
+    return jnp.broadcast_to(norm, shape.shape)
 
 
 def _warn_of_zeros(norms: Any) -> None:

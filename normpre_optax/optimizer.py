@@ -219,18 +219,18 @@ def _form(tree: Any) -> tuple:
     return treedef, tuple((jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
-def _named(tree: Any) -> dict[str, tuple[int, ...]]:
-    return {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+def _named(tree: Any, **how: Any) -> dict[str, tuple[int, ...]]:
+    return {jax.tree_util.keystr(path, **how): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _check_gradients(updates: Any, params: Any) -> None:
     """Raise a ValueError where the gradients are not like the parameters."""
-    given, wanted = _named(updates), _named(params)
+    given, wanted = (_named(tree, simple=True, separator="/") for tree in (updates, params))
     for name in given | wanted:
         if given.get(name) != wanted.get(name):
             shapes = [f"has shape {x[name]}" if name in x else "is missing" for x in (given, wanted)]
             raise ValueError(
-                f"gradients and parameters differ at {name}: the gradient {shapes[0]}, the parameter {shapes[1]}. "
+                f"gradients and parameters differ at {name!r}: the gradient {shapes[0]}, the parameter {shapes[1]}. "
                 "Arguments are update(grads, state, params)"
             )
     _check_containers("gradients", updates, params, "use the same containers for both, for example flax.core.unfreeze")
@@ -238,7 +238,12 @@ def _check_gradients(updates: Any, params: Any) -> None:
 
 def _check_state(state: Any, own: Any) -> None:
     """Raise a ValueError where a state is not what ``init`` returns."""
-    _check_containers("state", state, own, "restore the checkpoint with target=tx.init(params)")
+    _check_containers(
+        "state",
+        state,
+        own,
+        "restore the checkpoint with target=tx.init(params), or in orbax with restore(path, tx.init(params))",
+    )
     given, wanted = _named(state), _named(own)
     for name in given | wanted:
         if given.get(name) != wanted.get(name):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 import jax
-import jax.numpy as jnp
 
 from normpre_optax.checks import check_numbers
 
@@ -79,6 +78,10 @@ def checked(factory: Callable, signature: inspect.Signature | None = None) -> Ca
     def complete(*args: Any, **options: Any) -> Any:
         for name in options.keys() - parameters.keys():
             raise TypeError(f"{factory.__name__}() has no option {name!r}: {_hint(name, parameters)}")
+        try:
+            signature.bind(*args, **options)
+        except TypeError as error:
+            raise TypeError(f"{factory.__name__}(): {error}") from None
         check_numbers(**options, **dict(zip(parameters, args, strict=False)))
         for name, value in options.items():
             _check_choice(name, value, parameters[name].annotation)
@@ -95,16 +98,6 @@ def _check_choice(name: str, value: Any, kind: Any) -> None:
         raise ValueError(f"{name}={value!r} is not one of {get_args(kind)}{traced}")
     if kind is bool and not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
-    if name in ("compute_dtype", "mu_dtype") and value is not None:
-        try:
-            dtype: Any = value
-            good = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp >= 128
-        except (TypeError, ValueError):
-            good = False
-        if not good:
-            raise TypeError(
-                f"{name} must have the range of float32 (bfloat16, float32 or float64), or be None; got {value!r}"
-            )
 
 
 def _hint(name: str, names: Iterable[str]) -> str:

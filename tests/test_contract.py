@@ -382,9 +382,9 @@ def test_missing_params_and_gradients_that_do_not_fit_are_named():
         tx.update(params, state)
     for shape in ((4, 3), (1, 4)):  # transposed, and one that would broadcast
         grads = {"up": {"kernel": jnp.ones(shape), "bias": jnp.ones(4)}}
-        with pytest.raises(ValueError, match=r"\['up'\]\['kernel'\]: .*shape \(., .\), .* has shape \(3, 4\)"):
+        with pytest.raises(ValueError, match=r"'up/kernel': .*shape \(., .\), .* has shape \(3, 4\)"):
             tx.update(grads, state, params)
-    with pytest.raises(ValueError, match=r"\['bias'\].*update\(grads, state, params\)"):
+    with pytest.raises(ValueError, match=r"'up/bias'.*update\(grads, state, params\)"):
         tx.update({"up": {"kernel": jnp.ones((3, 4))}}, state, params)
     with pytest.raises(ValueError, match=r"update\(grads, state, params\)"):
         tx.update(state, params, params)

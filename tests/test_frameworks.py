@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 from tests.parameters.tables import tree
-from tests.parameters.test_models import MODELS
+from tests.parameters.test_models import entries_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "frameworks.md").read_text()
 
@@ -52,7 +52,7 @@ def test_maxtext():
     scope = run_block("MaxText")
     config = types.SimpleNamespace(muon_beta=0.95, adam_b1=0.9, adam_b2=0.95, adam_eps=1e-8, adam_weight_decay=0.1)
     tx = scope["normpre_muon"](config, optax.constant_schedule(1e-2))
-    params = tree(MODELS["LLaMA 3", "MaxText, scanned", "maxtext"])
+    params = tree(entries_of("LLaMA 3", "MaxText, scanned", "maxtext"))
     updates = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params)[0], params)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
@@ -80,7 +80,7 @@ def test_levanter(monkeypatch):
     scope = run_block("Levanter", __name__=__name__)
     tx = scope["NormPreMuonConfig"](learning_rate=0.02, adam_learning_rate=0.005).build(100)
     for model in ("GPT-2", "LLaMA 3"):
-        params = tree(MODELS[model, "Levanter", ""])
+        params = tree(entries_of(model, "Levanter", ""))
         updates, state = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params), params)
         assert jax.tree.structure(updates) == jax.tree.structure(params)
         assert set(state.hyperparams) == {"learning_rate", "adam_learning_rate"}

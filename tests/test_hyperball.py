@@ -82,6 +82,8 @@ def test_a_matrix_initialized_to_zero_is_named_and_takes_plain_steps():
     with pytest.warns(UserWarning, match="'down/kernel' and 0 more are initialized to zero"):
         state = tx.init(params)
     grads = jax.tree.map(jnp.ones_like, params)
+    step = lambda params: sum(map(jnp.sum, jax.tree.leaves(tx.update(grads, tx.init(params), params)[0])))  # noqa: E731
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(jax.grad(step)(params)))
     plain = cases.first_update(npo.scale_by_rmnp(), *[{"w": grads["down"]["kernel"]}] * 2)["w"]
     np.testing.assert_allclose(tx.update(grads, state, params)[0]["down"]["kernel"], -0.01 * plain)
     with warnings.catch_warnings():

@@ -105,7 +105,7 @@ def bound(name):
 
 
 # Draws depend on the path and the batch index: a truncated sketch clips other modes in another layout.
-TRUNCATED = ("normpre_l-small", "normpre_l-share-mean")
+TRUNCATED = ("normpre_l-small", "normpre_l-adaptive")
 
 
 @pytest.mark.parametrize("name", [one for one in ALL if one.values[0] not in TRUNCATED])
@@ -139,7 +139,7 @@ def test_zero_gradients_give_zero_updates_and_do_no_harm(name):
 
 
 # Where the first step works on columns against weights that are not zero there.
-BY_COLUMNS = ("mano", "mano-2", "normpre_g-columns-strict", "normpre_l-exact", "normpre_l-share-mean")
+BY_COLUMNS = ("mano", "mano-2", "normpre_g-columns-strict", "normpre_l-exact", "normpre_l-adaptive")
 
 
 @every_optimizer

@@ -213,6 +213,8 @@ def clipping_factor(gram: jax.Array) -> jax.Array:
     """
     identity = jnp.eye(len(gram), dtype=gram.dtype)
     sign = identity - gram
+    largest = jnp.max(jnp.abs(sign))
+    sign = sign / jnp.where(largest == 0, 1, largest)  # or the squares of large values overflow
     sign = sign * inverse_root(jnp.sum(sign * sign))
     start = inverse_root(jnp.trace(gram))
     factor, rest = identity * start, gram * start**2

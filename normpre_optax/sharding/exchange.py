@@ -104,7 +104,13 @@ def exchange(
 
     def on_device(parts: list[jax.Array], operands: Any) -> list[jax.Array]:
         own = lambda stacks: compute(stacks, operands)  # noqa: E731
-        at = {a: jax.lax.axis_index(a) for a in sizes}
+        try:
+            at = {a: jax.lax.axis_index(a) for a in sizes}
+        except NameError as error:
+            raise ValueError(
+                "jax.vmap maps over a mesh axis that shards the parameters: use jax.shard_map over that axis, so that "
+                f"each device updates its own models ({error})"
+            ) from error
         stacks = [to_matrices(x, d, t) for x, (_, d, _, t) in zip(parts, each, strict=True)]
         at_home = [i for team in local for i in team.members]
         new = dict(zip(at_home, own([stacks[i] for i in at_home]), strict=True))

@@ -20,7 +20,7 @@ from normpre_optax.stages.base import init_count, next_count, per_parameter, spl
 Tangent = Literal["relaxed", "strict", "none"]
 Orientation = Literal["alternating", "rows", "columns", "both"]
 Side = Literal["rows", "columns"]
-NO_PARAMS = f"the tangent projection needs the parameters, unless tangent='none': {PASS_PARAMS}"
+NO_PARAMS = f"the tangent projection needs the parameters: {PASS_PARAMS}, or tangent='none'"
 
 
 def normalize_tangent(

@@ -304,7 +304,7 @@ def precondition_globally(
     References:
         Normalize-Then-Precondition, "NormPre-G"; Jordan et al., Muon, 2024.
     """
-    check_numbers(rms=rms)
+    check_numbers(rms=rms, compute_dtype=compute_dtype)
     table: tuple = ()
     if ns_steps is not None:
         table = ns.coefficient_table(ns_coefficients, static_int("ns_steps", ns_steps, least=1))
@@ -338,7 +338,7 @@ def whiten(
     References:
         Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148.
     """
-    check_numbers(rms=rms)
+    check_numbers(rms=rms, compute_dtype=compute_dtype)
     f = Whiten(static_int("whitening_steps", steps, least=1), compute_dtype)
     return spectral(f, rms=rms, matrix_dims=matrix_dims)
 
@@ -373,7 +373,9 @@ def precondition_locally(
         threshold: to which singular values are clipped: 1 in the paper.
         rms: if given, scale every result to this root mean square.
         adaptive: clip to ``threshold`` times the root mean square of the remaining singular values,
-            ``level^2 = threshold^2 (||Psi||_F^2 - sum_{i <= r} lambda_i) / (min(m, n) - r)``.
+            ``level^2 = threshold^2 (||Psi||_F^2 - sum_{i <= r} lambda_i) / (min(m, n) - r)``, with ``r < min(m, n)``
+            (of ``method="products"``, ``r + o``). For matrices of low rank, the least level is a tenth of
+            ``threshold ||Psi||_F / sqrt(min(m, n))``. A matrix of one row or column is not clipped.
         matrix_dims: see ``normpre_g``; inside a direction, its own apply.
 
     Returns:
@@ -394,10 +396,14 @@ def precondition_locally(
     References:
         Normalize-Then-Precondition, "NormPre-L", Algorithm 2, Propositions 1 and 2.
     """
-    check_numbers(rms=rms, threshold=threshold)
+    check_numbers(rms=rms, threshold=threshold, compute_dtype=compute_dtype)
+    if not isinstance(adaptive, bool):
+        raise TypeError(f"adaptive must be True or False, got {adaptive!r}")
     if method not in ("sketch", "products", "exact"):
         raise ValueError(f"method={method!r} is not one of 'sketch', 'products', 'exact'")
-    if not isinstance(rank, float | np.floating) or not 0 < rank < 1:
+    if isinstance(rank, float | np.floating) and not 0 < rank < 1:
+        raise ValueError(f"rank must be an int of at least 1, or a share between 0 and 1, got {rank}")
+    if not isinstance(rank, float | np.floating):
         rank = static_int("rank", rank, least=1)
     f = ClipLeading(
         rank,

@@ -188,6 +188,7 @@ def test_the_factor_that_clips():
         ([100.0, *[0.0] * 11], 1e-3),
         ([0.0] * 12, 1e-6),
         (np.logspace(3, -1, 12), 1e-2),  # 1e-3 of the largest is what eight steps settle
+        (np.linspace(1e20, 1e21, 12), 1e5),  # whose squares overflow; rounding of 1e10
     ]
     q, _ = np.linalg.qr(gaussian((12, 12), 3))
     xs = [q * np.sqrt(np.asarray(values)) for values, _ in spectra]

@@ -83,6 +83,17 @@ def test_manual_axes_beside_explicit_ones_are_named():
             jax.eval_shape(mapped, {"kernel": put(KERNEL, mesh, None, "fsdp")})
 
 
+def test_a_map_over_an_explicit_axis_names_the_other_way():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    params = {"kernel": put(jnp.ones((2, 4, 8)), mesh, "model")}
+    tx = npo.muon(0.01)
+    step = jax.vmap(lambda w: tx.update(w, tx.init(w), w)[0])
+    with pytest.raises(ValueError, match=r"use jax\.shard_map over that axis"):
+        jax.eval_shape(step, params)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=PartitionSpec("model"), out_specs=PartitionSpec("model"))
+    assert jax.eval_shape(mapped, params)["kernel"].shape == (2, 4, 8)
+
+
 NAMES = (*npo.families(), "muon-hyperball", "muon-keller")
 COMPILED = ("normpre_g", "normuon", "adamuon", "muon-hyperball", "muon-keller")  # by default: one per kind of state
 
