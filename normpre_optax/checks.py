@@ -45,15 +45,20 @@ def check_numbers(**options: Any) -> None:
             _check_dtype(name, value)
         if name not in RANGES or (value is None and name in OPTIONAL) or (callable(value) and name in SCHEDULES):
             continue
-        number = isinstance(value, int | float | np.number | np.ndarray | jax.Array) and not isinstance(value, bool)
-        if not number or np.ndim(value):
+        if not _is_number(value):
             other = "" if name in SCHEDULES else " (optax.inject_hyperparams makes a schedule of it)" * callable(value)
             raise TypeError(f"{name} must be a number{other}, got {reprlib.repr(value)}")
         if isinstance(value, Tracer):
             continue
+        number: Any = value
         least, below = RANGES[name]
-        if not least <= value < below:
+        if not least <= number < below:
             raise ValueError(f"{name} must be in [{least:g}, {below:g}), got {value}")
+
+
+def _is_number(x: Any) -> bool:
+    kinds = int | float | np.number | np.ndarray | jax.Array
+    return isinstance(x, kinds) and not isinstance(x, bool) and not np.ndim(x)
 
 
 def _check_dtype(name: str, value: Any) -> None:
