@@ -16,20 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.timeout(900)
 def test_all_parts_with_tiny_shapes(tmp_path):
-    words = [
-        "--minutes",
-        "14",
-        "--steps",
-        "10",
-        "--models",
-        "tiny",
-        "--optimizers",
-        "optax_muon",
-        "normpre_g",
-        "--config",
-        "tiny",
-    ]
-    command = [sys.executable, "-m", "examples.research.on_chip", "--out", "out", *words]
+    tiny = "--minutes 14 --steps 10 --models tiny --optimizers optax_muon normpre_g --config tiny --out out"
+    command = [sys.executable, "-m", "examples.research.on_chip", *tiny.split()]
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     assert done.returncode == 0
     numerics = json.loads((tmp_path / "out" / "numerics.json").read_text())["rows"]
