@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hyperball: every matrix keeps its initial Frobenius norm, and a step has a size relative to it."""
 
+import contextlib
 import warnings
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from normpre_optax.linalg.precision import inverse_root
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.parameters.tree import without_boxes
 from normpre_optax.stages.base import at_least_float32, map_matrices, stage
+
+_ADAMS = 3e-3  # learning rates below are AdamW's
 
 
 class HyperballState(NamedTuple):
@@ -55,7 +58,24 @@ def hyperball(
         Wen et al., Hyperball, arXiv 2606.16899.
     """
     check_numbers(learning_rate=learning_rate)
+    warn_of_a_rate_like_adams(learning_rate)
     return _hyperball(learning_rate, None, matrix_dims)
+
+
+def warn_of_a_rate_like_adams(learning_rate: Any) -> None:
+    """Warn where the peak of the learning rate is what AdamW has: steps would be ten times too small."""
+    peak = 0.0
+    if callable(learning_rate):
+        with contextlib.suppress(Exception):  # a schedule may need what is not there yet
+            peak = max(float(learning_rate(2**k)) for k in range(21))
+    elif not isinstance(learning_rate, jax.Array):  # which optax.inject_hyperparams passes: the rate of one step
+        peak = float(learning_rate)
+    if 0 < peak < _ADAMS:
+        warnings.warn(
+            f"hyperball: the learning rate is at most {peak:.2g}, like AdamW's. Here it is the size of a step relative "
+            "to the weights, 1e-2 to 2e-2 at its peak; adam_learning_rate= is that of the AdamW group",
+            stacklevel=4,
+        )
 
 
 def _hyperball(learning_rate: Any, multipliers: Any, matrix_dims: Any) -> optax.GradientTransformationExtraArgs:

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from normpre_optax.checks import PASS_PARAMS
-from normpre_optax.hyperball import _hyperball
+from normpre_optax.hyperball import _hyperball, warn_of_a_rate_like_adams
 from normpre_optax.options import Number, checked, docstring, sections
 from normpre_optax.parameters.rules import Assignment, assign, warn_if_flattened
 from normpre_optax.sharding.placement import place_state, sharded_like, specs_from
@@ -73,6 +73,9 @@ def with_adamw(
             "direction must be a function that returns an optax.GradientTransformation when called with matrix_dims=, "
             f"such as scale_by_muon or functools.partial(scale_by_muon, nesterov=False); got {direction!r}"
         )
+
+    if norm_control == "hyperball":
+        warn_of_a_rate_like_adams(learning_rate)
 
     @functools.lru_cache(maxsize=4)
     def of_matrices(specs: tuple) -> optax.GradientTransformation:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hyperball against its literal transcription, alone in a chain and as an option."""
 
+import functools
 import warnings
 
 import flax.linen as nn
@@ -93,10 +94,24 @@ def test_a_matrix_initialized_to_zero_is_named_and_takes_plain_steps():
         npo.rmnp(0.01).init(params)
 
 
+def test_a_learning_rate_of_adamw_is_named():
+    """At construction, of a number and of a schedule; not where a traced number is one step's."""
+    warmup = optax.warmup_cosine_decay_schedule
+    for rate in (1e-3, warmup(0.0, 6e-4, 80, 800)):
+        for make in (npo.hyperball, functools.partial(npo.muon, norm_control="hyperball")):
+            with pytest.warns(UserWarning, match=r"the learning rate is at most \S+, like AdamW's"):
+                make(rate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rate in (1e-2, 0.0, warmup(0.0, 1.6e-2, 80, 800), lambda step: 1 / 0, jnp.float32(1e-4)):
+            npo.muon(rate, norm_control="hyperball")
+        npo.muon(1e-3)
+
+
 def test_norms_are_in_no_box():
     """A box names the axes of its parameter, and programs make shardings of them; a norm has none of those axes."""
     box = nn.Partitioned(jnp.eye(4, 8), names=("embed", "mlp"))
-    params, tx = {"up": {"kernel": box}}, npo.muon(1e-3, norm_control="hyperball")
+    params, tx = {"up": {"kernel": box}}, npo.muon(1e-2, norm_control="hyperball")
     state = jax.eval_shape(tx.init, params)
     updates, after = jax.eval_shape(tx.update, params, state, params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
