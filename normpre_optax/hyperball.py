@@ -67,7 +67,8 @@ def warn_of_a_rate_like_adams(learning_rate: Any) -> None:
     peak = 0.0
     if callable(learning_rate):
         with contextlib.suppress(Exception):  # a schedule may need what is not there yet
-            peak = max(float(learning_rate(2**k)) for k in range(21))
+            schedule: Any = learning_rate
+            peak = max(float(schedule(2**k)) for k in range(21))
     elif not isinstance(learning_rate, jax.Array):  # which optax.inject_hyperparams passes: the rate of one step
         peak = float(learning_rate)
     if 0 < peak < _ADAMS:

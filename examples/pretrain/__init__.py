@@ -8,5 +8,6 @@ Face), ``optimizers`` (the only file here that knows ``normpre_optax``), ``train
 ``logs`` (what stays on disk), ``run`` (all of it, in one folder), ``commands`` (what one can do with a finished run).
 With more than one device: ``mesh`` (where arrays live) and ``cluster`` (processes that train together).
 
-Around runs: ``compare`` (many of them, matched), ``throughput`` (arithmetic), ``processes`` (signals and locks).
+Around runs: ``compare`` (many of them, matched), with ``variants`` and ``arms`` (what runs, and how) and
+``comparison_report`` and ``plot_loss`` (tables and figures); ``throughput`` (arithmetic), ``processes`` (signals, locks).
 """

@@ -35,6 +35,7 @@ NAMES = {
     "normpre_g": ("NormPre-G", "#D55E00"),
     "normpre_l": ("NormPre-L", "#009E73"),
 }
+OTHER = ("", "#BBBBBB")
 SHORT = {
     "norm control hyperball": "Hyperball",
     "tangent none": "no tangent",
@@ -63,14 +64,16 @@ def write(folder: Path, content: dict[str, Any]) -> str:
 def label(name: str) -> str:
     """A short one: ``normpre_l:matrix.rank=8:matrix.tangent=none`` is ``NormPre-L, rank 8, no tangent``."""
     base, *settings = name.split(":")
-    text = ", ".join(setting.removeprefix("matrix.").removeprefix("model.") for setting in (NAMES[base][0], *settings))
+    parts = (NAMES[base][0] if base in NAMES else base, *settings)
+    text = ", ".join(setting.removeprefix("matrix.").removeprefix("model.") for setting in parts)
     text = text.replace("_", " ").replace("=", " ")
     return functools.reduce(lambda shorter, pair: shorter.replace(*pair), SHORT.items(), text)
 
 
 def optimizers(content: dict[str, Any]) -> list[str]:
     """Variants in the order of ``NAMES``; those of one optimizer side by side, the one without settings first."""
-    present, order = dict.fromkeys(arm["optimizer"] for arm in content["arms"]), list(NAMES)
+    present = dict.fromkeys(arm["optimizer"] for arm in content["arms"])
+    order = [*NAMES, *sorted({name.partition(":")[0] for name in present} - NAMES.keys())]
     return sorted(present, key=lambda name: (order.index(name.partition(":")[0]), ":" in name))
 
 
@@ -79,7 +82,8 @@ def style(name: str, content: dict[str, Any]) -> dict[str, Any]:
     base = name.partition(":")[0]
     place = [other for other in optimizers(content) if other.partition(":")[0] == base].index(name)
     line, marker = LINE_STYLES[place % len(LINE_STYLES)], MARKERS[place // len(LINE_STYLES) % len(MARKERS)]
-    return {"label": label(name), "color": NAMES[base][1], "linestyle": line, "marker": marker, "markersize": 4}
+    colour = NAMES.get(base, OTHER)[1]
+    return {"label": label(name), "color": colour, "linestyle": line, "marker": marker, "markersize": 4}
 
 
 def first_seed(content: dict[str, Any]) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the commands: frozen dataclasses whose field docstrings are the text of ``--help``, and their checks."""
+"""Options of the commands: frozen dataclasses; the comment above a field is its text in ``--help``."""
 
 import dataclasses
 import difflib
@@ -269,7 +269,7 @@ def option_names(kind: Any, prefix: str = "") -> list[str]:
 FREE_ON_RESUME = frozenset(
     (
         *("config", "name", "runs_folder", "resume", "overwrite", "mesh", "coordinator", "processes", "process"),
-        *("evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints", "tensorboard", "wandb"),
+        *("evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints", "wandb"),
         *("prompt", "sample_tokens", "temperature"),
         *("data.folder", "data.source", "data.tokens", "data.include_site_packages"),
     )

@@ -70,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(stopped, file=sys.stderr)
         return 128 + stopped.signal_number
     except KeyboardInterrupt:
-        print("stopped; the same command with --resume continues from the last checkpoint", file=sys.stderr)
+        resume = "; the same command with --resume continues from the last checkpoint" * (word == "train")
+        print(f"stopped{resume}", file=sys.stderr)
         return 130
     return 0

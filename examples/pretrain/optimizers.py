@@ -136,7 +136,7 @@ def matrix_dims(layers: str) -> Callable[[Any], Any] | None:
         return None
 
     def chosen(params: Any) -> Any:
-        wanted = layers.split("+")
+        wanted = [part for part in layers.split("+") if part]
         kept = {name: d for name, d in hidden_matrices(params).items() if any(part in name for part in wanted)}
         if not kept:
             raise RunError(f"--matrix.layers {layers} is part of no hidden matrix's path; see parameters.txt of a run")

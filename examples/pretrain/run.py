@@ -47,9 +47,9 @@ def stored(config: Config) -> dict[str, Any] | None:
         return None
     if not file.exists() and {path.name for path in folder.iterdir()} <= {LOCK, "run.json.partial"}:
         return None  # stopped before there was anything to resume
+    if not file.exists():
+        raise RunError(f"{folder} is not a run (no run.json in it): remove it, or choose another --name")
     if config.overwrite:
-        if not file.exists():
-            raise RunError(f"{folder} is not a run (no run.json in it): --overwrite will not delete it")
         return None
     if not config.resume:
         raise RunError(f"{folder} exists: --resume continues it, --overwrite replaces it, --name starts another")
@@ -57,7 +57,7 @@ def stored(config: Config) -> dict[str, Any] | None:
         found = json.loads(file.read_text())
         changed = differences(found["config"], config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"cannot resume: {file} is missing or damaged; --overwrite starts the run anew") from error
+        raise RunError(f"cannot resume: {file} is damaged; --overwrite starts the run anew") from error
     if changed:
         way_out = f" (learning rates depend on it; --init-from {folder} --name NEW trains on from the weights)"
         more = way_out if changed[0].startswith("--steps ") else ""
@@ -198,7 +198,6 @@ def introduce(
     params, model, texts = trainer.state.params, config.model, dataset.manifest
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     table, totals = optimizers.parameter_table(params, config)
-    (config.run_folder / "parameters.txt").write_text(table + "\n")
     environment = logs.environment()
     run = {
         "config": to_dict(config),
@@ -208,7 +207,8 @@ def introduce(
         "dtype": str(compute_dtype(config)),
         "sessions": [*(stored["sessions"] if stored else []), environment],
     }
-    logs.write_json(config.run_folder / "run.json", run)
+    logs.write_json(config.run_folder / "run.json", run)  # first: a folder without it is no run
+    (config.run_folder / "parameters.txt").write_text(table + "\n")
     kind, tokens = environment["device"]["kind"], config.steps * config.batch_size * model.context
     devices = f"{trainer.layout.devices} x {kind} ({config.mesh})" if config.mesh else kind
     parts = f", {config.micro_batch} at a time," if config.micro_batch else ""

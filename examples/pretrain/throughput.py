@@ -9,9 +9,10 @@ from .config import ModelConfig
 
 # Dense bfloat16 FLOP/s that the manufacturers state, by JAX's name of the device (the first that it contains).
 PEAK_FLOPS = {
-    **{"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12},
+    **{"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12},
+    **{"L40S": 362e12, "L40": 181e12, "L4": 121e12},
     "V100": 125e12,  # float16
-    **{"TPU v6": 918e12, "TPU v5p": 459e12, "TPU v5": 197e12, "TPU v4": 275e12},
+    **{"TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12},
 }
 
 

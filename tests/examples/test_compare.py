@@ -119,9 +119,13 @@ def test_a_legend_is_no_wider_than_its_figure_and_every_variant_looks_different(
     assert len({(look["color"], look["linestyle"], look["marker"]) for look in looks}) == len(looks)
 
 
-def test_every_optimizer_has_a_name_and_a_colour_of_its_own():
-    assert set(comparison_report.NAMES) == set(OPTIMIZERS)
-    assert len(set(comparison_report.NAMES.values())) == len(OPTIMIZERS)
+def test_optimizers_have_names_and_colours_of_their_own_and_new_ones_are_drawn():
+    names = comparison_report.NAMES
+    assert set(names) <= set(OPTIMIZERS)
+    assert len(set(names.values())) == len(names)
+    content = {"arms": [{"optimizer": name} for name in ("scion", "muon", "scion:matrix.rank=8")]}
+    assert comparison_report.optimizers(content) == ["muon", "scion", "scion:matrix.rank=8"]
+    assert comparison_report.style("scion", content)["label"] == "scion"
 
 
 def test_a_bad_comparison_is_one_line_before_anything_is_written(tmp_path, monkeypatch, capsys):

@@ -249,7 +249,7 @@ def test_another_runs_checkpoint_is_refused(copy, data_config, capsys):
     assert "of another model or optimizer: params/blocks/0/mlp" in other
     assert "is float32[32, 16] there, float32[48, 16] here" in other
     (run / "run.json").write_text("{")
-    assert "missing or damaged" in refused([*arguments, "--resume"], capsys)
+    assert "run.json is damaged" in refused([*arguments, "--resume"], capsys)
 
 
 def damage(checkpoint: Path) -> None:
