@@ -9,5 +9,6 @@ Face), ``optimizers`` (the only file here that knows ``normpre_optax``), ``train
 With more than one device: ``mesh`` (where arrays live) and ``cluster`` (processes that train together).
 
 Around runs: ``compare`` (many of them, matched), with ``variants`` and ``arms`` (what runs, and how) and
-``comparison_report`` and ``plot_loss`` (tables and figures); ``throughput`` (arithmetic), ``processes`` (signals, locks).
+``comparison_report`` and ``plot_loss`` (tables and figures); ``throughput`` (arithmetic) and ``processes`` (signals,
+locks).
 """
