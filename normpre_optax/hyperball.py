@@ -58,11 +58,11 @@ def hyperball(
         Wen et al., Hyperball, arXiv 2606.16899.
     """
     check_numbers(learning_rate=learning_rate)
-    warn_of_a_rate_like_adams(learning_rate)
+    warn_of_a_rate_like_adams(learning_rate, 3)
     return _hyperball(learning_rate, None, matrix_dims)
 
 
-def warn_of_a_rate_like_adams(learning_rate: Any) -> None:
+def warn_of_a_rate_like_adams(learning_rate: Any, stacklevel: int) -> None:
     """Warn where the peak of the learning rate is what AdamW has: steps would be ten times too small."""
     peak = 0.0
     if callable(learning_rate):
@@ -75,7 +75,7 @@ def warn_of_a_rate_like_adams(learning_rate: Any) -> None:
         warnings.warn(
             f"hyperball: the learning rate is at most {peak:.2g}, like AdamW's. Here it is the size of a step relative "
             "to the weights, 1e-2 to 2e-2 at its peak; adam_learning_rate= is that of the AdamW group",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 

@@ -75,7 +75,7 @@ def with_adamw(
         )
 
     if norm_control == "hyperball":
-        warn_of_a_rate_like_adams(learning_rate)
+        warn_of_a_rate_like_adams(learning_rate, 6)  # the caller of muon(...)
 
     @functools.lru_cache(maxsize=4)
     def of_matrices(specs: tuple) -> optax.GradientTransformation:

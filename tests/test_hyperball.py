@@ -99,8 +99,9 @@ def test_a_learning_rate_of_adamw_is_named():
     warmup = optax.warmup_cosine_decay_schedule
     for rate in (1e-3, warmup(0.0, 6e-4, 80, 800)):
         for make in (npo.hyperball, functools.partial(npo.muon, norm_control="hyperball")):
-            with pytest.warns(UserWarning, match=r"the learning rate is at most \S+, like AdamW's"):
+            with pytest.warns(UserWarning, match=r"the learning rate is at most \S+, like AdamW's") as seen:
                 make(rate)
+            assert seen[0].filename == __file__  # the line that a user can change
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for rate in (1e-2, 0.0, warmup(0.0, 1.6e-2, 80, 800), lambda step: 1 / 0, jnp.float32(1e-4)):

@@ -39,7 +39,7 @@ def megabytes(name, mesh_name, kind):
     return hlo.cost(text).bytes / 1e6
 
 
-DEFAULT = (("normpre_l", "fsdp 8"), ("normpre_g", "fsdp 4 x tensor 2"))  # the others run in CI
+DEFAULT = (("normpre_g", "fsdp 4 x tensor 2"),)  # the others run in CI
 CASES = [(name, mesh) for name in npo.families() for mesh in MESHES]
 
 
@@ -55,6 +55,7 @@ def test_on_explicit_axes(name, bound):
     assert megabytes(name, "fsdp 8", AxisType.Explicit) <= bound
 
 
+@pytest.mark.slow
 def test_pure_data_parallel_axes_communicate_nothing_more():
     both = [megabytes("normpre_g", mesh, AxisType.Explicit) for mesh in ("fsdp 8", "data 2 x fsdp 4")]
     np.testing.assert_allclose(both[1] / both[0], 2, rtol=0.05)  # a device holds twice as much of every matrix
