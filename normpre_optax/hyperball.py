@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from normpre_optax.checks import check_numbers
+from normpre_optax.checks import PASS_PARAMS, check_numbers
 from normpre_optax.linalg.precision import inverse_root
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.parameters.tree import without_boxes
@@ -89,7 +89,7 @@ def _hyperball(learning_rate: Any, multipliers: Any, matrix_dims: Any) -> optax.
 
     def step(updates, state, params, matrix_dims):
         if params is None:
-            raise ValueError("hyperball needs the parameters: call update(grads, state, params)")
+            raise ValueError(f"hyperball needs the parameters: {PASS_PARAMS}")
         lr: Any = learning_rate(state.count) if callable(learning_rate) else learning_rate
         times = [1.0] * len(jax.tree.leaves(params)) if multipliers is None else jax.tree.leaves(multipliers(params))
         rates = [

@@ -50,6 +50,22 @@ def usage() -> str:
     )
 
 
+def exit_status(run: Callable[[], Any], stopped: str = "stopped") -> int:
+    """Run something; an error that the user can fix, or ``stopped`` at Ctrl-C, is one line."""
+    try:
+        run()
+    except (RunError, OSError) as error:  # OSError: a full disk, a folder without write permission
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Stopped as signal:
+        print(signal, file=sys.stderr)
+        return 128 + signal.signal_number
+    except KeyboardInterrupt:
+        print(stopped, file=sys.stderr)
+        return 130
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit status: 0, 1 for what the user can fix, 128 + n after signal n."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -57,20 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     word = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "train"
-    try:
+
+    def run() -> None:
         if word not in COMMANDS:
             raise RunError(f"there is no command {word!r}: it must be one of {', '.join(COMMANDS)}, help")
         _, read, module, function = COMMANDS[word]
         options = read(arguments)
         getattr(importlib.import_module(f".{module}", __package__), function)(options)
-    except (RunError, OSError) as error:  # OSError: a full disk, a folder without write permission
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except Stopped as stopped:
-        print(stopped, file=sys.stderr)
-        return 128 + stopped.signal_number
-    except KeyboardInterrupt:
-        resume = "; the same command with --resume continues from the last checkpoint" * (word == "train")
-        print(f"stopped{resume}", file=sys.stderr)
-        return 130
-    return 0
+
+    resume = "; the same command with --resume continues from the last checkpoint" * (word == "train")
+    return exit_status(run, f"stopped{resume}")

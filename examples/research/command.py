@@ -5,21 +5,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from examples.pretrain.config import RunError
-from examples.pretrain.processes import Stopped
+from examples.pretrain.main import exit_status
 
 
 def run(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] | None = None) -> int:
     """Call ``main`` with the arguments of the command line, or with ``arguments``; return the exit status."""
-    try:
-        main(sys.argv[1:] if arguments is None else arguments)
-    except (RunError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except Stopped as stopped:
-        print(stopped, file=sys.stderr)
-        return 128 + stopped.signal_number
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(lambda: main(sys.argv[1:] if arguments is None else arguments))
