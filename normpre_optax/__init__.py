@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Normalize, then precondition: matrix optimizers for pretraining language models in JAX.
 
-``normpre_g`` and ``normpre_l`` are NormPre; ``muon`` and the others of ``families()`` are related optimizers; all are
-optax transformations. ``algorithm.py`` is the file to read first.
+``normpre_h`` is the recommended optimizer. ``normpre_g`` and ``normpre_l`` are those of the NormPre paper; ``muon`` and
+the others of ``families()`` are related optimizers. All are optax transformations. ``algorithm.py`` is the file to read
+first.
 """
 
 from normpre_optax.algorithm import (
@@ -21,6 +22,7 @@ from normpre_optax.parameters import presets
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.explain import explain
 from normpre_optax.parameters.rules import decay_matrices_only, default_matrix_dims
+from normpre_optax.recommended import normpre_h
 from normpre_optax.relatives import (
     adamuon,
     families,
@@ -76,6 +78,7 @@ __all__ = [
     "normalize_tangent",
     "normpre",
     "normpre_g",
+    "normpre_h",
     "normpre_l",
     "normuon",
     "per_parameter",

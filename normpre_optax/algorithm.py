@@ -120,8 +120,7 @@ def scale_by_normpre_l(
     power_iterations: int = 1,
     method: Literal["sketch", "products", "exact"] = "sketch",
     seed: int = 0,
-    threshold: Number = 1.0,
-    adaptive: bool = False,
+    relative_threshold: Number | None = None,
     momentum: Number = 0.95,
     nesterov: bool = False,
     tangent: Tangent = "relaxed",
@@ -141,9 +140,8 @@ def scale_by_normpre_l(
         power_iterations: p, iterations that sharpen the sketch.
         method: "sketch" (the paper), "products" (without an eigensolver) or "exact"; see ``precondition_locally``.
         seed: of the sketch's Gaussian draws.
-        threshold: to which singular values are clipped: 1 in the paper.
-        adaptive: clip to ``threshold`` times the root mean square of the remaining singular values; see
-            ``precondition_locally``.
+        relative_threshold: None clips to one, as in the paper; a number clips to this multiple of the root mean square
+            of the remaining singular values. See ``precondition_locally``.
         tangent: "relaxed" (the paper), "strict" or "none"; see ``project_to_tangent``.
         orientation: "alternating" (rows first), "rows", "columns", or "both" (rows, then columns, at every step). Rows
             are output neurons.
@@ -152,7 +150,7 @@ def scale_by_normpre_l(
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition, "NormPre-L" and Algorithm 2.
     """
     spectral = precondition_locally(  # T_t, R_k(T_t)
-        rank, oversample, power_iterations, method, seed, compute_dtype, threshold, rms, adaptive=adaptive
+        rank, oversample, power_iterations, method, seed, compute_dtype, relative_threshold, rms
     )
     return scale_by_normpre(
         spectral,

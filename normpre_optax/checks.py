@@ -21,13 +21,13 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
         ("learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_decay", "adam_eps"), (0, math.inf)
     ),
-    **dict.fromkeys(("rms", "threshold"), (1e-15, 1e15)),
+    **dict.fromkeys(("rms", "relative_threshold"), (1e-15, 1e15)),
 }
 
 
 # Numbers that may be a schedule, and those that may be None.
 SCHEDULES = {"learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_decay"}
-OPTIONAL = {"rms", "adam_learning_rate", "adam_weight_decay"}
+OPTIONAL = {"rms", "relative_threshold", "adam_learning_rate", "adam_weight_decay"}
 
 
 def check_numbers(**options: Any) -> None:

@@ -1,65 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyperball: every matrix keeps its initial Frobenius norm, and a step has a size relative to it."""
+"""Hyperball: every matrix has a fixed Frobenius norm, and steps have a size relative to it."""
 
 import contextlib
+import math
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 from normpre_optax.checks import PASS_PARAMS, check_numbers
 from normpre_optax.linalg.precision import inverse_root
 from normpre_optax.parameters.dims import MatrixDims, split_axes
-from normpre_optax.parameters.tree import without_boxes
-from normpre_optax.stages.base import at_least_float32, map_matrices, stage
+from normpre_optax.parameters.roles import row_norms_of
+from normpre_optax.parameters.rules import assign
+from normpre_optax.parameters.tree import leaf_paths
+from normpre_optax.stages.base import init_count, map_matrices, next_count, stage
 
 _ADAMS = 3e-3  # learning rates below are AdamW's
 
 
-class HyperballState(NamedTuple):
-    """Number of updates, int32 ``()``, and the initial norm of every matrix, of size one along rows and columns."""
-
-    count: jax.typing.ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
-    norm: optax.Params
-
-
 def hyperball(
-    learning_rate: optax.ScalarOrSchedule, *, matrix_dims: Any = None
+    learning_rate: optax.ScalarOrSchedule, *, row_norms: Any = None, matrix_dims: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Make steps of norm ``lr ||W||`` and rescale ``W`` to its initial norm.
+    """Set the norm of every matrix, and make steps of a size relative to it.
 
-    ``W <- R N(W - lr R N(U))``, where ``N`` divides a matrix by its Frobenius norm and ``R`` is the norm of ``W`` at
-    ``init``. The scale of the update ``U`` has no effect, and there is no weight decay.
+    ``W <- R N(N(W) - lr N(U))``, where ``N`` divides a matrix (out, in) by its Frobenius norm and
+    ``R = row_norm sqrt(out)``. The first update sets the norms, so neither the initial norm nor the scale of the update
+    ``U`` has an effect. There is no weight decay.
 
     Args:
         learning_rate: size of a step relative to the weights, number or schedule.
+        row_norms: root mean square of the norms of a matrix's rows (one output neuron each): a number for all
+            matrices, or a tree of numbers like the parameters, or a function ``(params) -> tree``. None is 1, and
+            ``sqrt(in / (out k))`` for the ``k`` matrices that write into the residual stream, found by their names and
+            shapes: the outputs of a block then have a size that does not depend on its width or on the depth.
+            ``explain`` shows them.
         matrix_dims: see ``normpre_g``; inside ``with_adamw``, its own apply.
 
     Returns:
-        A transformation of matrices that replaces ``optax.scale_by_learning_rate``. It needs params. A matrix that is
-        initialized to zero has no norm to keep: it takes the step ``-lr U``.
+        A transformation of matrices that replaces ``optax.scale_by_learning_rate``. It needs params; its state is a
+        step counter.
 
     Raises:
-        ValueError: if params are missing.
+        TypeError: if ``row_norms`` is of no accepted kind.
+        ValueError: if params are missing, or a number is out of range.
 
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from normpre_optax import hyperball, scale_by_muon
         >>> tx = optax.chain(scale_by_muon(), hyperball(0.01))
-        >>> w = {"kernel": 0.5 * jnp.eye(3)}
-        >>> updates, state = tx.update({"kernel": jnp.ones((3, 3))}, tx.init(w), w)
-        >>> print(jnp.linalg.norm(w["kernel"] + updates["kernel"]).round(4), jnp.linalg.norm(w["kernel"]).round(4))
-        0.866 0.866
+        >>> w = {"kernel": 0.5 * jnp.eye(4)}
+        >>> updates, state = tx.update({"kernel": jnp.ones((4, 4))}, tx.init(w), w)
+        >>> print(jnp.linalg.norm(w["kernel"] + updates["kernel"]).round(4))
+        2.0
 
     References:
-        Wen et al., Hyperball, arXiv 2606.16899.
+        Wen et al., Hyperball, arXiv 2606.16899 (which keeps the initial norm).
     """
     check_numbers(learning_rate=learning_rate)
     warn_of_a_rate_like_adams(learning_rate, 3)
-    return _hyperball(learning_rate, None, matrix_dims)
+
+    norms_of = lambda params: row_norms_of(row_norms, params, assign(params, matrix_dims))  # noqa: E731
+    return _hyperball(learning_rate, None, norms_of, matrix_dims)
 
 
 def warn_of_a_rate_like_adams(learning_rate: Any, stacklevel: int) -> None:
@@ -79,60 +84,27 @@ def warn_of_a_rate_like_adams(learning_rate: Any, stacklevel: int) -> None:
         )
 
 
-def _hyperball(learning_rate: Any, multipliers: Any, matrix_dims: Any) -> optax.GradientTransformationExtraArgs:
-    """``hyperball`` whose learning rate is multiplied by a number per parameter, from ``multipliers(params)``."""
-
-    def init(params):
-        norm = map_matrices(_row_wise_norm, jax.tree.map(at_least_float32, params), None, matrix_dims)
-        _warn_of_zeros(norm)
-        return HyperballState(jnp.zeros((), jnp.int32), without_boxes(norm))
+def _hyperball(
+    learning_rate: Any, times: dict[str, Any] | None, norms_of: Callable[[Any], dict[str, Any]], matrix_dims: Any
+) -> optax.GradientTransformationExtraArgs:
+    """``hyperball`` with numbers by path: factors of the learning rate, and row norms of the parameters."""
 
     def step(updates, state, params, matrix_dims):
         if params is None:
             raise ValueError(f"hyperball needs the parameters: {PASS_PARAMS}")
         lr: Any = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        times = [1.0] * len(jax.tree.leaves(params)) if multipliers is None else jax.tree.leaves(multipliers(params))
-        rates = [
-            jnp.full_like(norm, jnp.asarray(lr * x, norm.dtype))
-            for norm, x in zip(jax.tree.leaves(state.norm), times, strict=True)
-        ]
-        new = map_matrices(_step, updates, params, matrix_dims, state.norm, rates)
-        return new, HyperballState(optax.safe_increment(state.count), state.norm)
+        norms, paths = norms_of(params), leaf_paths(params)
+        rates = [lr if times is None else lr * times[path] for path in paths]
+        new = map_matrices(_step, updates, params, matrix_dims, [norms[path] for path in paths], rates)
+        return new, next_count(state)
 
-    return stage(step, init, matrix_dims)
+    return stage(step, init_count, matrix_dims)
 
 
-def _step(u: jax.Array, w: jax.Array, dims: MatrixDims, norm: jax.Array, rate: jax.Array) -> jax.Array:
-    ww, wu, uu = (_over_matrix(x, dims) for x in (w * w, w * u, u * u))
-    size = rate * jnp.where(norm > 0, norm * inverse_root(uu), 1)
-    after = jnp.sqrt(jnp.maximum(ww - 2 * size * wu + size**2 * uu, 0))
-    back = jnp.where((norm > 0) & (after > 0), norm / jnp.where(after > 0, after, 1), 1)
-    return (back - 1) * w - back * size * u
-
-
-def _over_matrix(x: jax.Array, dims: MatrixDims) -> jax.Array:
-    _, outputs, inputs = split_axes(x.ndim, dims)
-    return jnp.sum(x, outputs + inputs, keepdims=True)
-
-
-def _row_wise_norm(w: jax.Array, _: None, dims: MatrixDims) -> jax.Array:
-    """Frobenius norm of every matrix, repeated for each of its rows, so that output blocks can differ."""
-    shape = jnp.sum(w, split_axes(w.ndim, dims)[2], keepdims=True)
-    squares = _over_matrix(w * w, dims)
-    norm = jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))  # with a derivative at zero
-    return jnp.broadcast_to(norm, shape.shape)
-
-
-def _warn_of_zeros(norms: Any) -> None:
-    """Warn of matrices without a norm to keep; inside jit nothing is known of them."""
-    named = jax.tree_util.tree_leaves_with_path(norms)
-    here = [(path, x) for path, x in named if not isinstance(x, Tracer) and x.is_fully_addressable]
-    zero = [path for path, x in here if not jax.device_get(x).all()]
-    if zero:
-        first = jax.tree_util.keystr(zero[0], simple=True, separator="/")
-        warnings.warn(
-            f"hyperball: parameter {first!r} and {len(zero) - 1} more are initialized to zero, so they have no norm to "
-            "keep and grow without weight decay. Initialize them with a small standard deviation, or pass them to "
-            "AdamW (None in matrix_dims)",
-            stacklevel=2,
-        )
+def _step(u: jax.Array, w: jax.Array, dims: MatrixDims, row_norm: Any, rate: Any) -> jax.Array:
+    _, outputs, inputs = split_axes(u.ndim, dims)
+    ww, wu, uu = (jnp.sum(x, outputs + inputs, keepdims=True) for x in (w * w, w * u, u * u))
+    a, b = inverse_root(ww), jnp.asarray(rate, u.dtype) * inverse_root(uu)  # N(W) - lr N(U) = a W - b U
+    norm = jnp.asarray(row_norm, u.dtype) * math.prod(u.shape[axis] for axis in outputs) ** 0.5
+    back = norm * inverse_root(a**2 * ww - 2 * a * b * wu + b**2 * uu)
+    return (back * a - 1) * w - back * b * u

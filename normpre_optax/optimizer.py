@@ -3,10 +3,9 @@
 
 import functools
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,9 @@ import optax
 from normpre_optax.checks import PASS_PARAMS
 from normpre_optax.hyperball import _hyperball, warn_of_a_rate_like_adams
 from normpre_optax.options import Number, checked, docstring, sections
+from normpre_optax.parameters.roles import row_norms_of
 from normpre_optax.parameters.rules import Assignment, assign, warn_if_flattened
+from normpre_optax.parameters.tree import numbers, whole_tree
 from normpre_optax.sharding.placement import place_state, sharded_like, specs_from
 from normpre_optax.stages.base import at_least_float32
 
@@ -34,6 +35,7 @@ def with_adamw(
     weight_decay_mask: Any = None,
     learning_rate_multipliers: Any = None,
     norm_control: Literal["none", "hyperball"] = "none",
+    row_norms: Any = None,
     adam_learning_rate: Number | Callable | None = None,
     adam_b1: Number = 0.9,
     adam_b2: Number = 0.95,
@@ -75,7 +77,14 @@ def with_adamw(
         )
 
     if norm_control == "hyperball":
+        if adam_learning_rate is None:
+            raise TypeError(
+                'norm_control="hyperball" needs adam_learning_rate, the learning rate of the AdamW group: '
+                "learning_rate is the size of a step relative to the weights of the matrix group"
+            )
         warn_of_a_rate_like_adams(learning_rate, 6)  # the caller of muon(...)
+    elif row_norms is not None:
+        raise ValueError('row_norms has no effect without norm_control="hyperball"')
 
     @functools.lru_cache(maxsize=4)
     def of_matrices(specs: tuple) -> optax.GradientTransformation:
@@ -92,12 +101,9 @@ def with_adamw(
         labels = jax.tree.structure(params).unflatten(["matrix" if s.dims else "adamw" for s in found.values()])
         mask, times = weight_decay_mask, learning_rate_multipliers
         if mask is not None:
-            mask = _whole_tree("weight_decay_mask", mask, params, (bool, np.bool_), "bools")
+            mask = whole_tree("weight_decay_mask", mask, params, (bool, np.bool_), "bools")
         if times is not None:
-            times = _whole_tree("learning_rate_multipliers", times, params, (*get_args(Number), jax.Array), "numbers")
-            for path, x in zip(found, jax.tree.leaves(times), strict=True):
-                if not isinstance(x, jax.Array) and not 0 <= x < math.inf:
-                    raise ValueError(f"learning_rate_multipliers of {path!r} must be in [0, inf), got {x}")
+            times = dict(zip(found, numbers("learning_rate_multipliers", times, params), strict=True))
 
         def finished(tx: optax.GradientTransformation, decay: Any, lr: Any) -> optax.GradientTransformation:
             multiplied = [] if times is None else [_multiplied(found, times)]
@@ -106,8 +112,8 @@ def with_adamw(
 
         matrix = of_matrices(tuple(found.values()))
         if norm_control == "hyperball":
-            of_leaf = None if times is None else functools.partial(_picked, found, times)
-            matrix = optax.chain(matrix, _hyperball(learning_rate, of_leaf, found))
+            norms = row_norms_of(row_norms, params, found)
+            matrix = optax.chain(matrix, _hyperball(learning_rate, times, lambda _: norms, found))
         else:
             matrix = finished(matrix, weight_decay, learning_rate)
         adam = finished(
@@ -176,6 +182,8 @@ def complete(direction: Callable[..., Any], more: str = "") -> Callable[..., opt
     added = [p for name, p in rest.items() if name not in own]
 
     def optimizer(learning_rate: Any, *args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+        for option in {"rms", "convention"} & options.keys() if options.get("norm_control") == "hyperball" else ():
+            raise ValueError(f'{option} has no effect with norm_control="hyperball", which sets the size of steps')
         of_direction = {name: value for name, value in options.items() if name in own and name != "matrix_dims"}
         of_rest = {name: value for name, value in options.items() if name in rest}
         return with_adamw(functools.partial(direction, *args, **of_direction), learning_rate, **of_rest)
@@ -189,31 +197,14 @@ def complete(direction: Callable[..., Any], more: str = "") -> Callable[..., opt
     return checked(optimizer, inspect.Signature([learning_rate, *own.values(), *added]))
 
 
-def _picked(found: Assignment, tree: Any, params: Any) -> list[Any]:
-    """Leaves of a tree like all parameters for those in ``params``."""
-    by_path = dict(zip(found, jax.tree.leaves(tree), strict=True))
-    return [by_path[path] for path in assign(params, found)]
-
-
-def _multiplied(found: Assignment, times: Any) -> optax.GradientTransformation:
+def _multiplied(found: Assignment, times: dict[str, Any]) -> optax.GradientTransformation:
     """Multiply the update of every parameter by its number."""
 
     def f(updates: Any, params: Any) -> Any:
         leaves, treedef = jax.tree.flatten(updates)
-        return treedef.unflatten([x * u for x, u in zip(_picked(found, times, params), leaves, strict=True)])
+        return treedef.unflatten([times[path] * u for path, u in zip(assign(params, found), leaves, strict=True)])
 
     return optax.stateless(f)
-
-
-def _whole_tree(name: str, given: Any, params: Any, kinds: tuple, what: str) -> Any:
-    """Return an option that is a tree, or a function that returns one, for all parameters."""
-    is_tree = all(isinstance(x, kinds) for x in jax.tree.leaves(given))  # an Equinox module is callable
-    if not is_tree and not callable(given):
-        raise TypeError(f"{name} must be a tree of {what} or a function (params) -> tree, got {given!r}")
-    try:
-        return jax.tree.broadcast(given if is_tree else given(params), params)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name} must be a tree like the parameters, or a prefix of it: {error}") from error
 
 
 def _form(tree: Any) -> tuple:

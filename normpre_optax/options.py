@@ -38,8 +38,11 @@ ARGS = {
     "``decay_matrices_only`` leaves out norms' scales and biases.",
     "learning_rate_multipliers": "tree of numbers, or a function ``(params) -> tree``: factors of the learning rate of "
     "each parameter (``multipliers_by_width``). Weight decay stays ``lr wd``. None is 1.",
-    "norm_control": '"hyperball" keeps every matrix at its initial Frobenius norm and makes the learning rate the size '
-    'of a step relative to it; matrices then have no weight decay. "none" does nothing.',
+    "norm_control": '"hyperball" sets the Frobenius norm of every matrix and makes the learning rate the size of a '
+    "step relative to it; matrices then have no weight decay, and ``adam_learning_rate`` must be given. "
+    '"none" does nothing.',
+    "row_norms": "root mean square norm of the rows of matrices under Hyperball; None is by their role. See "
+    "``hyperball``.",
     "adam_learning_rate": "learning rate of the AdamW group; None is that of the matrix group.",
     "adam_b1": "first decay rate of AdamW.",
     "adam_b2": "second decay rate of AdamW.",
@@ -56,7 +59,12 @@ _ELSEWHERE = {
     **dict.fromkeys(("muon_weight_dimension_numbers", "weight_dimension_numbers"), "matrix_dims"),
     **dict.fromkeys(("consistent_rms", "adjust_lr_fn"), "convention"),
     **{"b1": "adam_b1", "b2": "adam_b2", "eps": "adam_eps", "betas": "adam_b1", "ns_coeffs": "ns_coefficients"},
-    **{"wd": "weight_decay", "mask": "weight_decay_mask", "dtype": "compute_dtype"},
+    **{
+        "weight_decay": "adam_weight_decay",
+        "wd": "weight_decay",
+        "mask": "weight_decay_mask",
+        "dtype": "compute_dtype",
+    },
 }
 
 

@@ -16,6 +16,7 @@ from normpre_optax.linalg import sketch
 EPS32 = float(np.finfo(np.float32).eps)
 EPS64 = float(np.finfo(np.float64).eps)
 
+HYPERBALL = {"norm_control": "hyperball", "adam_learning_rate": 0.1, "row_norms": 0.7}
 # Every optimizer with the options that change what it computes: name -> (factory, options).
 FACTORIES: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (factory, {}) for name, factory in npo.families().items()},
@@ -26,12 +27,12 @@ FACTORIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "normpre_g-msign": (npo.normpre_g, {"ns_steps": None, "nesterov": True}),
     "normpre_g-bfloat16": (npo.normpre_g, {"compute_dtype": jnp.bfloat16, "mu_dtype": jnp.bfloat16}),
     "normpre_l-small": (npo.normpre_l, {"rank": 1, "oversample": 1}),
-    "normpre_l-adaptive": (npo.normpre_l, {"rank": 0.3, "threshold": 0.5, "adaptive": True, "orientation": "both"}),
-    "normpre_l-exact": (npo.normpre_l, {"rank": 2, "method": "exact", "threshold": 0.5, "orientation": "columns"}),
+    "normpre_l-adaptive": (npo.normpre_l, {"rank": 0.3, "relative_threshold": 0.5, "orientation": "both"}),
+    "normpre_l-exact": (npo.normpre_l, {"rank": 2, "method": "exact", "orientation": "columns"}),
     "normpre_l-products": (npo.normpre_l, {"method": "products", "power_iterations": 2, "rms": 0.1}),
-    "normpre_g-hyperball": (npo.normpre_g, {"norm_control": "hyperball", "nesterov": True}),
+    "normpre_h": (npo.normpre_h, {"adam_learning_rate": 0.1, "row_norms": 0.7}),
     "muon-keller": (npo.muon, {"convention": "keller", "nesterov": False}),
-    "muon-hyperball": (npo.muon, {"norm_control": "hyperball"}),
+    "muon-hyperball": (npo.muon, HYPERBALL),
     "mano-2": (npo.mano, {"version": 2, "nesterov": True}),
     "muoneq-columns": (npo.muoneq, {"mode": "columns"}),
     "muoneq-both": (npo.muoneq, {"mode": "both"}),
@@ -39,13 +40,15 @@ FACTORIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "moga-columns": (npo.moga, {"mode": "columns"}),
     "swan-rms": (npo.swan, {"rms": 0.2}),
 }
-# One optimizer per kind of state and execution: the chain, a truncated sketch, moments of entries, norms at init.
+# One optimizer per kind of state and execution: the chain, a truncated sketch, moments of entries, Hyperball.
 REPRESENTATIVES = ("normpre_g", "normpre_l-small", "adamuon", "muon-hyperball")
 
 
 def make(name: str, learning_rate: Any = 1.0, **options: Any) -> optax.GradientTransformationExtraArgs:
     """An optimizer of ``FACTORIES``, with further options."""
     factory, own = FACTORIES[name]
+    if factory is npo.normpre_h and "weight_decay" in options:
+        options["adam_weight_decay"] = options.pop("weight_decay")
     return factory(learning_rate, **{**own, **options})
 
 

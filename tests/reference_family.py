@@ -171,8 +171,7 @@ def swan(shape, beta=0.5, k=6):
     return step
 
 
-def hyperball(w0, w, u, lr):
-    """W <- |W0| N(W - lr |W0| N(U)), where N divides a matrix by its Frobenius norm."""
-    radius = np.linalg.norm(w0)
-    moved = w - lr * u / np.linalg.norm(u) * radius
-    return moved / np.linalg.norm(moved) * radius
+def hyperball(w, u, lr, row_norm):
+    """W <- R N(N(W) - lr N(U)), R = row_norm sqrt(rows), where N divides a matrix by its Frobenius norm."""
+    moved = w / np.linalg.norm(w) - lr * u / np.linalg.norm(u)
+    return moved / np.linalg.norm(moved) * row_norm * len(w) ** 0.5

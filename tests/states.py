@@ -15,7 +15,7 @@ PARAMS = {
 }
 OPTIONS = {
     **{name: (factory, {}) for name, factory in npo.families().items()},
-    "muon hyperball": (npo.muon, {"norm_control": "hyperball"}),
+    "normpre_h": (npo.normpre_h, {"adam_learning_rate": 0.1}),
     "muon schedule": (npo.muon, {"learning_rate": lambda step: 0.1}),
     "muon masked": (npo.muon, {"weight_decay_mask": npo.decay_matrices_only}),
     "normpre_g both bfloat16": (npo.normpre_g, {"orientation": "both", "mu_dtype": jnp.bfloat16}),

@@ -177,28 +177,26 @@ def test_coefficients_and_steps_reach_the_spectral_stage(name, steps, headroom):
 
 
 @pytest.mark.parametrize(
-    ("method", "rank", "options"),
+    ("method", "rank", "level"),
     [
-        ("exact", 0.25, {"threshold": 1.0}),
-        ("exact", 99, {"threshold": 0.5, "adaptive": True}),
-        ("sketch", 0.25, {"threshold": 0.5, "adaptive": True}),
-        ("sketch", 3, {"threshold": 0.5}),
-        ("products", 3, {"threshold": 0.7}),
+        ("exact", 0.25, None),
+        ("exact", 99, 0.5),
+        ("sketch", 0.25, 0.5),
+        ("sketch", 3, None),
+        ("products", 3, None),
     ],
 )
-def test_shares_and_thresholds_reach_the_spectral_stage(method, rank, options):
+def test_shares_and_thresholds_reach_the_spectral_stage(method, rank, level):
     """With a sketch of the whole smaller dimension; ``products`` clips every mode that the sketch sees."""
     more = {"oversample": 99, "power_iterations": 2, "rms": None, "matrix_dims": cases.DIMS}
-    tx, level = npo.scale_by_normpre_l(rank=rank, method=method, **options, **more), options["threshold"]
+    tx = npo.scale_by_normpre_l(rank=rank, method=method, relative_threshold=level, **more)
     w, gradient, got = first_directions(tx)
 
     def expected(name, index, g, x):
         psi = reference.unit_rows(reference.tangent_rows(np.float64(g), np.float64(x)))
         side = min(psi.shape)
         kept = side if method == "products" else max(1, round(rank * side)) if isinstance(rank, float) else rank
-        if "adaptive" in options:
-            return reference.precondition_adaptively(psi, kept, level)
-        return level * reference.precondition_exact(psi / level, kept)
+        return reference.precondition_adaptively(psi, kept, level) if level else reference.precondition_exact(psi, kept)
 
     for name, x in cases.each_matrix(expected, gradient, w).items():
         # A full basis is as exact as the Gram matrices are conditioned, 1e4 at most; the sign of `products` is settled

@@ -16,7 +16,9 @@ from normpre_optax.stages import scale_by_row_moment, standardize_rows, whiten
 
 CALLABLES = sorted(name for name in npo.__all__ if callable(getattr(npo, name)))
 REST = {"weight_decay": 0.1, "norm_control": "none", "adam_b1": 0.9, "adam_b2": 0.95, "adam_eps": 1e-8}
-REST |= dict.fromkeys(("weight_decay_mask", "learning_rate_multipliers", "adam_learning_rate", "adam_weight_decay"))
+REST |= dict.fromkeys(
+    ("row_norms", "weight_decay_mask", "learning_rate_multipliers", "adam_learning_rate", "adam_weight_decay")
+)
 REST |= dict.fromkeys(("mu_dtype", "matrix_dims", "shardings"))
 NORMPRE = {"momentum": 0.95, "nesterov": False, "tangent": "relaxed", "orientation": "alternating", "rms": 0.2}
 # Table 4 of the paper; the defaults of other relatives are those of their transcriptions.
@@ -27,7 +29,7 @@ DEFAULTS = {
     "muon": {"convention": "moonlight", "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": "muon"},
     "mano": {"version": 1, "momentum": 0.95, "nesterov": False},
 }
-DEFAULTS["normpre_l"] |= {"threshold": 1.0}
+DEFAULTS["normpre_l"] |= {"relative_threshold": None}
 
 
 def arguments(f, *kinds):
@@ -116,11 +118,11 @@ INVALID = {
     "muon(1e-3, weight_decay=None)": "weight_decay must be a number, got None",
     "muon(jnp.array([1e-3]))": "learning_rate must be a number, got Array",
     "muon(jnp.float32(-1.0))": r"learning_rate must be in \[0, inf\), got -1.0",
-    "normpre_l(1e-3, threshold=lambda step: 1.0)": "threshold must be a number .*inject_hyperparams",
+    "normpre_l(1e-3, relative_threshold=lambda step: 1.0)": "relative_threshold must be a number .*inject_hyperparams",
     "normpre_g(1e-3, 0.1)": r"normpre_g\(\): too many positional arguments",
     "swan(1e-3, rms=np.float32(0))": "rms must be in",
     "scale_to_rms(0.0)": "rms must be in",
-    "normpre_l(1e-3, threshold=np.inf)": "threshold must be in",
+    "normpre_l(1e-3, relative_threshold=np.inf)": "relative_threshold must be in",
     "normpre_g(1e-3, tangent='bounded')": "tangent='bounded' is not one of .*'relaxed'",
     "project_to_tangent('tangential')": "tangent='tangential' is not one of",
     "normpre_g(1e-3, orientation='row')": "orientation='row' is not one of",
@@ -131,8 +133,8 @@ INVALID = {
     "mano(1e-3, version=3)": "version=3 is not one of",
     "muon(1e-3, norm_control=optax.scale(2.0))": "norm_control=.* is not one of",
     "normpre_l(1e-3, method='exactly')": "method='exactly' is not one of",
-    "precondition_locally(threshold='median')": "threshold must be a number, got 'median'",
-    "normpre_l(1e-3, threshold='median')": "threshold must be a number",
+    "precondition_locally(relative_threshold='median')": "relative_threshold must be a number, got 'median'",
+    "normpre_l(1e-3, relative_threshold='median')": "relative_threshold must be a number",
     "normpre_l(1e-3, rank=1.0)": "rank must be an int of at least 1, or a share between 0 and 1, got 1.0",
     "normpre_l(1e-3, rank='2')": "rank must be an int.*got '2'",
     "normpre_l(1e-3, rank=True)": "rank must be an int",
@@ -150,7 +152,13 @@ INVALID = {
     "rmnp(1e-3, mu_dtype=int)": "mu_dtype must have the range of float32",
     "rmnp(1e-3, mu_dtype='bf16')": "mu_dtype must have the range of float32",
     "precondition_globally(compute_dtype='int8')": "compute_dtype must have the range of float32",
-    "precondition_locally(adaptive='no')": "adaptive must be True or False, got 'no'",
+    "normpre_h(1e-2)": "missing a required argument: 'adam_learning_rate'",
+    "normpre_h(1e-2, 1e-3, weight_decay=0.1)": "did you mean 'adam_weight_decay'",
+    "normpre_h(1e-2, 1e-3, tangent='none')": "no option 'tangent': its options are learning_rate",
+    "muon(1e-2, norm_control='hyperball')": 'norm_control="hyperball" needs adam_learning_rate',
+    "muon(1e-2, norm_control='hyperball', adam_learning_rate=1e-3, convention='keller')": "convention has no effect",
+    "normpre_g(1e-2, norm_control='hyperball', adam_learning_rate=1e-3, rms=0.2)": "rms has no effect",
+    "muon(1e-3, row_norms=1.0)": "row_norms has no effect without norm_control",
     "muon(1e-3, compute_dtype=jnp.float16)": "compute_dtype must have the range of float32",
     "normpre(1e-3, lambda x: x)": "precondition must be an optax.GradientTransformation",
     "with_adamw(scale_by_muon(), 1e-3)": "direction must be a function .*such as scale_by_muon or",

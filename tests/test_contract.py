@@ -404,7 +404,7 @@ def test_a_direction_names_missing_params_too():
 @pytest.mark.parametrize(
     ("given", "tx", "said"),
     [
-        (npo.muon(0.1, norm_control="hyperball"), npo.muon(0.1), r"\.count is of shape \(\)"),
+        (npo.normpre_h(0.1, 0.1), npo.muon(0.1), r"\.count is of shape \(\)"),
         (npo.normpre_l(0.1), npo.muon(0.1), r"state\S+ is of shape \(\), but this optimizer expects it missing"),
         (optax.sgd(0.1, momentum=0.9), npo.muon(0.1), "missing"),
         (npo.swan(0.1), npo.normpre_g(0.1), r"missing, but this optimizer expects it of shape"),

@@ -27,11 +27,13 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "hyperball": ({"jax", "optax"}, {"checks", "linalg", "parameters", "stages"}),
     "optimizer": (ALL, {"checks", "hyperball", "options", "parameters", "sharding", "stages"}),
     "algorithm": ({"optax"}, {"optimizer", "options", "stages"}),
+    "recommended": ({"optax"}, {"algorithm", "optimizer", "options"}),
     "relatives": ({"optax"}, {"algorithm", "optimizer", "options", "stages"}),
     "learning_rates": ({"jax", "optax"}, {"parameters", "relatives"}),
     "__init__": (
         set(),
-        {"algorithm", "hyperball", "learning_rates", "optimizer", "options", "parameters", "relatives", "stages"},
+        {"algorithm", "hyperball", "learning_rates", "optimizer", "options", "parameters", "recommended", "relatives"}
+        | {"stages"},
     ),
 }
 

@@ -31,7 +31,7 @@ def coherent(matrix_dims):
     ("factory", "update"),
     [
         (npo.muon, "orthogonal"),
-        (functools.partial(npo.muon, norm_control="hyperball"), "relative"),
+        (functools.partial(npo.normpre_h, adam_learning_rate=1.0), "relative"),
         (functools.partial(npo.with_adamw, coherent), "elementwise"),
     ],
 )
@@ -40,8 +40,9 @@ def test_a_step_has_the_same_size_at_every_width(factory, update):
     base, found = kernels(16), []
     for width in (16, 64):
         multipliers = npo.multipliers_by_width(kernels(width), base, update=update)
-        tx = factory(1.0, weight_decay=0.0, learning_rate_multipliers=multipliers)
-        step = cases.first_update(tx, kernels(width, 1), kernels(width))
+        tx, params = factory(1.0, learning_rate_multipliers=multipliers), kernels(width)
+        updates = [cases.first_update(tx, kernels(width, seed), params) for seed in (1, 2)]
+        step = jax.tree.map(jnp.subtract, *updates)  # without weight decay, and without what sets the norms
         found.append([np.linalg.norm(x, 2) * (x.shape[0] / x.shape[1]) ** 0.5 for x in jax.tree.leaves(step)])
     # Newton-Schulz brings the largest singular value to 1.1 to 1.2, that of Gaussian weights varies by a tenth.
     np.testing.assert_allclose(*found, rtol=0.2)
@@ -89,7 +90,7 @@ def test_of_unequal_blocks_the_largest_decides():
     assert multiplier(lambda d: 2 * d + 16, lambda d: (2 * d, 8, 8)) == multiplier(lambda d: 2 * d, lambda d: 1)
 
 
-PARAMS = {"up": {"kernel": jnp.eye(4), "bias": jnp.ones(4)}, "down": {"kernel": jnp.eye(4)}}
+PARAMS = {"up": {"kernel": jnp.eye(4) / 2, "bias": jnp.ones(4)}, "down": {"kernel": jnp.eye(4) / 2}}
 GRADS = jax.tree.map(lambda x: jnp.asarray(cases.gaussian(x.shape), jnp.float32), PARAMS)
 
 
@@ -98,7 +99,8 @@ def test_multipliers_apply_to_updates_and_not_to_weight_decay(control):
     """A tree, a prefix of one, a function that returns one, or traced."""
 
     def first_update(grads, times, rate=0.001, decay=0.0):
-        tx = npo.rmnp(rate, weight_decay=decay, norm_control=control, learning_rate_multipliers=times)
+        more = {"norm_control": control, "row_norms": 0.5, "adam_learning_rate": rate} if control != "none" else {}
+        tx = npo.rmnp(rate, weight_decay=decay, learning_rate_multipliers=times, **more)
         return cases.first_update(tx, grads, PARAMS)
 
     single, double = (first_update(GRADS, None, rate) for rate in (1e-3, 2e-3))

@@ -10,7 +10,16 @@ from typing import Any
 import jax.numpy as jnp
 
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
-from normpre_optax.parameters.rules import Assignment, ParamSpec, Reading, default_reading, reader, warn_if_flattened
+from normpre_optax.parameters.roles import row_norms_by_role
+from normpre_optax.parameters.rules import (
+    Assignment,
+    ParamSpec,
+    Reading,
+    assign,
+    default_reading,
+    reader,
+    warn_if_flattened,
+)
 from normpre_optax.parameters.tree import Leaf, leaves, repeated
 
 _HEADER: tuple[str, ...] = ("parameter", "shape", "optimizer", "matrices", "reason")
@@ -67,7 +76,7 @@ def explain(params: Any, matrix_dims: Any = None, *, every_layer: bool = False) 
         table.append((name, f"{len(paths)} x " * (len(paths) > 1) + str(shape), group, counts, reason))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-    return "\n".join([*lines, "", *_totals(rows), *_notes(rows)])
+    return "\n".join([*lines, "", *_totals(rows), *_row_norms(params, matrix_dims, rows), *_notes(rows)])
 
 
 def _row(path: str, leaf: Leaf, read: Callable[[str, Leaf], Reading]) -> _Row:
@@ -100,6 +109,15 @@ def _totals(rows: list[_Row]) -> Iterator[str]:
             counts.append((sum(row.matrices.total() for row in found), "matrix", "matrices"))
         if found or group != "ERROR":
             yield f"{group + ':':8}" + ", ".join(f"{n:,} {one if n == 1 else many}" for n, one, many in counts)
+
+
+def _row_norms(params: Any, matrix_dims: Any, rows: list[_Row]) -> Iterator[str]:
+    """Return a line with the row norms that Hyperball sets, if they differ."""
+    norms = {} if any(row.group == "ERROR" for row in rows) else row_norms_by_role(assign(params, matrix_dims))
+    written = {path: norm for path, norm in norms.items() if norm != 1}
+    if written:
+        each = "".join(f"{norm:.2g} for {name}, " for name, _, norm in repeated(written))
+        yield f"row norms under Hyperball: {each}1 for {'the others' if len(written) < len(norms) else 'none'}"
 
 
 def _notes(rows: list[_Row]) -> Iterator[str]:

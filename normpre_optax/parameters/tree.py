@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -271,3 +271,23 @@ def without_boxes(tree: Any) -> Any:
         return next(iter(jax.tree.leaves(node)), optax.MaskedNode()) if is_box(node) else node
 
     return jax.tree.map(array, tree, is_leaf=is_box)
+
+
+def whole_tree(name: str, given: Any, params: Any, kinds: tuple, what: str) -> Any:
+    """Return an option that is a tree, or a function that returns one, for all parameters."""
+    is_tree = all(isinstance(x, kinds) for x in jax.tree.leaves(given))  # an Equinox module is callable
+    if not is_tree and not callable(given):
+        raise TypeError(f"{name} must be a tree of {what} or a function (params) -> tree, got {given!r}")
+    try:
+        return jax.tree.broadcast(given if is_tree else given(params), params)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} must be a tree like the parameters, or a prefix of it: {error}") from error
+
+
+def numbers(name: str, given: Any, params: Any) -> list[Any]:
+    """Return an option that is a tree of numbers, or a function that returns one, as a list with one per parameter."""
+    found = jax.tree.leaves(whole_tree(name, given, params, get_args(jax.typing.ArrayLike), "numbers"))
+    for path, x in zip(leaf_paths(params), found, strict=True):
+        if not isinstance(x, jax.Array) and not 0 <= x < math.inf:
+            raise ValueError(f"{name} of {path!r} must be in [0, inf), got {x}")
+    return found

@@ -20,6 +20,7 @@ QUERIES = {f"{a}{b}" for a in ("query", "key", "value", "q", "k", "v") for b in 
 QUERIES |= {f"{a}{b}" for a in ("w", "w_", "to_") for b in ("q", "k", "v")}
 OUTPUTS = {"out", "output", "o", "o_proj", "out_proj", "output_proj", "proj", "c_proj", "to_out", "wo", "w_o"}
 OUTPUTS |= {"attn_vec_einsum"}
+SECOND_LAYERS = {"down", "down_proj", "linear2", "linear_2", "fc2", "w2", "w_2", "lin2", "fc_out", "dense_4h_to_h"}
 GPT2 = {"c_attn", "q_attn", "c_fc", "c_proj"}  # (in, out) by Hugging Face's Conv1D, (out, in) by nanoGPT's Linear
 LAST_LAYERS = {"out", "output", "out_proj", "output_proj", "output_projection", "output_layer", "proj_out"}
 WHOLE_MODELS = {"params", "model", "transformer", "decoder", "lm", "net", "backbone", "module"}

@@ -104,9 +104,9 @@ def _without_axis(spec: Any) -> PartitionSpec | None:
 
 
 def _split(x: Any, dims: MatrixDims, places: list) -> list[Any]:
-    """Split an array that has the outputs of a parameter into its blocks, in at least float32."""
-    if x is None:
-        return [None] * len(places)
+    """Split an array that has the outputs of a parameter into its blocks, in at least float32; repeat a number."""
+    if x is None or jnp.ndim(x) == 0:
+        return [x] * len(places)
     x = x.astype(working_dtype(x.dtype))
     if len(places) == 1:
         return [x]

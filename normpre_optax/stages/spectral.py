@@ -36,7 +36,7 @@ from normpre_optax.sharding.exchange import exchange
 from normpre_optax.sharding.placement import axes_in_use, is_explicit, mesh_of, spec_of
 from normpre_optax.stages.base import init_count, next_count, split_blocks, stage
 
-_LEAST = 0.1  # of the root mean square of all singular values: the adaptive level's least, for matrices of low rank
+_LEAST = 0.1  # of the root mean square of all singular values: least relative level, for matrices of low rank
 
 
 class Stack(NamedTuple):
@@ -199,7 +199,7 @@ class Whiten:
 
 @dataclasses.dataclass(frozen=True)
 class ClipLeading:
-    """The leading singular values clipped to a threshold."""
+    """The leading singular values clipped to a threshold, or to a multiple of the RMS of the remaining ones."""
 
     rank: int | float
     oversample: int
@@ -207,7 +207,7 @@ class ClipLeading:
     method: str
     seed: int
     compute_dtype: Any
-    adaptive: bool
+    relative: bool
     distributed = False
     draws = True
 
@@ -251,7 +251,7 @@ class ClipLeading:
     def sizes(self, side: int) -> tuple[int, int]:
         """Return how many singular values of a matrix are clipped, and how many directions its sketch has."""
         rank = min(self.rank, side) if isinstance(self.rank, int) else max(1, round(self.rank * side))
-        most = max(1, side - 1) if self.adaptive else side  # one remains
+        most = max(1, side - 1) if self.relative else side  # one remains
         rank, products = min(rank, most), self.method == "products"
         size = min(rank + self.oversample, most if products else side)
         return (size if products else rank), size
@@ -259,7 +259,7 @@ class ClipLeading:
     def clipping(self, total: jax.Array, side: int, rank: int, threshold: Any) -> sketch.Clipping:
         """Return what is clipped of matrices with this sum of squares."""
         fixed = sketch.to_threshold(total, rank, threshold)
-        if not self.adaptive:
+        if not self.relative:
             return fixed
         if side == rank:  # one singular value, and none remains
             return fixed._replace(least=total)
@@ -350,13 +350,12 @@ def precondition_locally(
     method: Literal["sketch", "products", "exact"] = "sketch",
     seed: int = 0,
     compute_dtype: Any = None,
-    threshold: jax.typing.ArrayLike = 1.0,
+    relative_threshold: jax.typing.ArrayLike | None = None,
     rms: jax.typing.ArrayLike | None = None,
     *,
-    adaptive: bool = False,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the leading singular values above one to one: ``T = P Psi`` of NormPre-L.
+    """Clip the leading singular values above a threshold to it: ``T = P Psi`` of NormPre-L.
 
     With the ``rank`` largest eigenvalues ``lambda_i`` of ``Psi Psi^T`` and their eigenvectors ``u_i``,
     ``P = I + sum_i (lambda_i^-1/2 - 1) u_i u_i^T`` over those with ``lambda_i > 1``.
@@ -370,12 +369,11 @@ def precondition_locally(
         seed: of the Gaussian draws, which depend on it, the step, the parameter's path and the batch index only.
         compute_dtype: dtype of the operands of the products with ``Psi``. None is bfloat16 on a TPU and a GPU, float32
             on a CPU. Small matrices and ``method="exact"`` use float32.
-        threshold: to which singular values are clipped: 1 in the paper.
+        relative_threshold: c. None clips to one, as in the paper. A number clips to ``c`` times the root mean square of
+            the remaining singular values: ``level^2 = c^2 (||Psi||_F^2 - sum_{i <= r} lambda_i) / (min(m, n) - r)``,
+            with ``r < min(m, n)`` (of ``method="products"``, ``r + o``). For matrices of low rank, the least level is
+            a tenth of ``c ||Psi||_F / sqrt(min(m, n))``. A matrix of one row or column is not clipped.
         rms: if given, scale every result to this root mean square.
-        adaptive: clip to ``threshold`` times the root mean square of the remaining singular values,
-            ``level^2 = threshold^2 (||Psi||_F^2 - sum_{i <= r} lambda_i) / (min(m, n) - r)``, with ``r < min(m, n)``
-            (of ``method="products"``, ``r + o``). For matrices of low rank, the least level is a tenth of
-            ``threshold ||Psi||_F / sqrt(min(m, n))``. A matrix of one row or column is not clipped.
         matrix_dims: see ``normpre_g``; inside a direction, its own apply.
 
     Returns:
@@ -396,9 +394,7 @@ def precondition_locally(
     References:
         Normalize-Then-Precondition, "NormPre-L", Algorithm 2, Propositions 1 and 2.
     """
-    check_numbers(rms=rms, threshold=threshold, compute_dtype=compute_dtype)
-    if not isinstance(adaptive, bool):
-        raise TypeError(f"adaptive must be True or False, got {adaptive!r}")
+    check_numbers(rms=rms, relative_threshold=relative_threshold, compute_dtype=compute_dtype)
     if method not in ("sketch", "products", "exact"):
         raise ValueError(f"method={method!r} is not one of 'sketch', 'products', 'exact'")
     if isinstance(rank, float | np.floating) and not 0 < rank < 1:
@@ -412,6 +408,7 @@ def precondition_locally(
         method,
         static_int("seed", seed, least=0, below=2**32),
         compute_dtype,
-        adaptive,
+        relative_threshold is not None,
     )
+    threshold = 1.0 if relative_threshold is None else relative_threshold
     return spectral(f, rms=rms, threshold=threshold, matrix_dims=matrix_dims)

@@ -20,7 +20,7 @@ FACTORIES = {
     "normpre_g-columns": functools.partial(npo.normpre_g, orientation="columns"),
     "normpre_l-exact": functools.partial(npo.normpre_l, rank=4, method="exact"),
     "normpre_l-products": functools.partial(npo.normpre_l, method="products", **SMALL),
-    "muon-hyperball": functools.partial(npo.muon, norm_control="hyperball"),
+    "normpre_h": functools.partial(npo.normpre_h, adam_learning_rate=0.1),
 }
 # What an optimizer may meet, once in every sharding: a pair of layers, heads in stacked layers, vectors; 21, that
 # nothing here divides; output blocks that the sharding cuts through; and experts behind layers.
@@ -132,7 +132,7 @@ def check(name, mesh_name, kind=AxisType.Explicit, known=False, layouts=tuple(SH
         (AxisType.Auto, "normpre_g", ("both", "columns_of_blocks")),
         (AxisType.Explicit, "normpre_l", ("both",)),
         (AxisType.Auto, "normpre_l", ("experts",)),  # draws depend on a matrix's index among layers and experts
-        (AxisType.Explicit, "muon-hyperball", ("columns_of_blocks",)),
+        (AxisType.Explicit, "normpre_h", ("columns_of_blocks",)),
     ],
 )
 def test_a_mesh_of_two_axes_needs_no_option(kind, name, layouts):

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row norm of every matrix under Hyperball, by whether it writes into the residual stream."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+from normpre_optax.parameters import vocabulary as v
+from normpre_optax.parameters.dims import matrix_shape, split_axes
+from normpre_optax.parameters.rules import Assignment, ParamSpec
+from normpre_optax.parameters.tree import block_depth, layer_depth, numbers, stack_depth
+from normpre_optax.parameters.vocabulary import words
+
+
+def row_norms_of(row_norms: Any, params: Any, found: Assignment) -> dict[str, Any]:
+    """Return the option ``row_norms`` by path; None is by role."""
+    if row_norms is None:
+        return row_norms_by_role(found)
+    return dict(zip(found, numbers("row_norms", row_norms, params), strict=True))
+
+
+def row_norms_by_role(found: Assignment) -> dict[str, float]:
+    """Return 1 for every matrix, and ``sqrt(in / (out k))`` for the ``k`` matrices that write to the residual stream.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.parameters.roles import row_norms_by_role
+        >>> from normpre_optax.parameters.rules import assign
+        >>> layers = [{"up": jnp.zeros((8, 32)), "down": jnp.zeros((32, 8))} for _ in range(4)]
+        >>> row_norms_by_role(assign({"layers": layers}))["layers/0/down"]
+        1.0
+    """
+    outputs, shapes = residual_outputs(found), _shapes(found)
+    k = sum({v.COUNTED_EXPERT.sub("", path): _layers(found[path]) for path in outputs}.values())
+    return {path: math.sqrt(n / (m * k)) if path in outputs else 1.0 for path, (m, n) in shapes.items()}
+
+
+def residual_outputs(found: Assignment) -> set[str]:
+    """Return the paths of matrices that write into the residual stream: of attention and of the feed-forward layers.
+
+    The width is the size that most matrices, norms and embeddings have. Inside a layer, a matrix that has it as outputs
+    alone writes; one that has it on both sides does if its name says so.
+    """
+    shapes = _shapes(found)
+    sizes = {size for shape in shapes.values() for size in shape}
+    others = [spec.shape for spec in found.values() if spec.reason.startswith(("norm", "embedding"))]
+    count = Counter(size for shape in (*shapes.values(), *others) for size in {*shape})
+    width = min(sizes, key=lambda size: (-count[size], size), default=0)
+    writes = lambda path, n: _is_named_output(path) if n == width else _is_inside(path)  # noqa: E731
+    return {path for path, (m, n) in shapes.items() if m == width and writes(path, n)}
+
+
+def _shapes(found: Assignment) -> dict[str, tuple[int, int]]:
+    return {path: matrix_shape(s.shape, s.dims)[1:] for path, s in found.items() if s.dims is not None}
+
+
+def _is_inside(path: str) -> bool:
+    parts = path.split("/")
+    return block_depth(parts) > 0 or stack_depth(parts) is not None or any(map(str.isdigit, parts))
+
+
+def _is_named_output(path: str) -> bool:
+    parts = path.split("/")[: layer_depth(path.split("/"))]
+    own = parts[-2] if parts[-1].lower() in ("dense", "linear") and len(parts) > 1 else parts[-1]
+    return own.lower() in v.OUTPUTS | v.SECOND_LAYERS
+
+
+def _layers(spec: ParamSpec) -> int:
+    """Return how many layers are stacked in a parameter: all batch axes but that of stacked experts."""
+    batch = split_axes(len(spec.shape), spec.dims)[0] if spec.dims else ()
+    sizes = sorted(spec.shape[axis] for axis in batch)
+    found = set(itertools.chain(*map(words, spec.path.split("/"))))
+    experts = found & v.EXPERTS and "shared" not in found and not v.COUNTED_EXPERT.search(spec.path)
+    return math.prod(sizes[:-1] if experts else sizes)

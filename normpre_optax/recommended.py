@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recommended optimizer: NormPre-G with Nesterov momentum, without the tangent projection, under Hyperball."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from normpre_optax.algorithm import scale_by_normpre_g
+from normpre_optax.optimizer import with_adamw
+from normpre_optax.options import Coefficients, Number, checked
+
+
+@checked
+def normpre_h(
+    learning_rate: Number | Callable,
+    adam_learning_rate: Number | Callable,
+    *,
+    row_norms: Any = None,
+    momentum: Number = 0.95,
+    ns_steps: int | None = 5,
+    ns_coefficients: Coefficients = "muon",
+    compute_dtype: Any = None,
+    learning_rate_multipliers: Any = None,
+    adam_b1: Number = 0.9,
+    adam_b2: Number = 0.95,
+    adam_eps: Number = 1e-8,
+    adam_weight_decay: Number | Callable = 0.1,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
+    shardings: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """NormPre-H, the recommended optimizer: normalized, orthogonalized steps of weights with a fixed norm.
+
+    ``M = mu M + G``, ``U = G + mu M``; rows of ``U`` (columns at every other step) are divided by their norms, and
+    ``T = msign(U)`` by Newton-Schulz iterations. Then ``W <- R N(N(W) - lr N(T))``, see ``hyperball``: the first
+    update sets the norm ``R`` of every matrix, so the result does not depend on the scale of the initialization.
+    Everything that is not a hidden matrix uses AdamW.
+
+    Args:
+        learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule. 1.6e-2 is a good
+            peak for short runs; see ``docs/choosing.md``.
+        adam_learning_rate: of the AdamW group, number or schedule: what you use with AdamW.
+        adam_weight_decay: weight decay of the AdamW group.
+
+    Returns:
+        The complete optimizer; its state is that of ``optax.partition``.
+
+    Raises:
+        TypeError: if an option does not exist or has the wrong type.
+        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+
+    Example:
+        >>> import jax.numpy as jnp, normpre_optax as npo
+        >>> tx = npo.normpre_h(1.6e-2, adam_learning_rate=3e-3)
+        >>> params = {"dense": {"kernel": jnp.eye(4, 8), "bias": jnp.ones(8)}}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+
+    References:
+        Gong, Gan, Teng and Liu, Normalize-Then-Precondition; Wen et al., Hyperball, arXiv 2606.16899.
+    """
+    direction = functools.partial(
+        scale_by_normpre_g,
+        momentum=momentum,
+        nesterov=True,
+        tangent="none",
+        rms=None,
+        ns_steps=ns_steps,
+        ns_coefficients=ns_coefficients,
+        compute_dtype=compute_dtype,
+        mu_dtype=mu_dtype,
+    )
+    return with_adamw(
+        direction,
+        learning_rate,
+        norm_control="hyperball",
+        row_norms=row_norms,
+        adam_learning_rate=adam_learning_rate,
+        learning_rate_multipliers=learning_rate_multipliers,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps=adam_eps,
+        adam_weight_decay=adam_weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        mu_dtype=mu_dtype,
+        matrix_dims=matrix_dims,
+        shardings=shardings,
+    )

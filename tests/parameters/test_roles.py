@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which matrices write into the residual stream, on the known models, and the row norms that follow."""
+
+import re
+
+import numpy as np
+import pytest
+
+from normpre_optax.parameters import presets
+from normpre_optax.parameters.roles import residual_outputs, row_norms_by_role
+from normpre_optax.parameters.rules import assign
+from tests.parameters.tables import tree
+from tests.parameters.test_models import MODELS, entries_of
+
+WRITES = re.compile(
+    r"(c_proj|o_proj|/out|out_proj|output/dense|attn_vec_einsum)/(weight|kernel|w)$"  # of attention, and of Mamba
+    r"|(c_proj|linear2?|down_proj|wo|fc2|output/dense)(/(weight|kernel|w))?$"  # of feed-forward layers
+)
+# Residual branches of two layers, where they are not an attention and a feed-forward layer each.
+BRANCHES = {"DeepSeek-V3": 6, "Whisper": 10, "Mamba": 2}
+
+
+@pytest.mark.parametrize("key", MODELS, ids="-".join)
+def test_the_matrices_that_write_are_found_and_counted(key):
+    model, _, preset = key
+    found = assign(tree(entries_of(*key)), getattr(presets, preset) if preset else None)
+    outputs = residual_outputs(found)
+    assert outputs == {path for path, spec in found.items() if spec.dims and WRITES.search(path)}
+    norms, k = row_norms_by_role(found), BRANCHES.get(model, 4)
+    square = [path for path in outputs if re.search("(attn|attention|mixer).*/(c_proj|o_proj|out|out_proj)/", path)]
+    for path in square:
+        _, outs, ins = (np.prod(x) for x in _sizes(found[path]))
+        np.testing.assert_allclose(norms[path], np.sqrt(ins / (outs * k)))
+    assert {norms[path] for path in norms.keys() - outputs} == {1.0}
+
+
+def _sizes(spec):
+    from normpre_optax.parameters.dims import split_axes
+
+    return [[spec.shape[axis] for axis in axes] for axes in split_axes(len(spec.shape), spec.dims)]
+
+
+@pytest.mark.parametrize(
+    ("leaves", "outputs"),
+    [
+        ("up/{0,1}/kernel 8x32; down/{0,1}/kernel 32x8; attention/{0,1}/out/kernel 2x4x8", {"down", "attention"}),
+        ("Block_0/Dense_0/kernel 8x32; Block_0/Dense_1/kernel 32x8", {"Block_0"}),
+        ("input/kernel 20x8; layers/{0,1}/w 8x8", set()),  # neither a place inside a layer nor a name
+        ("layers/{0,1}/w1 8x8; layers/{0,1}/w2 8x8", {"layers"}),
+    ],
+)
+def test_small_models(leaves, outputs):
+    assert {path.split("/")[0] for path in residual_outputs(assign(tree(leaves)))} == outputs
