@@ -182,9 +182,11 @@ def complete(direction: Callable[..., Any], more: str = "") -> Callable[..., opt
     added = [p for name, p in rest.items() if name not in own]
 
     def optimizer(learning_rate: Any, *args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
-        for option in {"rms", "convention"} & options.keys() if options.get("norm_control") == "hyperball" else ():
-            raise ValueError(f'{option} has no effect with norm_control="hyperball", which sets the size of steps')
         of_direction = {name: value for name, value in options.items() if name in own and name != "matrix_dims"}
+        for option in {"rms", "convention"} & of_direction.keys() if options.get("norm_control") == "hyperball" else ():
+            if isinstance(value := options[option], jax.Array) or value == own[option].default:
+                continue  # optax.inject_hyperparams passes defaults too
+            raise ValueError(f'{option} has no effect with norm_control="hyperball", which sets the size of steps')
         of_rest = {name: value for name, value in options.items() if name in rest}
         return with_adamw(functools.partial(direction, *args, **of_direction), learning_rate, **of_rest)
 

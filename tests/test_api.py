@@ -157,7 +157,7 @@ INVALID = {
     "normpre_h(1e-2, 1e-3, tangent='none')": "no option 'tangent': its options are learning_rate",
     "muon(1e-2, norm_control='hyperball')": 'norm_control="hyperball" needs adam_learning_rate',
     "muon(1e-2, norm_control='hyperball', adam_learning_rate=1e-3, convention='keller')": "convention has no effect",
-    "normpre_g(1e-2, norm_control='hyperball', adam_learning_rate=1e-3, rms=0.2)": "rms has no effect",
+    "normpre_g(1e-2, norm_control='hyperball', adam_learning_rate=1e-3, rms=0.1)": "rms has no effect",
     "muon(1e-3, row_norms=1.0)": "row_norms has no effect without norm_control",
     "muon(1e-3, compute_dtype=jnp.float16)": "compute_dtype must have the range of float32",
     "normpre(1e-3, lambda x: x)": "precondition must be an optax.GradientTransformation",

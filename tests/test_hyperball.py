@@ -20,7 +20,7 @@ NORMS = {"wide": 0.5, "stack": 2.0}
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_steps_follow_the_rule(alone):
+def test_steps_follow_the_published_rule(alone):
     rates = optax.piecewise_constant_schedule(0.1, {2: 0.1}) if alone else lambda step: 0.03
     direction = lambda matrix_dims: optax.identity()  # noqa: E731
     more = {"norm_control": "hyperball", "adam_learning_rate": 0.1, "row_norms": NORMS}
