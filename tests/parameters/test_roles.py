@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from normpre_optax.parameters import presets
+from normpre_optax.parameters.dims import matrix_shape
 from normpre_optax.parameters.roles import residual_outputs, row_norms_by_role
 from normpre_optax.parameters.rules import assign
 from tests.parameters.tables import tree
@@ -27,17 +28,10 @@ def test_the_matrices_that_write_are_found_and_counted(key):
     outputs = residual_outputs(found)
     assert outputs == {path for path, spec in found.items() if spec.dims and WRITES.search(path)}
     norms, k = row_norms_by_role(found), BRANCHES.get(model, 4)
-    square = [path for path in outputs if re.search("(attn|attention|mixer).*/(c_proj|o_proj|out|out_proj)/", path)]
-    for path in square:
-        _, outs, ins = (np.prod(x) for x in _sizes(found[path]))
+    for path in outputs:
+        _, outs, ins = matrix_shape(found[path].shape, found[path].dims)
         np.testing.assert_allclose(norms[path], np.sqrt(ins / (outs * k)))
     assert {norms[path] for path in norms.keys() - outputs} == {1.0}
-
-
-def _sizes(spec):
-    from normpre_optax.parameters.dims import split_axes
-
-    return [[spec.shape[axis] for axis in axes] for axes in split_axes(len(spec.shape), spec.dims)]
 
 
 @pytest.mark.parametrize(
