@@ -20,7 +20,6 @@ BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTA
 NOT_RUN = {
     "README.md": "its first block needs a model; get_started.md has one",
     "cpu_hang.md": "the program that never returns",
-    "design.md": "an excerpt of algorithm.py",
     "frameworks.md": "tests/test_frameworks.py runs it",
 }
 WITH_CODE = [page for page in PAGES if page.name not in NOT_RUN and BLOCK.search(page.read_text())]

@@ -120,10 +120,10 @@ def draw_plane() -> Figure:
     titles = {
         "M": "M: momentum",
         "X": "X: relaxed tangent",
-        "Psi": r"$\Psi$: every row to length one",
+        "Psi": r"$\Psi$: every row to norm one",
         "G": r"NormPre-G: all of $\Psi$'s modes to one",
         "L": "NormPre-L, rank 1: the leading mode to one",
-        "Muon": "for comparison, Muon: M's modes to one",
+        "Muon": "for comparison, Muon: all of M's modes to one",
     }
     figure, axes = plt.subplots(2, 3, figsize=(10.5, 7.4))
     for ax, (name, title) in zip(axes.flat, titles.items(), strict=True):
@@ -278,7 +278,7 @@ def draw_radial() -> Figure:
         colour, line = styles[name]
         ax.plot(lengths, factor, color=colour, linestyle=line, linewidth=1.5, label=name)
     ax.axvline(1, color=QUIET, linewidth=0.6, linestyle=":")
-    ax.set(xlabel="length of the row of W", ylabel="share that is left", xlim=(0, 2.2), ylim=(-2, 1.2))
+    ax.set(xlabel="norm of the row of W", ylabel="factor", xlim=(0, 2.2), ylim=(-2, 1.2))
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, fontsize=8, loc="lower left")
     figure.tight_layout()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The axes of a parameter that are its inputs and its outputs.
+"""Which axes of a parameter are inputs and outputs.
 
-A row of the matrix holds the weights of one output neuron: it runs along ``inputs``. ``to_matrices`` lays a parameter
-out as a stack ``(batch, out, in)`` for the spectral stage; everything else works on the parameter as it is stored.
+A row of the matrix holds the weights of one output neuron: it runs along ``inputs``. ``to_matrices`` converts a
+parameter to a stack ``(batch, out, in)`` for the spectral stage. All other code uses the layout of the parameter.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ Axes = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class MatrixDims:
-    """The axes that make a parameter a matrix, or a stack of matrices.
+    """The input and output axes of a parameter that is a matrix, or a stack of matrices.
 
-    Every axis that is in neither ``inputs`` nor ``outputs`` is a batch axis: one matrix per index. Several axes on one
-    side are flattened.
+    All other axes are batch axes: one matrix per index. Several input or output axes are flattened.
 
     Args:
         inputs: axis or axes that the layer sums over. Negative axes count from the end.
@@ -36,7 +35,7 @@ class MatrixDims:
 
     Raises:
         TypeError: if an axis is not an integer.
-        ValueError: if a side has no axis, an axis is named twice, or a block size is below 1.
+        ValueError: if there is no input or no output axis, an axis is named twice, or a block size is below 1.
 
     Example:
         >>> from normpre_optax import MatrixDims
@@ -53,7 +52,7 @@ class MatrixDims:
             value = _int_or_ints(name, getattr(self, name))
             object.__setattr__(self, name, value[0] if len(value) == 1 else value)
             if not value:
-                raise ValueError(f"MatrixDims: {name} is empty; a matrix needs at least one axis on each side")
+                raise ValueError(f"MatrixDims: {name} is empty; a matrix has at least one input and one output axis")
         axes = (*_as_tuple(self.inputs), *_as_tuple(self.outputs))
         if len(set(axes)) < len(axes):
             raise ValueError(f"MatrixDims: inputs={self.inputs} and outputs={self.outputs} name an axis twice")
@@ -76,7 +75,7 @@ def _as_tuple(axes: int | Axes) -> Axes:
 
 
 def as_matrix_dims(path: str, value: Any) -> MatrixDims | None:
-    """Convert an entry of ``matrix_dims``: optax's ``MuonDimensionNumbers`` count as ``MatrixDims``, None is AdamW."""
+    """Return an entry of ``matrix_dims`` as ``MatrixDims``, also optax's ``MuonDimensionNumbers``; None is AdamW."""
     if value is None or isinstance(value, MatrixDims):
         return value
     if isinstance(value, MuonDimensionNumbers):
@@ -101,7 +100,9 @@ def check_dims(path: str, shape: tuple[int, ...], dims: MatrixDims) -> None:
     if isinstance(blocks, int) and first % blocks:
         raise ValueError(f"{where}: output_blocks={blocks} does not divide axis {outputs[0]} of size {first}")
     if not isinstance(blocks, int) and (sum(blocks) != rows or any(size % (rows // first) for size in blocks)):
-        raise ValueError(f"{where}: output_blocks={blocks} must add up to its {rows} outputs, in whole indices")
+        raise ValueError(
+            f"{where}: output_blocks={blocks} must add up to its {rows} outputs, in multiples of {rows // first}"
+        )
 
 
 def split_axes(ndim: int, dims: MatrixDims) -> tuple[Axes, Axes, Axes]:
@@ -112,7 +113,7 @@ def split_axes(ndim: int, dims: MatrixDims) -> tuple[Axes, Axes, Axes]:
 
 
 def matrix_shape(shape: tuple[int, ...], dims: MatrixDims) -> tuple[int, int, int]:
-    """Return (batch, out, in): how many matrices a parameter without blocks holds, and their shape.
+    """Return (batch, out, in): the number of matrices of a parameter without output blocks, and their shape.
 
     Example:
         >>> from normpre_optax.parameters.dims import MatrixDims, matrix_shape
@@ -129,9 +130,9 @@ def is_stored_transposed(ndim: int, dims: MatrixDims) -> bool:
 
 
 def to_matrices(x: jax.Array, dims: MatrixDims, transposed: bool = False, flat: bool = True) -> jax.Array:
-    """Lay a parameter without blocks out as a stack of matrices ``(batch, out, in)``, or ``(batch, in, out)``.
+    """Convert a parameter without output blocks to a stack ``(batch, out, in)``, or ``(batch, in, out)``.
 
-    With ``flat=False`` several batch axes stay: flattening would move an axis that is sharded behind another one.
+    ``flat=False`` keeps several batch axes: flattening them reorders the data if one behind the first is sharded.
 
     Example:
         >>> import jax.numpy as jnp
@@ -158,7 +159,7 @@ def _order(ndim: int, dims: MatrixDims, transposed: bool) -> Axes:
 
 
 def blocks_of(shape: tuple[int, ...], dims: MatrixDims) -> list[tuple[slice, MatrixDims, tuple[int, ...]]]:
-    """Return the output blocks of a parameter: where each is on the first output axis, its dims and its shape.
+    """Return the slice of each output block on the first output axis, its dims and its shape.
 
     Example:
         >>> from normpre_optax.parameters.dims import MatrixDims, blocks_of

@@ -33,18 +33,18 @@ def explain(params: Any, matrix_dims: Any = None, *, every_layer: bool = False) 
     """Return a table of which group every parameter is in, and why.
 
     Args:
-        params: the parameters, as the optimizer sees them.
-        matrix_dims: as the optimizer takes it.
-        every_layer: whether equal layers are listed one by one instead of in one line.
+        params: the parameters that you pass to the optimizer.
+        matrix_dims: that of the optimizer.
+        every_layer: whether to list equal layers one by one.
 
     Returns:
         A plain-text table with path, shape, group, matrices as count x (out x in), and reason; then the totals, and
-        notes on what may be a mistake. Parameters of equal layers share a line, which has the shape of one of them and
-        the matrices of all. A parameter for which the optimizer would raise an error is shown as ERROR.
+        notes on likely mistakes. Equal layers share a line, with the shape of one parameter and the matrices of all. A
+        parameter for which the optimizer raises an error is shown as ERROR.
 
     Raises:
         ValueError: if ``matrix_dims`` is a tree that does not match, or two paths are equal.
-        TypeError: if ``matrix_dims`` is of no accepted kind, or a leaf is not an array.
+        TypeError: if ``matrix_dims`` has an unsupported type, or a leaf is not an array.
 
     Example:
         >>> import jax.numpy as jnp
@@ -94,7 +94,7 @@ def _row(path: str, leaf: Leaf, read: Callable[[str, Leaf], Reading]) -> _Row:
 
 
 def _vocabulary_sizes(rows: list[_Row]) -> set[int]:
-    """Return the larger axes of the token embeddings, unless a norm or another embedding shows them to be a width."""
+    """Return the larger axis sizes of embeddings, except those that a norm or another embedding shows to be widths."""
     tables = [row.leaf.shape for row in rows if row.reason.startswith("embedding") and row.leaf.ndim == 2]
     widths = {min(shape) for shape in tables}
     widths.update(size for row in rows if row.reason == "norm or scale" for size in row.leaf.shape)
@@ -122,7 +122,7 @@ def _row_norms(params: Any, matrix_dims: Any, rows: list[_Row]) -> Iterator[str]
 
 def _notes(rows: list[_Row]) -> Iterator[str]:
     if any("' in '" in row.reason for row in rows):
-        yield "note: a word in quotes decided alone, in a name that may mean something else"
+        yield "note: the word in quotes decided alone; the name may mean something else"
     if any(row.reason.endswith(_VOCABULARY) for row in rows):
         yield f"note: a matrix that {_VOCABULARY} may be an output head; if it is one, return None for it in a rule"
     integers = sum(not jnp.issubdtype(row.leaf.dtype, jnp.inexact) for row in rows if row.group == "adamw")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for known layouts, to be passed as ``matrix_dims=``. Everything else follows the default rule.
+"""Rules for known layouts, for ``matrix_dims=``. All other parameters follow the default rule.
 
 Example:
     >>> import jax.numpy as jnp
@@ -18,17 +18,17 @@ from normpre_optax.parameters.rules import default_matrix_dims
 
 
 def experts_in_front(path: str, leaf: Any) -> MatrixDims | None:
-    """Read experts stored as (expert, in, out), also behind layer axes: gpt-oss, most models with arrays of experts.
+    """Rule for experts stored as (expert, in, out), with or without layer axes in front: gpt-oss, most stacked experts.
 
     Args:
-        path: the parameter's path.
+        path: the "/"-joined path of the parameter.
         leaf: an object with ``shape``, ``ndim`` and ``dtype``.
 
     Returns:
         ``MatrixDims``, or None for AdamW.
 
     Raises:
-        ValueError: if neither this nor the default rule covers the leaf.
+        ValueError: if neither this rule nor the default rule covers the parameter.
 
     Example:
         >>> import jax.numpy as jnp
@@ -42,17 +42,17 @@ def experts_in_front(path: str, leaf: Any) -> MatrixDims | None:
 
 
 def maxtext(path: str, leaf: Any) -> MatrixDims | None:
-    """Read MaxText: layers scanned along axis 1, experts in front of them, and projections from MLA's latents.
+    """Rule for MaxText: layers scanned along axis 1, experts in front of them, and MLA's projections from latents.
 
     Args:
-        path: the parameter's path.
+        path: the "/"-joined path of the parameter.
         leaf: an object with ``shape``, ``ndim`` and ``dtype``.
 
     Returns:
         ``MatrixDims``, or None for AdamW.
 
     Raises:
-        ValueError: if neither this nor the default rule covers the leaf.
+        ValueError: if neither this rule nor the default rule covers the parameter.
 
     Example:
         >>> import jax.numpy as jnp
@@ -73,17 +73,17 @@ def maxtext(path: str, leaf: Any) -> MatrixDims | None:
 
 
 def gemma(path: str, leaf: Any) -> MatrixDims | None:
-    """Read the einsums of Gemma 2 and 3. Gemma 1 has its ``gating_einsum`` as (2, d, hidden): inputs=1, outputs=2.
+    """Rule for the einsums of Gemma 2 and 3. Gemma 1 stores ``gating_einsum`` as (2, d, hidden): inputs=1, outputs=2.
 
     Args:
-        path: the parameter's path.
+        path: the "/"-joined path of the parameter.
         leaf: an object with ``shape``, ``ndim`` and ``dtype``.
 
     Returns:
         ``MatrixDims``, or None for AdamW.
 
     Raises:
-        ValueError: if neither this nor the default rule covers the leaf.
+        ValueError: if neither this rule nor the default rule covers the parameter.
 
     Example:
         >>> import jax.numpy as jnp
@@ -100,17 +100,17 @@ def gemma(path: str, leaf: Any) -> MatrixDims | None:
 
 
 def kernels_out_in(path: str, leaf: Any) -> MatrixDims | None:
-    """Read kernels stored as (out, in) in the layers under ``h``: Hugging Face's Flax GPT-2.
+    """Rule for kernels stored as (out, in) under ``h``: Hugging Face's Flax GPT-2.
 
     Args:
-        path: the parameter's path.
+        path: the "/"-joined path of the parameter.
         leaf: an object with ``shape``, ``ndim`` and ``dtype``.
 
     Returns:
         ``MatrixDims``, or None for AdamW.
 
     Raises:
-        ValueError: if neither this nor the default rule covers the leaf.
+        ValueError: if neither this rule nor the default rule covers the parameter.
 
     Example:
         >>> import jax.numpy as jnp
@@ -124,17 +124,17 @@ def kernels_out_in(path: str, leaf: Any) -> MatrixDims | None:
 
 
 def convolutions(path: str, leaf: Any) -> MatrixDims | None:
-    """Read a convolution with all its taps as one matrix: a weight is (out, in, taps), a kernel (taps, in, out).
+    """Rule for convolutions, one matrix with all taps: a weight is (out, in, taps), a kernel (taps, in, out).
 
     Args:
-        path: the parameter's path.
+        path: the "/"-joined path of the parameter.
         leaf: an object with ``shape``, ``ndim`` and ``dtype``.
 
     Returns:
         ``MatrixDims``, or None for AdamW.
 
     Raises:
-        ValueError: if neither this nor the default rule covers the leaf.
+        ValueError: if neither this rule nor the default rule covers the parameter.
 
     Example:
         >>> import jax.numpy as jnp

@@ -24,25 +24,25 @@ from normpre_optax.parameters.vocabulary import words
 
 Reading = tuple[MatrixDims | None, str]  # the axes, or None for AdamW, and the reason
 _GIVEN = "given by matrix_dims"
-_MAX_ASPECT_RATIO = 64  # of a three-axis attention kernel; heads in front of d, read as d, exceed it
+_MAX_ASPECT_RATIO = 64  # of a three-axis attention kernel; a kernel with heads in front would exceed it
 
 
 class ParamSpec(NamedTuple):
-    """The group of one parameter: ``dims`` are the axes of its matrices, None is AdamW."""
+    """The group of one parameter: ``dims`` has the axes of its matrices; None is AdamW."""
 
     path: str
     shape: tuple[int, ...]
     dims: MatrixDims | None
     reason: str
-    sharding: Any = None  # PartitionSpec, where the shardings= option says so
+    sharding: Any = None  # PartitionSpec from the option shardings=
 
 
 class Assignment(dict[str, ParamSpec]):
-    """``ParamSpec`` by path. Computed on a full tree, it can be passed as ``matrix_dims`` for a part of it."""
+    """``ParamSpec`` by path, computed on a full tree. You can pass it as ``matrix_dims`` for a part of the tree."""
 
 
 class UncoveredError(ValueError):
-    """No rule covers these leaves: ``cases`` are their (path, shape, why), ``short`` is the text for a table."""
+    """No rule covers some parameters: ``cases`` has (path, shape, why) of each, ``short`` is a text for a table."""
 
     def __init__(self, *cases: tuple[str, tuple[int, ...], str]):
         lines, rule = [], ["    def rule(path, leaf):"]
@@ -53,10 +53,8 @@ class UncoveredError(ValueError):
                 test = f"path.startswith({start!r}) and path.endswith({end!r}) and leaf.shape == {shape}"
             lines.append(f"no rule covers {which} {name!r} of shape {shape}" + f": {why}" * bool(why))
             rule += [f"        if {test}:", "            return MatrixDims(inputs=..., outputs=...)"]
-        how = (
-            "Replace the dots by the axes of inputs and outputs (all others are batch axes), or return None for AdamW."
-        )
-        how += " Pass matrix_dims=rule. Rules for known layouts are in normpre_optax.presets:"
+        how = "Pass matrix_dims=rule, or a rule of normpre_optax.presets for a known layout. Replace the dots by the "
+        how += "input and output axes (all others are batch axes), or return None for AdamW:"
         super().__init__("\n".join([*lines, how, *rule, "        return default_matrix_dims(path, leaf)"]))
         self.cases, self.short = cases, "no rule covers it" + f": {cases[0][2]}" * bool(cases[0][2])
 
@@ -67,15 +65,15 @@ def assign(params: Any, matrix_dims: Any = None) -> Assignment:
     Args:
         params: the full parameter tree: arrays, tracers or ``jax.ShapeDtypeStruct``, with or without boxes.
         matrix_dims: None (the default rule); a rule ``(path, leaf) -> MatrixDims | None``; a function of ``params``
-            that returns a tree; a tree, or a prefix of one, of ``MatrixDims`` and None, matched by names; or the
-            ``Assignment`` of a larger tree. ``optax.contrib.MuonDimensionNumbers`` are accepted as ``MatrixDims``.
+            that returns a tree; a tree, or a prefix of one, of ``MatrixDims`` and None, matched by paths; or the
+            ``Assignment`` of a larger tree. ``optax.contrib.MuonDimensionNumbers`` work like ``MatrixDims``.
 
     Returns:
         ``ParamSpec`` by path, in the order in which jax flattens ``params``.
 
     Raises:
         ValueError: if no rule covers a leaf, axes do not fit, a tree does not match, or two paths are equal.
-        TypeError: if ``matrix_dims`` is of no accepted kind, or a leaf is not an array.
+        TypeError: if ``matrix_dims`` has an unsupported type, or a leaf is not an array.
 
     Example:
         >>> from normpre_optax.parameters.rules import assign
@@ -100,20 +98,20 @@ def assign(params: Any, matrix_dims: Any = None) -> Assignment:
 def default_matrix_dims(path: str, leaf: Any) -> MatrixDims | None:
     """Return the axes of a parameter's matrices by the default rule, or None for AdamW.
 
-    The first that applies:
+    The first matching line applies:
 
-    1. Biases, norms and scales, positional tables, output heads, embeddings, routers, LoRA pairs, rates of state
-       spaces and depthwise convolutions, by their names, and everything with fewer than two axes: AdamW.
-    2. Axes with names (Linen, Haliax): the names of layer, expert and head axes.
+    1. AdamW by name: biases, norms and scales, positional tables, output heads, embeddings, routers, LoRA pairs, rates
+       of state spaces, depthwise convolutions. AdamW by shape: fewer than two axes.
+    2. Named axes (Linen, Haliax): names of layers and experts are batch axes, names of heads are flattened.
     3. Layer axes in front, by the biases and norms nearby or by a name such as ``layers``: batch axes.
-    4. Two axes: (out, in) if the last name is ``weight``, else (in, out). GPT-2's ``c_attn/weight``, ``c_fc/weight``
-       and ``c_proj/weight`` are either: their shapes decide.
+    4. Two axes: (out, in) if the last name is ``weight``, else (in, out). The shapes decide for GPT-2's
+       ``c_attn/weight``, ``c_fc/weight`` and ``c_proj/weight``.
     5. Three axes of attention: (d, heads, size) for query, key and value, (heads, size, d) for the output.
-    6. Everything else is an error; so is a bias of another size, or an aspect ratio beyond 64:1 in 5.
+    6. Anything else is an error. So is a bias of another size than the outputs, or an aspect ratio above 64:1 in 5.
 
     Args:
-        path: the parameter's "/"-joined path.
-        leaf: an object with ``shape`` and ``dtype``. In an optimizer also its surroundings are known.
+        path: the "/"-joined path of the parameter.
+        leaf: an object with ``shape`` and ``dtype``. An optimizer also passes what is known of parameters nearby.
 
     Returns:
         ``MatrixDims``, or None for AdamW.
@@ -133,7 +131,7 @@ def default_matrix_dims(path: str, leaf: Any) -> MatrixDims | None:
 
 
 def default_reading(path: str, leaf: Any) -> Reading:
-    """Return what ``default_matrix_dims`` does, with the reason."""
+    """Return the axes from ``default_matrix_dims``, or None, and the reason."""
     leaf = leaf if isinstance(leaf, Leaf) else Leaf(tuple(leaf.shape), leaf.dtype)
     parts, shape = path.split("/"), leaf.shape
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -176,7 +174,7 @@ def _embedding(parts: list[str], leaf: Leaf) -> str:
 
 
 def _named(reason: str, names: set[str], parts: list[str], candidates: list[str]) -> str:
-    """Return the reason if a part has one of the names, in quotes if that is not the last of the layer's own name."""
+    """Return the reason if a part has one of the names. It quotes a name that is not at the end of the layer's name."""
     for part in reversed(candidates):
         found = words(part)
         for i, word in enumerate(found):
@@ -189,7 +187,7 @@ def _named(reason: str, names: set[str], parts: list[str], candidates: list[str]
 
 
 def _router(parts: list[str], leaf: Leaf) -> str:
-    """A router by name; or a gate beside the experts or directly in the mixture, and not beside ``up``."""
+    """Return "router" for a router by name, or for a gate next to experts or in a mixture, but not next to ``up``."""
     depth = layer_depth(parts)
     layer, above = {*words(parts[depth - 1])}, {*words(parts[depth - 2] if depth > 1 else "")}
     beside = set(itertools.chain(*map(words, tree.names_below(leaf, parts[: depth - 1]))))
@@ -199,7 +197,7 @@ def _router(parts: list[str], leaf: Leaf) -> str:
 
 
 def _depthwise(parts: list[str], leaf: Leaf) -> str:
-    """Taps and channels, without a word for a dense layer; or an axis of one input channel."""
+    """Return the reason for (taps, channels) without a word for a dense layer, or for a single input channel."""
     layer = set(itertools.chain(*map(words, parts[layer_depth(parts) - 1 :])))
     layers, ndim = leaf.layers or 0, len(leaf.shape)
     one_input = ndim - layers > 2 and leaf.shape[layers + 1 if "weight" in words(parts[-1]) else -2] == 1
@@ -207,8 +205,8 @@ def _depthwise(parts: list[str], leaf: Leaf) -> str:
     return "depthwise convolution" if "conv" in layer and depthwise else ""
 
 
-# What AdamW updates because of its name: a reason if a regex is found in the path, or a function that is called if one
-# of the words is in the path, the class or the names of axes. The first reason counts.
+# Parameters that use AdamW because of their name: the reason if a regex matches the path, or a function that returns it
+# if one of the words is in the path, the class or the axis names. The first reason counts.
 _ADAMW: tuple[tuple[re.Pattern[str] | set[str], str | Callable[[list[str], Leaf], str]], ...] = (
     (v.BIASES, _bias),
     (v.LAMBDA, "norm or scale"),
@@ -237,7 +235,7 @@ def _attention_role(parts: list[str], leaf: Leaf) -> str:
 
 
 def _weight_is_in_out(path: str, parts: list[str], leaf: Leaf, rest: tuple[int, ...]) -> bool:
-    """Return whether a ``weight`` of two axes is (in, out): of GPT-2's names only, by the shapes."""
+    """Return whether a ``weight`` of two axes is (in, out). Only GPT-2's names can be; their shapes decide."""
     layer, last = parts[layer_depth(parts) - 1], parts[-1]
     if layer not in v.GPT2:
         return False
@@ -247,12 +245,12 @@ def _weight_is_in_out(path: str, parts: list[str], leaf: Leaf, rest: tuple[int, 
         first, second = (shape[axis] for axis in rest)
         if first != second:
             return (first < second) != (layer == "c_proj" and shape not in wider)
-    why = "it is (in, out) in Hugging Face's GPT-2 and (out, in) in nanoGPT, and no c_attn beside it shows which"
+    why = "it is (in, out) in Hugging Face's GPT-2 and (out, in) in nanoGPT, and no c_attn next to it shows which"
     raise UncoveredError((path, leaf.shape, why))
 
 
 def _bias_shape(path: str, leaf: Leaf) -> tuple[int, ...]:
-    """Return the shape of the bias that belongs to a weight, or ()."""
+    """Return the shape of a weight's bias, or ()."""
     above, slash, last = path.rpartition("/")
     names = (re.sub("^[wW]", "b", last), f"{last}_bias", re.sub("weight|kernel", "bias", last))
     names = ("bias", "b") if last.lower() in v.WEIGHTS else names
@@ -261,7 +259,7 @@ def _bias_shape(path: str, leaf: Leaf) -> tuple[int, ...]:
 
 
 def _wrong_bias(path: str, leaf: Leaf, dims: MatrixDims) -> str:
-    """Return "" or the bias that contradicts the axes. For a square matrix the parameters of its name count too."""
+    """Return the bias that contradicts the axes, or "". For a square matrix, others of the same name count too."""
     batch, outputs, inputs = split_axes(len(leaf.shape), dims)
     examples = {path: leaf.shape}
     if [leaf.shape[axis] for axis in outputs] == [leaf.shape[axis] for axis in inputs]:
@@ -278,7 +276,7 @@ def _wrong_bias(path: str, leaf: Leaf, dims: MatrixDims) -> str:
 
 
 def _read_matrix(path: str, parts: list[str], leaf: Leaf) -> Reading:
-    """Read a leaf of two or more axes: which are of layers, by names of axes or the leaves nearby, then the others."""
+    """Return the axes of a leaf with two or more axes: first those of layers, by names or leaves nearby."""
     ndim, weight, layers, note, why = len(leaf.shape), "weight" in words(parts[-1]), leaf.layers or 0, "", ""
     named = f"axes named ({', '.join(map(str, leaf.names or ()))})"
     rest, heads = _named_axes(leaf.names) if leaf.names else ((), ())
@@ -310,11 +308,11 @@ def _read_matrix(path: str, parts: list[str], leaf: Leaf) -> Reading:
     else:
         raise UncoveredError((path, leaf.shape, note and f"its {note}"))
     wrong = _wrong_bias(path, leaf, dims)
-    if note:  # where axes have names, a bias decides which are outputs, as in Levanter's GPT-2
+    if note:  # with named axes, a bias decides which are outputs, as in Levanter's GPT-2
         swapped = MatrixDims(inputs=dims.outputs, outputs=dims.inputs)
         return swapped if wrong and not _wrong_bias(path, leaf, swapped) else dims, note
     if wrong:
-        why = f"it looks stacked, but not in front ({wrong})" if layers else f"a bias contradicts {layout} ({wrong})"
+        why = f"it looks stacked, but not on axis 0 ({wrong})" if layers else f"a bias contradicts {layout} ({wrong})"
     elif role and max(sides := matrix_shape(leaf.shape, dims)[1:]) > _MAX_ASPECT_RATIO * min(sides):
         why = f"{layout} would be a {sides[0]} x {sides[1]} matrix"
     if why:
@@ -323,7 +321,7 @@ def _read_matrix(path: str, parts: list[str], leaf: Leaf) -> Reading:
 
 
 def _named_axes(names: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the axes that are not of layers or experts, and the heads among them; () if the names do not show it."""
+    """Return the axes other than layers and experts, and the head axes among them; () if the names do not show it."""
     named = [{*words(str(name))} if name is not None else set() for name in names]
     rest = tuple(axis for axis, found in enumerate(named) if not found & v.LAYER_AXES)
     heads = tuple(axis for axis in rest if named[axis] and named[axis] <= v.HEAD_AXES)
@@ -331,18 +329,18 @@ def _named_axes(names: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def _unknown_order(parts: list[str], leaf: Leaf) -> str:
-    """Return why axes in front may be something else than layers, for convolutions and stacked experts; else ""."""
+    """Return why the axis order of a convolution or of stacked experts is unknown; else ""."""
     found = set(itertools.chain(*map(words, (*parts, leaf.class_name))))
     if "conv" in found:
-        return "a convolution can be read as a matrix in several ways"
+        return "a convolution can be flattened in several ways"
     stacked = found & v.EXPERTS and not v.COUNTED_EXPERT.search("/".join(parts))
     return "experts may be stacked along any axis" if stacked else ""
 
 
 def reader(params: Any, matrix_dims: Any) -> Callable[[str, Leaf], Reading]:
-    """Return the function that reads a leaf by ``matrix_dims``, of any kind but None that a user can pass."""
+    """Return the function ``(path, leaf) -> (dims, reason)`` of a ``matrix_dims`` that is not None."""
     entries, structure = jax.tree.flatten(matrix_dims, is_leaf=_is_entry)
-    # A container may be callable, as an Equinox module is; a callable may be a container, as jax's Partial.
+    # Containers can be callable, such as Equinox modules. Callables can be containers, such as jax's Partial.
     container = _is_entry(matrix_dims) or not (jax.tree_util.treedef_is_leaf(structure) and entries)
     if container and (not callable(matrix_dims) or (entries and all(map(_is_entry, entries)))):
         return _tree_reader(params, matrix_dims)
@@ -362,7 +360,7 @@ def _is_entry(value: Any) -> bool:
 
 
 def _given(path: str, leaf: Leaf, value: Any) -> Reading:
-    """Return a user's choice, checked. Its reason is the default rule's if both are equal."""
+    """Check the value that a user passed. The reason is that of the default rule if both agree."""
     dims = as_matrix_dims(path, value)
     if dims is not None:
         check_dims(path, leaf.shape, dims)
@@ -374,7 +372,7 @@ def _given(path: str, leaf: Leaf, value: Any) -> Reading:
 
 
 def _tree_reader(params: Any, dims: Any) -> Callable[[str, Leaf], Reading]:
-    """Match a tree, or a prefix of one, to the parameters by paths, with or without boxes."""
+    """Return the function that finds a parameter's entry in a tree, or a prefix of one, by its path."""
     wrong, entries = "matrix_dims does not match the parameters", {}
     for path, node in tree.flatten(dims, _is_entry):
         for value in jax.tree.leaves(node, is_leaf=_is_entry) if tree.is_box(node) else [node]:
@@ -385,7 +383,7 @@ def _tree_reader(params: Any, dims: Any) -> Callable[[str, Leaf], Reading]:
             path = path.rpartition("/")[0]
         return path
 
-    # Where a parameter was removed, None or MaskedNode is in its place.
+    # None or MaskedNode replaces a removed parameter.
     used = {nearest(path) for path, _ in tree.flatten(params, lambda x: x is None or isinstance(x, optax.MaskedNode))}
     for path, entry in entries.items():
         if entry is not None and path not in used:
@@ -393,14 +391,14 @@ def _tree_reader(params: Any, dims: Any) -> Callable[[str, Leaf], Reading]:
 
     def read(path: str, leaf: Leaf) -> Reading:
         if nearest(path) not in entries:
-            raise ValueError(f"{wrong}: it has no entry for {path!r} or anything above it (None means AdamW)")
+            raise ValueError(f"{wrong}: it has no entry for {path!r} or its parents (None means AdamW)")
         return _given(path, leaf, entries[nearest(path)])
 
     return read
 
 
 def decay_matrices_only(params: Any) -> Any:
-    """Return a weight decay mask: True for parameters of two or more axes, not counting axes of stacked layers.
+    """Return a weight decay mask: True for parameters with two or more axes, not counting axes of stacked layers.
 
     Args:
         params: the full parameter tree.
@@ -424,7 +422,7 @@ def decay_matrices_only(params: Any) -> Any:
 
 
 def adamw_inputs(spec: ParamSpec) -> int:
-    """Return the inputs of an output head, or of a matrix that a rule gave to AdamW; 1 for other parameters.
+    """Return the number of inputs of an output head, or of a matrix that a user's rule passes to AdamW; else 1.
 
     Example:
         >>> from normpre_optax.parameters.rules import ParamSpec, adamw_inputs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leaves of a parameter tree: their paths, what a rule sees of them, and how many layers are stacked in front."""
+"""The leaves of a parameter tree: their paths, the ``Leaf`` that a rule gets, and the number of layer axes in front."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _BOXES = {("flax", "Variable"), ("flax", "VariableState"), ("flax", "AxisMetadat
 
 @dataclasses.dataclass
 class Leaf:
-    """What a rule ``(path, leaf)`` sees of a parameter: everything but its values.
+    """A parameter without its values, as a rule ``(path, leaf)`` gets it.
 
     Args:
         shape: its shape.
         dtype: its dtype.
-        names: names of its axes, if a box has them (Linen's ``with_partitioning``, Haliax); else None.
+        names: axis names from a box (Linen's ``with_partitioning``, Haliax); else None.
         class_name: class of the object that has it as an attribute ("Embedding", "LayerNorm"); else "".
-        layers: number of layer axes in front, as the parameters around it show; None if they do not show it.
-        layers_error: why an axis of layers is expected but is not in front; else "".
-        is_vector: whether its name is that of a bias or norm, of one axis unless layers are stacked.
-        near: leaves of its own module and of those beside it, by path.
+        layers: number of layer axes in front, from the parameters nearby; None if they do not show it.
+        layers_error: why a layer axis is expected but is not in front; else "".
+        is_vector: whether it has the name of a bias or norm, which has one axis unless layers are stacked.
+        near: leaves of its own module and of its sibling modules, by path.
 
     Example:
         >>> from normpre_optax.parameters.tree import leaves
@@ -63,7 +63,7 @@ class Leaf:
 
 
 def is_box(node: Any) -> bool:
-    """Return whether a node is a box of Flax or Haliax around an array. The packages are not imported."""
+    """Return whether a node is a Flax or Haliax box around an array, without importing these packages."""
     return any((cls.__module__.split(".")[0], cls.__name__) in _BOXES for cls in type(node).__mro__)
 
 
@@ -103,10 +103,10 @@ def leaves(params: Any) -> dict[str, Leaf]:
             raise ValueError(f"two parameters have the path {path!r}: rename one of them")
         array = np.asarray(array) if isinstance(array, (bool, int, float, complex)) else array
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            arrays = "Pass only the arrays; those of an Equinox model are eqx.filter(model, eqx.is_inexact_array)"
+            arrays = "Pass only arrays; for an Equinox model: eqx.filter(model, eqx.is_inexact_array)"
             raise TypeError(f"parameter {path!r} is {array!r}, which is not an array. {arrays}")
         if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-            raise TypeError(f"parameter {path!r} has dtype {array.dtype}: keep random keys out of the parameters")
+            raise TypeError(f"parameter {path!r} has dtype {array.dtype}: remove random keys from the parameters")
         names = None if box is None else _axis_names(box, len(array.shape))
         owner = _class_name(params, keys) if keys and isinstance(keys[-1], tree_util.GetAttrKey) else ""
         found[path] = Leaf(tuple(array.shape), array.dtype, names, owner)
@@ -137,7 +137,7 @@ def _class_name(node: Any, keys: tuple[Any, ...]) -> str:
 
 
 def names_below(leaf: Leaf, parts: list[str]) -> set[str]:
-    """Return the names directly below a path, of the leaves near a leaf."""
+    """Return the names directly below a path, among the leaves near a leaf."""
     others = (other.split("/") for other in leaf.near)
     return {other[len(parts)] for other in others if other[: len(parts)] == parts}
 
@@ -151,7 +151,7 @@ def vector_kind(parts: list[str], leaf: Leaf) -> str:
     """Return "bias" or "norm or scale" for a parameter that has one axis unless it is stacked; else ""."""
     last, module = words(parts[-1]), parts[-2] if len(parts) > 1 else ""
     short = parts[-1].lower()
-    if v.SHORT_BIAS.fullmatch(short):  # in a known tree a bias has its "w" beside it
+    if v.SHORT_BIAS.fullmatch(short):  # in a known tree, a bias has its "w" next to it
         beside = {name.lower() for name in names_below(leaf, parts[:-1])}
         if f"w{short[1:]}" in beside if beside else module:
             return "bias"
@@ -162,7 +162,7 @@ def vector_kind(parts: list[str], leaf: Leaf) -> str:
 
 
 def stack_depth(parts: list[str]) -> int | None:
-    """Return how many parts lead to the last name under which layers are stacked, or None."""
+    """Return the depth of the last name under which layers are stacked, or None."""
     for depth in range(len(parts), 0, -1):
         part, found = parts[depth - 1], {*words(parts[depth - 1])}
         stacked = found & v.STACKS and (found & v.ALWAYS_STACKS or not part[-1:].isdigit())
@@ -174,7 +174,7 @@ def stack_depth(parts: list[str]) -> int | None:
 
 
 def block_depth(parts: list[str]) -> int:
-    """Return how many parts lead into the innermost layer: past "blocks", "block" before "0", "TransformerBlock_0"."""
+    """Return the depth below the innermost layer's name: "blocks", "block" before "0", "TransformerBlock_0"; or 0."""
     for depth in range(len(parts) - 1, 0, -1):
         part, found = parts[depth - 1], v.UNITS.intersection(words(parts[depth - 1]))
         if found and (found & v.STACKS or found == {"h"} or part[-1:].isdigit() or parts[depth].isdigit()):
@@ -183,7 +183,7 @@ def block_depth(parts: list[str]) -> int:
 
 
 def _layer_axes(parts: list[str], below: dict[str, dict[str, Leaf]]) -> tuple[int | None, str]:
-    """Return the number of layer axes in front, as the nearest biases and norms show it, and why it is not in front."""
+    """Return the number of layer axes in front by the nearest biases and norms, and why they are not in front."""
     root = stack_depth(parts)
     for depth in range(len(parts) - 1, (root or 0) - 1, -1):
         path = "/".join(parts[:depth])
@@ -207,18 +207,18 @@ def _different_starts(group: dict[str, Leaf], count: int) -> str:
     for path, leaf in group.items():
         starts.setdefault(leaf.shape[:count], path)
     (a, first), (b, second) = [*starts.items(), ((), "")][:2]
-    differ = f"it looks stacked, but not in front ({first!r} begins with {a}, {second!r} with {b})"
+    differ = f"it looks stacked, but not on axis 0 ({first!r} has leading sizes {a}, {second!r} {b})"
     return differ if len(starts) > 1 else ""
 
 
-Row = tuple[str, tuple[str, ...], Any]  # the common name of parameters, their paths, and the entry of a table
+Row = tuple[str, tuple[str, ...], Any]  # common name of some parameters, their paths, and their entry in a table
 
 
 def repeated(table: Mapping[str, Any]) -> list[Row]:
-    """Join the entries of layers that are alike in every parameter below them.
+    """Join the entries of layers whose parameters all have equal entries.
 
-    A layer is a part of a path that is a number; or that ends in one and is named as a layer, a block, an expert or,
-    as Linen does, after its class.
+    A layer is a part of a path that is a number, or a name with a number at its end: of a layer, a block, an expert, or
+    a Linen class.
 
     Example:
         >>> from normpre_optax.parameters.tree import repeated
@@ -254,7 +254,7 @@ def _joined(rows: list[Row]) -> list[Row]:
 
 
 def _label(names: list[str]) -> str:
-    """Return one name for several that differ in their last number: "layer_{0..3,7}"."""
+    """Return one name for names that differ in their last number: "layer_{0..3,7}"."""
     stem = names[0].rstrip("0123456789")
     if len(names) == 1:
         return names[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that the default rule knows: what parameters, layers and axes are called in common code bases."""
+"""Names of parameters, layers and axes in common code bases, for the default rule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 
 # Last parts of a path.
 WEIGHTS = {"kernel", "w", "weight", "weights"}
-GENERIC = WEIGHTS | {"bias", "b", "scale", "embedding", "embeddings"}  # the layer is the part before these
+GENERIC = WEIGHTS | {"bias", "b", "scale", "embedding", "embeddings"}  # the part before these names the layer
 SHORT_BIAS = re.compile(r"b(\d+|[qkvo])?|b_.*")
 LAMBDA = re.compile(r"(?i)(^|[^a-z])lambdas?([^a-z/][^/]*)?$")
 STATE_SPACE = re.compile(r"(?i)(^|/)(a_logs?|log_a|a_real|a_imag|log_a_real|log_dt|time_decay|time_first)$")
@@ -36,7 +36,7 @@ ATTENTION = {"attn", "attention", "mha", "mhsa", "msa", "mqa", "gqa", "multihead
 ATTENTION |= {"selfattn", "crossattn", "selfattention", "crossattention"}
 EMBEDDINGS = {"embed", "embeds", "embedder", "embedding", "embeddings", "emb", "embs", "wte"}
 TOKENS = {"token", "tokens", "cls"}
-SIZES = {"dim", "dims", "size", "width"}  # embed_dim is a size, no embedding
+SIZES = {"dim", "dims", "size", "width"}  # embed_dim is a size, not an embedding
 POSITIONS = {"wpe", "pos", "position", "positions", "positional", "posemb", "posembed", "relpos", "rope", "rotary"}
 NOT_POSITIONS = {"mlp", "ffn", "ff", "feedforward", "feed", "wise", "forward", "proj", "projection"}
 NOT_POSITIONS |= {"query", "key", "q", "k"}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes: how parameters are sharded, and which device computes which matrix."""
+"""Meshes: shardings of parameters, and the distribution of matrices over devices."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computation on a mesh by sharding constraints: XLA decides what is communicated."""
+"""Distribute matrices over a mesh by sharding constraints; XLA plans the communication."""
 
 import functools
 import math
@@ -15,24 +15,24 @@ from normpre_optax.sharding.placement import largest_axis, replicated
 
 
 def in_auto_axes(f: Callable, mesh: AbstractMesh, out: Any) -> Callable:
-    """Return ``f`` with Auto axes inside and results sharded by ``out``, for arrays with Explicit axes."""
+    """Return ``f`` for arrays with Explicit axes: inside it axes are Auto, and results are sharded by ``out``."""
 
     def on_mesh(*args: Any) -> Any:
         with jax.sharding.use_abstract_mesh(mesh):
             return jax.sharding.auto_axes(f, out_sharding=out)(*args)
 
-    return jax.jit(on_mesh)  # jit, so that callers need no mesh in context: the arguments bring theirs
+    return jax.jit(on_mesh)  # under jit the arguments provide the mesh, so callers need none in context
 
 
 def over_devices(f: Callable, stacks: list, mesh: AbstractMesh) -> list[jax.Array]:
-    """Compute every matrix on one device, wherever the parameters are placed.
+    """Compute every matrix on one device, for any sharding of the parameters.
 
-    The stack of a shape is sharded over its batch axis, and XLA communicates it by all-to-alls. Only the largest mesh
-    axis shares the work: with several, XLA gathers every matrix. Tall matrices are transposed, so that a shape has more
-    of them.
+    The stack of all matrices of one shape is sharded over its batch axis, and XLA communicates it by all-to-alls. Only
+    the largest mesh axis shares the work, because XLA would gather every matrix with several axes. Tall matrices are
+    transposed, so that fewer shapes remain.
     """
     axis = largest_axis(mesh)
-    # Without the barrier, XLA may place the state that the stacks come from, such as momentum, like the stacks.
+    # Without the barrier, XLA may shard state, such as momentum, like the stacks that are computed from it.
     stacks = [
         stack._replace(x=x)
         for stack, x in zip(stacks, jax.lax.optimization_barrier([s.x for s in stacks]), strict=True)
@@ -61,9 +61,9 @@ def _transposed_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def solve_shared(shared: Sequence[bool], axes: tuple[str, ...], f: Callable, problems: Sequence) -> list[Any]:
-    """Solve small problems on a mesh: ``sketch.solve_together``, with the work shared along these axes.
+    """Solve small problems on a mesh: ``sketch.solve_together``, distributed along these axes.
 
-    Problems that are not ``shared`` come from parameters whose batch axes are sharded: each device solves its own.
+    Problems that are not ``shared`` are of parameters with sharded batch axes: each device solves its own.
     """
     own = iter(solve_separately(f, [problem for problem, s in zip(problems, shared, strict=True) if not s]))
     rest = [problem for problem, s in zip(problems, shared, strict=True) if s]
@@ -72,7 +72,7 @@ def solve_shared(shared: Sequence[bool], axes: tuple[str, ...], f: Callable, pro
 
 
 def _shared_vmap(f: Callable, axes: tuple[str, ...]) -> Callable:
-    """Return ``jax.vmap(f)`` of replicated stacks, with the work shared by the devices along these axes of the mesh."""
+    """Return ``jax.vmap(f)`` for replicated stacks, distributed over the devices along these mesh axes."""
     if not axes:
         return jax.vmap(f)
 
@@ -81,7 +81,7 @@ def _shared_vmap(f: Callable, axes: tuple[str, ...]) -> Callable:
         places = jnp.arange(count + -count % math.prod(mesh.shape[a] for a in axes)) % count
         spec = PartitionSpec(axes)
         mapped = jax.shard_map(jax.vmap(f), mesh=mesh, in_specs=spec, out_specs=spec)
-        # Replicated before and after, or XLA shards what the stacks are made of.
+        # Replicated before and after, or XLA shards the arrays that the stacks are computed from.
         found = mapped(*(replicated(x)[places] for x in stacks))
         return jax.tree.map(lambda x: replicated(x)[:count], found)
 

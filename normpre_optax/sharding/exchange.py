@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device computes which matrix, where the sharding of the parameters is known.
+"""Distribute matrices over a mesh if the shardings of the parameters are known.
 
-A matrix is owned by one device: it is assembled there from its shards by one all-to-all, computed, and sent back by
-another one. Mesh axes play three parts for a parameter: they shard its batch axes (each device has its own matrices),
-its rows and columns (each device has a piece of every matrix), or neither (each device has a copy).
+Each matrix has one owner. The owner collects the shards by one all-to-all, computes, and returns the result by another
+one. For each parameter, a mesh axis shards batch axes (each device has its own matrices), shards rows or columns (each
+device has a piece of every matrix), or neither (each device has a copy).
 """
 
 import functools
@@ -22,11 +22,11 @@ from normpre_optax.parameters.dims import MatrixDims, from_matrices, is_stored_t
 from normpre_optax.sharding.placement import axes_of
 
 Axes = tuple[str, ...]
-LANES = 128  # of a TPU's vector units: pieces are communicated in lines of this many elements
+LANES = 128  # lanes of a TPU's vector unit: pieces are communicated in lines of this many elements
 
 
 class Shard(NamedTuple):
-    """One device's part of a parameter, as a stack of pieces ``(count, rows, columns)``."""
+    """One device's shard of a parameter: a stack of pieces of matrices, ``(count, rows, columns)``."""
 
     count: int
     rows: int
@@ -37,26 +37,26 @@ class Shard(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of a whole matrix."""
+        """Shape of a complete matrix."""
         return self.rows * self.grid[0], self.columns * self.grid[1]
 
     @property
     def lines(self) -> int:
-        """Lines of ``LANES`` elements that a piece fills."""
+        """Number of lines of ``LANES`` elements in a piece."""
         return -(-self.rows * self.columns // LANES)
 
     @property
     def work(self) -> float:
-        """Operations of five Newton-Schulz steps, in the Gram form where that needs fewer."""
+        """Operations of five Newton-Schulz steps, in the Gram form if that needs fewer."""
         short, long = sorted(self.shape)
         return float(short**2 * min(20 * long + 10 * short, 8 * long + 28 * short))
 
 
 class Team(NamedTuple):
-    """Parameters that are sharded over the same axes; their pieces share one buffer.
+    """Parameters that are sharded over the same axes, with one buffer for all their pieces.
 
-    ``owned`` lists, for every device along ``copies`` and ``pieces``, the (parameter, index) of the matrices it owns;
-    ``length`` is the number of lines of the longest list.
+    ``owned`` lists the (parameter, index) of the matrices that each device along ``copies`` and ``pieces`` owns.
+    ``length`` is the number of lines in the longest list.
     """
 
     members: list[int]
@@ -79,14 +79,15 @@ def exchange(
     """Compute every matrix on one device.
 
     Args:
-        compute: maps stacks of matrices ``(count, m, n)`` and the operands to stacks of the same shapes, each matrix by
-            itself. It must commute with transposition and with permutations of rows and columns.
+        compute: function of stacks of matrices ``(count, m, n)`` and the operands, which returns stacks of the same
+            shapes. It must compute each matrix separately, and commute with transposition and permutations of rows and
+            columns.
         operands: a tree of replicated arrays and numbers.
-        arrays: parameters.
+        arrays: the parameters.
         dims: their axes.
         specs: their shardings.
-        mesh: of the parameters.
-        rounded: communicate in bfloat16 on a TPU, whose products round their operands to it anyway.
+        mesh: their mesh.
+        rounded: communicate bfloat16 on a TPU, whose products round their operands to bfloat16 anyway.
 
     Returns:
         Arrays with the shapes and shardings of ``arrays``.
@@ -126,7 +127,7 @@ def exchange(
             for i, (x, (_, d, _, t)) in enumerate(zip(parts, each, strict=True))
         ]
 
-    # Results that are gathered along copies are the same on all of them, which JAX cannot check.
+    # Results are gathered along copies, so they are equal on all of them. JAX cannot check that.
     in_specs = (list(specs), PartitionSpec())
     return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=list(specs), check_vma=False)(
         list(arrays), operands
@@ -147,9 +148,9 @@ def _shard(shape: tuple[int, ...], dims: MatrixDims, spec: Any, transposed: bool
 def plan(sizes: dict[str, int], shards: Sequence[Shard]) -> list[Team]:
     """Assign matrices to owners: the most expensive first, each to the device with the least work.
 
-    Copies along an axis that shards other parameters share the work if that relieves the busiest device. Along a pure
-    data-parallel axis every device computes the same, and nothing is communicated; only if no parameter is sharded at
-    all do all axes share the work.
+    Copies along an axis that shards other parameters share the work if that reduces the largest load. Along a pure
+    data-parallel axis the computation is replicated, and nothing is communicated. If no parameter is sharded, all axes
+    share the work.
     """
     sharding = {a for s in shards for a in s.batch + s.pieces} or set(sizes)
     free = [a for a in sizes if a in sharding and sizes[a] > 1 and any(a not in s.batch + s.pieces for s in shards)]
@@ -158,7 +159,7 @@ def plan(sizes: dict[str, int], shards: Sequence[Shard]) -> list[Team]:
 
 
 def _plan(sizes: dict[str, int], shards: Sequence[Shard], sharing: frozenset[str]) -> tuple[tuple, list[Team]]:
-    """The plan in which copies along ``sharing`` share the work; before it its cost: largest load, lines sent."""
+    """Return (cost, teams) if copies along ``sharing`` share the work; cost is (largest load, communicated lines)."""
     loads = np.zeros(tuple(sizes.values()))
     teams: dict[Hashable, Team] = {}
     lengths: dict[Hashable, np.ndarray] = {}
@@ -169,7 +170,7 @@ def _plan(sizes: dict[str, int], shards: Sequence[Shard], sharing: frozenset[str
         team = teams.setdefault(key, Team([], copies, shard.pieces, shard.grid, [[] for _ in range(count)], 0))
         length = lengths.setdefault(key, np.zeros(count, int))
         team.members.append(i)
-        # Loads as (devices of the team, teams): those of a place are of the busiest device that has it in any team.
+        # Loads by owner and other devices: the load of an owner is that of the busiest device with its index.
         others = tuple(a for a in sizes if a not in copies + shard.pieces)
         by_place = loads.transpose([list(sizes).index(a) for a in copies + shard.pieces + others])
         for j in range(shard.count):
@@ -187,7 +188,7 @@ def _plan(sizes: dict[str, int], shards: Sequence[Shard], sharing: frozenset[str
 
 
 def _kinds(sizes: dict[str, int], shards: Sequence[Shard], teams: list[Team]) -> tuple[list[Any], np.ndarray]:
-    """What devices have to compute, as lists of owned shapes per team, and which of these each device has."""
+    """Return the distinct lists of owned shapes per team, and the index of each device's list."""
     kinds: dict[Any, int] = {}
     kind_of = []
     for device in np.ndindex(*sizes.values()):
@@ -199,12 +200,12 @@ def _kinds(sizes: dict[str, int], shards: Sequence[Shard], teams: list[Team]) ->
 
 
 def _flat(at: dict[str, Any], sizes: dict[str, int], axes: Axes) -> Any:
-    """Index along several mesh axes taken as one, the first one the slowest."""
+    """Return the index along several flattened mesh axes; the first axis varies slowest."""
     return functools.reduce(lambda index, a: index * sizes[a] + at[a], axes, 0)
 
 
 def _to_owners(team: Team, lines: list[jax.Array], at: dict[str, Any], sizes: dict[str, int]) -> jax.Array:
-    """Send pieces to the owners of their matrices; returns ``(pieces, length, LANES)`` of this device's matrices."""
+    """Collect the pieces of matrices on their owners: ``(pieces, length, LANES)`` of this device's matrices."""
 
     def packed(own: list[tuple[int, int]]) -> jax.Array:
         parts = [lines[i][j] for i, j in own]
@@ -226,7 +227,7 @@ def _all_to_all(lines: jax.Array, team: Team) -> jax.Array:
 
 
 def _computed(compute: Callable, kind: Any, shards: Any, teams: list[Team], dtype: Any, arrived: list[jax.Array]):
-    """One device's work: assemble its matrices, compute those of one shape together, and cut them into pieces."""
+    """Assemble the matrices of this device, compute those of one shape together, and split them into pieces."""
     whole, places = [], []
     for k, (team, items, pieces) in enumerate(zip(teams, kind, arrived, strict=True)):
         start = 0
@@ -249,7 +250,7 @@ def _computed(compute: Callable, kind: Any, shards: Any, teams: list[Team], dtyp
 
 
 def _to_holders(team: Team, buffer: jax.Array, shards: Sequence[Shard], sizes: dict[str, int]) -> dict[int, jax.Array]:
-    """Send results back to where the pieces came from; returns this device's stack of every parameter of the team."""
+    """Return results to the devices of the pieces: this device's stack of every parameter of the team."""
     buffer = _all_to_all(buffer, team)
     if math.prod(sizes[a] for a in team.copies) > 1:
         buffer = jax.lax.all_gather(buffer, team.copies)
@@ -267,7 +268,7 @@ def _to_holders(team: Team, buffer: jax.Array, shards: Sequence[Shard], sizes: d
 def to_lines(x: jax.Array) -> jax.Array:
     """Reshape pieces ``(..., rows, columns)`` to lines ``(..., n, LANES)``: blocks of LANES columns or rows, or padded.
 
-    A TPU stores arrays in such blocks, so that no data is reordered within them.
+    A TPU stores arrays in such blocks, so the data in a block keeps its order.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How parameters, gradients and optimizer state are sharded over a mesh."""
+"""Shardings of parameters, gradients and optimizer state."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from normpre_optax.parameters.dims import MatrixDims, split_axes
 
 
 def mesh_of(arrays: Any) -> AbstractMesh | None:
-    """Return the mesh of a tree of arrays; None on one device and inside a ``jax.shard_map`` over all of its axes.
+    """Return the mesh of a tree of arrays, or None on one device and inside ``jax.shard_map`` over all mesh axes.
 
     Raises:
         ValueError: if some axes of the mesh are Manual (in ``jax.shard_map``) and others Explicit, or the arrays
@@ -42,7 +42,7 @@ def mesh_of(arrays: Any) -> AbstractMesh | None:
 
 
 def spec_of(x: jax.Array) -> PartitionSpec:
-    """Return how the Explicit axes of a mesh shard an array."""
+    """Return the ``PartitionSpec`` of an array over the Explicit axes of its mesh."""
     return jax.typeof(x).sharding.spec
 
 
@@ -65,7 +65,7 @@ def is_explicit(x: jax.Array) -> bool:
 
 
 def unsharded(x: jax.Array, axis: int) -> jax.Array:
-    """Return the array with this axis gathered, if an Explicit axis shards it."""
+    """Return the array gathered along ``axis``, if an Explicit mesh axis shards it."""
     if not is_explicit(x) or spec_of(x)[axis] is None:
         return x
     kept = [None if i == axis else entry for i, entry in enumerate(spec_of(x))]
@@ -73,7 +73,7 @@ def unsharded(x: jax.Array, axis: int) -> jax.Array:
 
 
 def sharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Return ``x`` sharded as ``other``, if that is on a mesh with Explicit axes."""
+    """Return ``x`` sharded as ``other``, if ``other`` is on a mesh with Explicit axes."""
     target = jax.typeof(other).sharding
     if not is_explicit(other) or jax.typeof(x).sharding == target:
         return x
@@ -82,7 +82,7 @@ def sharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def replicated(x: jax.Array) -> jax.Array:
-    """Return ``x``, replicated if it is on a mesh with Auto axes: XLA would choose another sharding for every model."""
+    """Return ``x``, replicated if it is on a mesh with Auto axes. XLA's own choice would differ between models."""
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return x
@@ -93,10 +93,10 @@ def specs_from(paths: Sequence[str], params: Any, shardings: Any) -> list[Partit
     """Return the ``PartitionSpec`` of every parameter from the ``shardings=`` option.
 
     Args:
-        paths: names of the parameters, for errors.
+        paths: paths of the parameters, for errors.
         params: the parameters.
-        shardings: a tree like them (or prefix) of ``NamedSharding``, ``PartitionSpec`` or None (replicated), or a
-            callable ``(params) -> tree``.
+        shardings: a tree like the parameters, or a prefix of one, of ``NamedSharding``, ``PartitionSpec`` or None
+            (replicated); or a function ``(params) -> tree``.
 
     Raises:
         ValueError: if the tree does not match, or a sharding does not fit its parameter.
@@ -123,7 +123,7 @@ def specs_from(paths: Sequence[str], params: Any, shardings: Any) -> list[Partit
 
 
 def check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> None:
-    """Raise a ValueError that names the parameter if a mesh with axes of these sizes cannot shard it so."""
+    """Raise a ValueError that names the parameter if ``spec`` does not fit its shape and the mesh axis sizes."""
     for axis, entry in enumerate(spec):
         missing = [name for name in axes_of(entry) if name not in sizes]
         if missing or shape[axis] % math.prod(sizes[name] for name in axes_of(entry)):
@@ -132,13 +132,13 @@ def check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, sizes: di
 
 
 class AxesInUse(NamedTuple):
-    """How a mesh is used.
+    """The mesh axes that share the work.
 
     Attributes:
         all: axes of more than one device that shard some parameter.
-        matrices: axes that share small problems: those that shard rows or columns of some matrix and the batch of none.
-            Along others devices have other matrices, or are far away.
-        shared: for every parameter, whether its small problems are the same on all devices: no batch axis is sharded.
+        matrices: axes that share small problems. They shard rows or columns of some matrix, and no batch axis.
+            Devices along other axes have other matrices, or are in other slices.
+        shared: for each parameter, whether its small problems are the same on all devices: no batch axis is sharded.
     """
 
     all: tuple[str, ...]
@@ -153,7 +153,7 @@ def axes_in_use(
     dims: Sequence[MatrixDims],
     specs: Sequence[PartitionSpec | None],
 ) -> AxesInUse:
-    """Return how a mesh is used. Where specs are unknown (None), the largest axis is taken to shard all matrices."""
+    """Return the mesh axes that share the work. If specs are unknown (None), the largest axis shards all matrices."""
     sizes, matrices, batches, shared = dict(mesh.shape), set(), set(), []
     if any(spec is None for spec in specs):
         one = (largest_axis(mesh),)
@@ -177,8 +177,8 @@ def largest_axis(mesh: AbstractMesh) -> str:
 def place_state(tx: optax.GradientTransformation, state: Any, params: Any) -> Any:
     """Place a new state where the first update leaves it, so that one compilation serves all steps.
 
-    State of the shape of a parameter is sharded as the parameter, and smaller state along the axes that the two share;
-    on a mesh with Auto axes smaller state is replicated (see ``replicated``), and counters are everywhere.
+    State with the shape of its parameter is sharded as the parameter. Smaller state is sharded along the axes of equal
+    size, or replicated on a mesh with Auto axes (see ``replicated``). Counters are replicated.
     """
     arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
     meshes = {x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding)}
@@ -187,7 +187,7 @@ def place_state(tx: optax.GradientTransformation, state: Any, params: Any) -> An
     (mesh,) = meshes
 
     def place(tree: Any, params: Any) -> Any:
-        """Place a tree like the parameters, in which other groups are masked."""
+        """Place a tree like the parameters, with other groups masked."""
         leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
         return treedef.unflatten([one(s, p) for s, p in zip(leaves, jax.tree.leaves(params), strict=True)])
 

@@ -22,7 +22,7 @@ def test_explain_prints_the_table():
         "blocks/mlp/fc/bias        (12, 3072)         adamw                         bias",
         "blocks/mlp/fc/kernel      (12, 768, 3072)    matrix     12 x (3072 x 768)  (in, out), 1 layer axis in front",
         "conv/kernel               (3, 8, 8)          ERROR                         "
-        "no rule covers it: a convolution can be read as a matrix in several ways",
+        "no rule covers it: a convolution can be flattened in several ways",
         "lm_head/kernel            (768, 50257)       adamw                         output head",
         "",
         "matrix: 2 parameters, 35,389,440 elements, 24 matrices",
@@ -72,7 +72,7 @@ def test_equal_layers_have_one_line():
 
 VOCABULARY = "note: a matrix that has an axis of the vocabulary size may be an output head"
 INTEGERS = {"a": array(8, 8, dtype=jnp.int8), "b": array(8, 8, dtype=jnp.int32)}
-ONE = "note: a word in quotes decided alone"
+ONE = "note: the word in quotes decided alone"
 
 
 @pytest.mark.parametrize(

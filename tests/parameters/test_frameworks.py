@@ -17,7 +17,7 @@ from tests.parameters.tables import IN_OUT, OUT_IN, chosen, dims_of, with_layers
 VOCABULARY, LENGTH, WIDTH, HIDDEN, HEADS, LAYERS = 50, 5, 16, 32, 4, 3
 TOKENS = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
 ATTENTION = "attn/{query,key,value}/kernel () 0>12; attn/out/kernel () 01>2; attn/{query,key,value,out}/bias ()"
-NOT_FRONT = "it looks stacked, but not in front"
+NOT_FRONT = "it looks stacked, but not on axis 0"
 
 
 def blocks(prefix, text, axis=None):

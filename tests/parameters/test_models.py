@@ -2,7 +2,7 @@
 """The default rule on the parameter trees of known models, as known frameworks store them.
 
 Only shapes, from public configurations, with two layers. The table has the right axes of every leaf: the default rule
-returns them or raises, the presets return all of them, and docs/parameters.md shows which is which.
+returns them or raises, and the presets return all of them. docs/parameters.md and its report list the results.
 """
 
 import re
@@ -16,7 +16,7 @@ from normpre_optax.parameters.rules import UncoveredError, assign, default_readi
 from normpre_optax.parameters.tree import layer_depth, leaves
 from tests.parameters.tables import array, chosen, table, tree, with_layers
 
-PAGE = (Path(__file__).parents[2] / "docs" / "parameters.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def flax(entries):
@@ -210,7 +210,7 @@ def test_every_leaf_is_read_right_or_refused_and_its_preset_reads_all(key):
 
 
 def row(model, names, preset):
-    """A model's row in the page's table."""
+    """The row of a model in the report."""
     matrices, adamw, refused = set(), set(), set()
     for path, leaf in leaves(tree(entries_of(model, names, preset))).items():
         parts = path.split("/")
@@ -227,10 +227,24 @@ def row(model, names, preset):
     return f"| {model} | {names} | {cells[0]} | {cells[1]} | {cells[2]} |"
 
 
-def test_the_page_has_the_table_and_its_presets_exist():
-    section = PAGE.partition("## Known models")[2].partition("\n## ")[0]
-    shown = [line for line in section.splitlines() if line.startswith("|")][2:]
-    assert shown == [row(*key) for key in MODELS]
-    listed = re.findall(r"^- `(\w+)`", PAGE.partition("## Presets")[2].partition("\n## ")[0], re.MULTILINE)
+def summary(model):
+    """The row of a model on the page: where the default rule covers it, and where a preset does."""
+    cells = [[], []]
+    for name, names, preset in MODELS:
+        if name == model:
+            cells[bool(preset)].append(f"{names}: `{preset}`" if preset else names)
+    return f"| {model} | {'; '.join(cells[0])} | {'; '.join(cells[1])} |"
+
+
+def rows_of(text):
+    return [line for line in text.splitlines() if line.startswith("|")][2:]
+
+
+def test_the_page_and_its_report_have_the_tables_and_the_presets_exist():
+    page = (DOCS / "parameters.md").read_text()
+    section = page.partition("## Known models")[2].partition("\n## ")[0]
+    assert rows_of(section) == [summary(model) for model in dict.fromkeys(model for model, *_ in MODELS)]
+    assert rows_of((DOCS / "results" / "known_models.md").read_text()) == [row(*key) for key in MODELS]
+    listed = re.findall(r"^- `(\w+)`", page.partition("## Presets")[2].partition("\n## ")[0], re.MULTILINE)
     assert sorted(listed) == ["convolutions", "experts_in_front", "gemma", "kernels_out_in", "maxtext"]
     assert all(callable(getattr(presets, name)) for name in listed)

@@ -131,7 +131,7 @@ def test_one_error_names_all_that_is_uncovered_and_layers_once():
         "parameter 'cube' of shape (2, 3, 4)",
         "3 parameters 'h/{0..2}/attn/query/kernel' of shape (12, 768, 64): "
         "attention (d, heads, size) would be a 49152 x 12 matrix",
-        "3 parameters 'h/{0..2}/conv/kernel' of shape (3, 8, 8): a convolution can be read as a matrix in several ways",
+        "3 parameters 'h/{0..2}/conv/kernel' of shape (3, 8, 8): a convolution can be flattened in several ways",
     ]
     found = chosen(params, shown(caught.value, "1, 2"))
     assert found["h/2/attn/query/kernel"] == found["h/1/conv/kernel"] == found["cube"] == STACKED
@@ -160,7 +160,7 @@ CONTRADICTED = {
 
 @pytest.mark.parametrize("name", CONTRADICTED)
 def test_other_layouts_are_errors_never_a_wrong_reading(name):
-    match = "it looks stacked, but not in front" if "stacked" in name else "no rule covers"
+    match = "it looks stacked, but not on axis 0" if "stacked" in name else "no rule covers"
     with pytest.raises(ValueError, match=match):
         assign(tree(CONTRADICTED[name]))
 
@@ -232,7 +232,7 @@ def test_a_block_stacked_in_front_is_right_and_elsewhere_an_error(sizes, layers,
     if axis == 0:
         assert chosen(params) == {path: dims for path, (_, dims) in entries.items()} | {"ln_f/scale": None}
     else:
-        with pytest.raises(ValueError, match="it looks stacked, but not in front"):
+        with pytest.raises(ValueError, match="it looks stacked, but not on axis 0"):
             assign(params)
 
 
