@@ -317,7 +317,7 @@ def chosen_names(options: Options) -> list[str]:
     _among("--target", options.target, MACHINES)
     _among("--optimizers", names, known)
     if options.train_step:
-        _among("--train-step", [options.train_step], configs.NAMES)
+        _among("--train-step", [options.train_step], configs.CONFIGS)
         depth = configs.load(options.train_step).model.layers
     else:
         _among("--model", [options.model], shapes.MODELS)

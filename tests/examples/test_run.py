@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -101,18 +100,16 @@ def test_a_run_leaves_its_folder_and_nothing_else(finished, dataset):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--matrix.rank", "8"], ["Not used   --matrix.rank, which muon does not have"]),
-        (["--matrix.ns-steps", "4"], []),
         (["--steps", "10", "--warmup-steps", "10"], ["Warm-up    1 of these steps, not 10"]),
         (
-            ["--matrix.norm-control", "hyperball", "--model.width", "64", "--model.hidden-std", "0.02"],
+            ["--optimizer", "muon,norm_control=hyperball,hidden_std=0.02", "--model.width", "64"],
             ["Rows       have a fixed norm of 0.16; 0.5 to 0.8 is better: --model.hidden-std 0.081"],
         ),
-        (["--matrix.norm-control", "hyperball", "--model.width", "64", "--model.hidden-std", "0.08"], []),
+        (["--optimizer", "muon,norm_control=hyperball,hidden_std=0.08", "--model.width", "64"], []),
     ],
 )
 def test_what_may_need_action_is_remarked(flags, said):
-    assert run_module.remarks(configs.parse(["--optimizer", "muon", *flags])) == said
+    assert run_module.remarks(configs.parse(flags)) == said
 
 
 def test_progress_is_a_line_every_30_seconds_without_a_terminal(monkeypatch):
@@ -191,7 +188,11 @@ def test_a_finished_run_is_left_as_it_is(copy, capsys):
     before, kept = losses(run), files(run)
     assert "--resume continues it" in refused(arguments, capsys)
     assert "no run in" in refused([*arguments, "--resume", "--name", "misspelled"], capsys)
-    for bad in (["--matrix.ns-coefficients", "none"], ["--model.vocabulary", "3"], ["--batch-size", "9999999"]):
+    for bad in (
+        ["--optimizer", "normpre_g,ns_coefficients=none"],
+        ["--model.vocabulary", "3"],
+        ["--batch-size", "9999999"],
+    ):
         refused([*arguments, "--overwrite", *bad], capsys)
     assert files(run) == kept
     with processes.lock(run):
@@ -336,27 +337,6 @@ def test_what_ends_a_run_is_one_line(finished, tmp_path, monkeypatch, capsys):
     assert "--model.vocabulary 300 is too small" in refused([*arguments, "--model.vocabulary", "300"], capsys)
     (tmp_path / "file").touch()
     assert "file" in refused([*arguments, "--runs-folder", "file"], capsys)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert refused([*arguments, "--wandb", "project"], capsys) == "error: --wandb needs wandb: pip install wandb\n"
-
-
-def test_wandb_gets_what_the_log_gets(finished, tmp_path, monkeypatch):
-    config = dataclasses.replace(configs.parse(finished[1]), runs_folder=tmp_path, wandb="project")
-    config.run_folder.mkdir()
-    got = []
-    wandb = types.SimpleNamespace(
-        init=lambda **about: got.append(about) or wandb,
-        log=lambda numbers, step: got.append((step, numbers)),
-        finish=lambda: got.append("finished"),
-    )
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for _ in range(2):  # a resumed run continues the same one
-        log = logs.Log(config, 0)
-        log.write([{"step": 3, "loss": 2.5, "event": "spike"}])
-        log.close()
-    assert got[:3] == got[3:]
-    assert (got[0]["project"], got[0]["name"], got[0]["config"]["steps"]) == ("project", config.run_name, 12)
-    assert got[1:3] == [(3, {"loss": 2.5}), "finished"]
 
 
 def test_a_model_is_scored_continued_and_exported(copy, capsys):
