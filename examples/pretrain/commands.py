@@ -83,9 +83,8 @@ def evaluate(options: Evaluate) -> None:
     """Print the score of a run's model."""
     check_ranges(vars(options))
     trained = load(options.run, options.step, options.tokens)
-    count = options.validation_tokens or trained.config.data.validation_tokens
-    text = dataclasses.replace(trained.config.data, validation_tokens=count)
-    config = dataclasses.replace(trained.config, data=text)
+    count = options.validation_tokens or trained.config.validation_tokens
+    config = dataclasses.replace(trained.config, validation_tokens=count)
     score = evaluation(config, trained.dataset, trained.graphdef)(trained.params)
     print(
         f"step {trained.step:,}: loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte "

@@ -80,7 +80,7 @@ class Study:
         file = self.folder / "study.json"
         if file.exists() and (before := json.loads(file.read_text())["flags"]) != self.config_flags:
             raise RunError(f"{self.folder} holds runs with other settings ({shlex.join(before)}): --name another")
-        data.open_corpus(self.config.data, self.console.print)  # once, before arms make it side by side
+        data.open_corpus(self.config, self.console)  # once, before arms make it side by side
         self.folder.mkdir(parents=True, exist_ok=True)
         held = lock(self.folder)
         try:

@@ -55,22 +55,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """The text: a prepared corpus, or Python source, split by file into training and validation."""
-
-    # Folder of token files that the ``prepare`` command wrote; None: Python source, prepared on first use.
-    tokens: Path | None = None
-    # Folder whose .py files are the corpus; None: the standard library of the running interpreter.
-    source: Path | None = None
-    include_site_packages: bool = False  # Add the .py files of every installed package to the standard library.
-    # Folder of token files and tokenizers; made once for each corpus and vocabulary, then reused.
-    folder: Path = Path("data")
-    vocabulary: int = 2048  # Size of the byte-pair vocabulary, trained on the training files.
-    validation_percent: int = 5  # Share of the files, chosen by a hash of their path, that is held out.
-    validation_tokens: int = 65_536  # Predictions in the fixed validation set, spread evenly over the held-out files.
-
-
-@dataclass(frozen=True)
 class Common:
     """Train a language model.
 
@@ -111,6 +95,12 @@ class Config(Common):
     # start anew.
     init_from: Path | None = None
 
+    # Folder of token files that the prepare command wrote; None: Python source, prepared on first use.
+    tokens: Path | None = None
+    installed_packages: bool = False  # Without --tokens: add the installed packages to the standard library.
+    vocabulary: int = 2048  # Without --tokens: size of the byte-pair vocabulary, trained on the training files.
+    validation_tokens: int = 65_536  # Predictions in the fixed validation set, spread evenly over the held-out files.
+
     # Sequences per forward and backward pass; gradients are accumulated before the update. None: all at once.
     micro_batch: int | None = None
     adam_learning_rate: float | None = None  # Peak learning rate of the AdamW group; None: --learning-rate.
@@ -144,7 +134,6 @@ class Config(Common):
     temperature: float = 0.6  # Temperature of that continuation: 0 takes the likeliest token each time.
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
 
     @property
     def run_name(self) -> str:
@@ -290,8 +279,7 @@ FREE_ON_RESUME = frozenset(
     (
         *("config", "name", "runs_folder", "resume", "overwrite", "mesh", "coordinator", "processes", "process"),
         *("evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints"),
-        *("prompt", "sample_tokens", "temperature"),
-        *("data.folder", "data.source", "data.tokens", "data.include_site_packages"),
+        *("prompt", "sample_tokens", "temperature", "tokens", "installed_packages"),
     )
 )
 
@@ -346,8 +334,8 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("learning_rate", "adam_learning_rate", "clip_norm"), (TINY, HUGE)),
     **dict.fromkeys(("model.rotary_base", "model.norm_epsilon", "model.hidden_std"), (TINY, HUGE)),
     **dict.fromkeys(("adam_b1", "adam_b2"), (0, math.nextafter(1, 0))),
-    **{"seed": (0, 2**31 - 1), "sample_tokens": (0, 65_536), "data.validation_percent": (1, 50)},
-    "data.vocabulary": (257, 65_536),  # 257: the bytes and a separator
+    **{"seed": (0, 2**31 - 1), "sample_tokens": (0, 65_536)},
+    "vocabulary": (257, 65_536),  # 257: the bytes and a separator
 }
 
 
@@ -373,11 +361,11 @@ def check(config: Config) -> None:
     """
     check_ranges(to_dict(config))
     check_model(config.model)
-    context, predicted = config.model.context, config.data.validation_tokens
+    context, predicted = config.model.context, config.validation_tokens
     if config.micro_batch and config.batch_size % config.micro_batch:
         raise RunError(f"--micro-batch {config.micro_batch} must divide --batch-size {config.batch_size}")
     if predicted < context:
-        raise RunError(f"--data.validation-tokens {predicted} must hold one sequence: --model.context is {context}")
+        raise RunError(f"--validation-tokens {predicted} must hold one sequence: --model.context is {context}")
     if Path(config.run_name).name != config.run_name or config.run_name in {".", ".."}:
         raise RunError(f"--name must be a plain folder name, got {config.run_name!r}")
     if config.resume and config.overwrite:

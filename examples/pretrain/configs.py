@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import Common, Config, DataConfig, ModelConfig, RunError, apply_name, read_options
+from .config import Common, Config, ModelConfig, RunError, apply_name, read_options
 
 LLAMA: dict[str, Any] = {
     **{"family": "llama", "context": 1024, "vocabulary": 32_000, "tied_head": False},
@@ -26,12 +26,12 @@ def gpt2(layers: int, width: int, heads: int, context: int) -> ModelConfig:
 
 
 def small(
-    name: str, model: ModelConfig, steps: int, batch_size: int, learning_rate: float, data: DataConfig, **more: Any
+    name: str, model: ModelConfig, steps: int, batch_size: int, learning_rate: float, vocabulary: int, **more: Any
 ) -> Config:
     """A configuration on Python source: warm-up for a tenth of the steps, a validation loss at every tenth."""
     tenths = dict.fromkeys(("warmup_steps", "evaluate_every", "checkpoint_every"), steps // 10)
-    shared = {"config": name, "model": model, "batch_size": batch_size, "learning_rate": learning_rate, "data": data}
-    return Config(steps=steps, **{**shared, **tenths, **more})
+    shared = {"config": name, "model": model, "batch_size": batch_size, "learning_rate": learning_rate}
+    return Config(steps=steps, vocabulary=vocabulary, **{**shared, **tenths, **more})
 
 
 def paper(name: str, model: ModelConfig, micro_batch: int, learning_rate: float, corpus: str, **more: Any) -> Config:
@@ -39,43 +39,46 @@ def paper(name: str, model: ModelConfig, micro_batch: int, learning_rate: float,
 
     It needs ``prepare CORPUS`` first.
     """
-    tokens = DataConfig(tokens=Path(f"data/{corpus}"), validation_tokens=2048 * 1024)
     shared = {"steps": 10_000, "batch_size": 512, "warmup_steps": 1_000, "evaluate_every": 500, "checkpoint_every": 500}
     shared |= {"config": name, "model": model, "micro_batch": micro_batch, "learning_rate": learning_rate}
-    return Config(**{**shared, "optimizer": "normpre_g", "prompt": "The history of", "data": tokens, **more})
+    shared |= {"tokens": Path(f"data/{corpus}"), "validation_tokens": 2048 * 1024}
+    return Config(**{**shared, "optimizer": "normpre_g", "prompt": "The history of", **more})
 
 
 ALL = (
     # Every part of the program in seconds, for tests and for trying things out; the loss falls from 6.24 to about 5.4.
     small(
-        *("tiny", ModelConfig(layers=2, width=32, heads=2, mlp_width=64, context=32), 40, 8, 1e-2),
-        DataConfig(vocabulary=512, validation_tokens=2048),
-        **{"evaluate_every": 20, "log_every": 5, "checkpoint_every": 10, "sample_tokens": 20},
+        *("tiny", ModelConfig(layers=2, width=32, heads=2, mlp_width=64, context=32), 40, 8, 1e-2, 512),
+        **{
+            "validation_tokens": 2048,
+            "evaluate_every": 20,
+            "log_every": 5,
+            "checkpoint_every": 10,
+            "sample_tokens": 20,
+        },
     ),
     # The smallest model that distinguishes optimizers, on bytes: about a minute on one CPU core.
     small(
-        *("nano", gpt2(layers=3, width=64, heads=4, context=64), 1_500, 16, 4e-3, DataConfig(vocabulary=257)),
+        *("nano", gpt2(layers=3, width=64, heads=4, context=64), 1_500, 16, 4e-3, 257),
         **{"warmup_steps": 100, "evaluate_every": 250, "log_every": 50, "checkpoint_every": 500, "sample_tokens": 0},
     ),
     # Three and a half minutes on two CPU cores; validation loss 3.600 with normpre_g, 3.766 with adamw (Python 3.11.7).
     Config(config="first_run"),
     # Ten minutes on two CPU cores.
-    small("gpt2_2m", gpt2(layers=4, width=160, heads=5, context=128), 1_500, 16, 3e-3, DataConfig(vocabulary=4096)),
+    small("gpt2_2m", gpt2(layers=4, width=160, heads=5, context=128), 1_500, 16, 3e-3, 4096),
     # Hours on CPU cores, minutes on a GPU.
-    small("gpt2_10m", gpt2(layers=6, width=320, heads=5, context=256), 3_000, 32, 2e-3, DataConfig(vocabulary=8192)),
+    small("gpt2_10m", gpt2(layers=6, width=320, heads=5, context=256), 3_000, 32, 2e-3, 8192),
     # GPT-2 Small on all installed Python source, without a download: half an hour on one GPU. Not measured yet.
     small(
-        *("gpt2_small_python", GPT2, 1_000, 128, 1e-3),
-        DataConfig(include_site_packages=True, vocabulary=50_257, validation_tokens=524_288),
-        **{"micro_batch": 32, "checkpoint_every": 500},
+        *("gpt2_small_python", GPT2, 1_000, 128, 1e-3, 50_257),
+        **{"installed_packages": True, "validation_tokens": 524_288, "micro_batch": 32, "checkpoint_every": 500},
     ),
     # The paper's validation losses: AdamW 3.1444, Muon 3.1064, MANO 3.1156, NormPre-G 3.0667, NormPre-L 3.0826 (means
     # of three seeds). Its Muon is muon,convention=keller,learning_rate=0.02,adam_learning_rate=6e-4. It scores 200
     # random mini-batches; here they are fixed, and of nanoGPT's 12 sequences. The table is padded as in nanoGPT.
     paper(
         *("gpt2_small", GPT2, 32, 6e-4, "openwebtext"),
-        warmup_steps=2_000,
-        data=DataConfig(tokens=Path("data/openwebtext"), validation_tokens=200 * 12 * 1024),
+        **{"warmup_steps": 2_000, "validation_tokens": 200 * 12 * 1024},
     ),
     # AdamW 3.1363, Muon 3.1019, MANO 3.1102, NormPre-G 3.0737, NormPre-L 3.0930.
     paper("llama_130m", ModelConfig(layers=12, width=768, heads=12, mlp_width=2048, **LLAMA), 64, 6e-4, "c4"),

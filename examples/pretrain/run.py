@@ -69,7 +69,7 @@ def stored(config: Config) -> dict[str, Any] | None:
 def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Score:
     """Train: text, tokens, updates, plot, sample."""
     began = time.perf_counter()
-    dataset = cluster.first_of_all(lambda: data.open_corpus(config.data, console.print))
+    dataset = cluster.first_of_all(lambda: data.open_corpus(config, console))
     fingerprint = dataset.manifest["fingerprint"]
     if len(set(cluster.gathered(fingerprint))) > 1:
         raise RunError(f"the processes have different texts in {dataset.folder}")

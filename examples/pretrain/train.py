@@ -141,7 +141,7 @@ def evaluation(
     config: Config, dataset: data.Dataset, graphdef: nnx.GraphDef, layout: Layout = ONE_DEVICE
 ) -> Callable[[optax.Params], Score]:
     """The score on the validation set, computed in batches no larger than those of training."""
-    count, largest = config.data.validation_tokens, config.micro_batch or config.batch_size
+    count, largest = config.validation_tokens, config.micro_batch or config.batch_size
     sequences = data.validation_sequences(dataset, context=config.model.context, count=count)
     return make_evaluate(graphdef, sequences, data.bytes_per_token(dataset), min(EVALUATION_BATCH, largest), layout)
 

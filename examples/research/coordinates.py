@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> None:
     options = tyro.cli(Options, args=list(arguments), prog="python -m examples.research.coordinates")
     console = Console(highlight=False, soft_wrap=True)
     named = configs.load(options.config)
-    dataset = data.open_corpus(named.data, console.print)
+    dataset = data.open_corpus(named, console)
     found: dict[str, dict[str, list[float]]] = {}
     for name, (optimizer, transferred) in VARIANTS.items():
         for width in options.widths:

@@ -76,9 +76,9 @@ class Timed:
 
 def corpus(config: Config, console: Console) -> data.Dataset:
     """The configuration's, or random tokens if it has not been prepared: time does not depend on them."""
-    folder, vocabulary = config.data.tokens, config.model.vocabulary
+    folder, vocabulary = config.tokens, config.model.vocabulary
     if folder is None or vocabulary is None or (folder / "manifest.json").exists():
-        return data.open_corpus(config.data, console.print)
+        return data.open_corpus(config, console)
     console.print(f"There are no token files in {folder}: measuring on random tokens")
     return data.random_corpus(vocabulary, 4 * config.batch_size * config.model.context + 1)
 

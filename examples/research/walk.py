@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 
 def kinds(config: Config) -> list[Kind]:
     """Of the model's hidden matrices."""
-    params = models.shapes(config.model, config.model.vocabulary or config.data.vocabulary)
+    params = models.shapes(config.model, config.model.vocabulary or config.vocabulary)
     leaves, found = by_name(params), {}
     for path, dims in hidden_matrices(params).items():
         shape, name = leaves[path].shape, kind_of(path)

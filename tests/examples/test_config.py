@@ -62,7 +62,7 @@ def test_a_named_configuration(name):
         shared = (model.context, config.batch_size, config.steps, config.weight_decay, config.clip, config.clip_norm)
         assert shared == (1024, 512, 10_000, 0.1, "global", 1.0)
         assert (config.evaluate_every, config.adam_b1, config.adam_b2) == (500, 0.9, 0.95)
-        assert config.data.validation_tokens == (200 * 12 if name == "gpt2_small" else 2048) * 1024
+        assert config.validation_tokens == (200 * 12 if name == "gpt2_small" else 2048) * 1024
 
 
 def helped(*arguments: str, capsys) -> dict[str, str]:
@@ -153,9 +153,8 @@ assert not slow & set(sys.modules), slow & set(sys.modules)
         (["--seed", "-1"], "--seed must be in 0.."),
         (["--micro-batch", "0"], "--micro-batch must be at least 1"),
         (["--sample-tokens", "1000000000"], "--sample-tokens must be in 0..65536"),
-        (["--data.vocabulary", "100"], "--data.vocabulary must be in 257..65536"),
-        (["--data.validation-percent", "51"], "--data.validation-percent must be in 1..50"),
-        (["--data.validation-tokens", "10"], "must hold one sequence"),
+        (["--vocabulary", "100"], "--vocabulary must be in 257..65536"),
+        (["--validation-tokens", "10"], "must hold one sequence"),
         (["--name", "a/b"], "--name must be a plain folder name"),
         (["--name", ".."], "--name must be a plain folder name"),
         (["--resume", "--overwrite"], "exclude each other"),
@@ -169,7 +168,6 @@ assert not slow & set(sys.modules), slow & set(sys.modules)
         (["--model.family", "qwen3", "--model.kv-heads", "3"], "--model.kv-heads 3 must divide --model.heads 4"),
         (["--model.family", "qwen3", "--model.head-width", "9"], "--model.head-width must be even"),
         (["--config", "gpt2_small", "--steps", "9999", "--warmup-steps", "9"], "prepare openwebtext"),
-        (["--data.source", "nowhere"], "no Python source for train under nowhere"),
         (["--optimizer", "sgd"], "--optimizer must be one of adamw, "),
         (["--optimizer", "muon,8"], "settings are written once each, muon,rank=8, got 'muon,8'"),
         (["--optimizer", "muon,nesterov="], "settings are written once each"),

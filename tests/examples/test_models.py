@@ -171,7 +171,7 @@ def test_named_configurations_have_the_size_that_the_page_states():
     assert SIZES.keys() == configs.CONFIGS.keys()
     for name, expected in SIZES.items():
         config = configs.load(name)
-        assert count(config.model, config.model.vocabulary or config.data.vocabulary) == expected, name
+        assert count(config.model, config.model.vocabulary or config.vocabulary) == expected, name
 
 
 def test_initial_spread():
