@@ -122,6 +122,6 @@ def test_importing_the_library_loads_nothing_else():
     )
     loaded = set(json.loads(done.stdout))
     heavy = {"flax", "examples", "matplotlib", "rich", "tyro", "orbax", "grain", "tokenizers", "tensorstore", "torch"}
-    heavy |= {"haiku", "equinox", "hypothesis", "pytest", "datasets", "transformers", "tensorboardX", "wandb"}
+    heavy |= {"haiku", "equinox", "hypothesis", "pytest", "datasets", "transformers", "tensorboardX"}
     assert not loaded & heavy
     assert {"jax", "optax", "normpre_optax"} <= loaded

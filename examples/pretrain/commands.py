@@ -14,7 +14,7 @@ from . import data
 from .checkpoint import Checkpoints, Damaged
 from .config import Config, Evaluate, Export, Generate, RunError, check_ranges, from_dict
 from .generate import generate as continuation
-from .optimizers import OPTIMIZERS, make_optimizer
+from .optimizers import make_optimizer
 from .train import TrainState, evaluation, initialise, schedule, vocabulary_of
 
 EXPORTED = ("model.safetensors", "config.json", "tokenizer.json")
@@ -57,8 +57,6 @@ def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> T
         RunError: as ``read_run``, and if there is no such checkpoint.
     """
     _, config, dataset = read_run(folder, tokens)
-    if config.optimizer not in OPTIMIZERS:
-        raise RunError(f"{folder} was trained by another program, with the optimizer {config.optimizer!r}")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla"))  # on any device
     graphdef, params = initialise(config, dataset)
     state = jax.eval_shape(lambda p: TrainState(p, make_optimizer(config, schedule(config)).init(p)), params)
@@ -85,9 +83,8 @@ def evaluate(options: Evaluate) -> None:
     """Print the score of a run's model."""
     check_ranges(vars(options))
     trained = load(options.run, options.step, options.tokens)
-    count = options.validation_tokens or trained.config.data.validation_tokens
-    text = dataclasses.replace(trained.config.data, validation_tokens=count)
-    config = dataclasses.replace(trained.config, data=text)
+    count = options.validation_tokens or trained.config.validation_tokens
+    config = dataclasses.replace(trained.config, validation_tokens=count)
     score = evaluation(config, trained.dataset, trained.graphdef)(trained.params)
     print(
         f"step {trained.step:,}: loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte "

@@ -1,151 +1,529 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare optimizers at the same model, data order and budget, over learning rates and seeds.
 
-First every optimizer runs at every learning rate with the first seed (``--seed``, 0). Then, if any are given, it tries
-other learning rates of the AdamW group, and after them other weight decays, each at the best setting so far. Last it
-runs at its best setting with the other seeds. So all optimizers have the same budget. A stopped comparison resumes.
+Each arm is an ordinary run (``python -m examples.pretrain train``) in a folder of its own. First every optimizer runs
+at every learning rate with the first seed, then at its best one with the other seeds. A stopped comparison resumes, and
+an arm that diverges or fails is reported while the others continue. ``python -m examples.pretrain.compare DIR`` draws
+the report in ``DIR`` again, from its ``comparison.json``.
 """
 
+import functools
+import json
+import math
+import os
+import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import tyro
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from rich.console import Console
 
-from . import cluster, comparison_report, configs, data, mesh
-from .arms import Arm, Study, stop
-from .config import RunError, check
-from .processes import on_signals
-from .variants import Variant, read_variants
+from . import cluster, configs, data, mesh
+from .config import Compare, Config, RunError, check, join_name, split_name
+from .logs import read_lines, write_json
+from .optimizers import make_optimizer
+from .processes import Stopped, begin_as_child, lock, on_signals
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = "examples.pretrain"  # what trains an arm; examples.research.train has further optimizers
+Result = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Options:
-    """Compare optimizers at matched settings. Any flag of ``train`` may follow; it applies to every arm."""
+class Arm(NamedTuple):
+    """One run of a comparison."""
 
-    config: str = "first_run"
-    """Named configuration."""
-    optimizers: str = "adamw,muon,mano,normpre_g,normpre_l"
-    """Optimizers, separated by commas; normpre_l:matrix.rank=8 is one with a setting of its own."""
-    learning_rates: str = ""
-    """Peak learning rates to try, separated by commas; "muon:8e-3" is for that optimizer only. Default: the
-    configuration's."""
-    adam_ratios: str = ""
-    """Learning rates of the AdamW group, relative to that of the matrix group, to try at the best learning rate."""
-    weight_decays: str = ""
-    """Weight decays to try at the best of both."""
-    seeds: int = 1
-    """Seeds (of initialization and data order) at each optimizer's best settings, counted from ``--seed``."""
-    jobs: int = 1
-    """Arms that run side by side, each with an equal share of the cores. With one accelerator, 1 is fastest."""
-    name: str = ""
-    """Name of the comparison. Default: compare-<config>."""
-    runs_folder: Path = Path("runs")
-    """Its folder is made here: the run of an arm in each subfolder, and report/."""
+    optimizer: str
+    learning_rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Its folder."""
+        return f"{self.optimizer}-lr{self.learning_rate:g}-seed{self.seed}".replace("/", ".")
+
+    @property
+    def flags(self) -> list[str]:
+        """Flags of ``train`` that distinguish it from the others."""
+        return ["--optimizer", self.optimizer, "--learning-rate", repr(self.learning_rate), "--seed", str(self.seed)]
 
 
-def main(arguments: Sequence[str]) -> None:
+@dataclass
+class Study:
+    """Arms that share a configuration and a folder, and their results."""
+
+    config: Config
+    config_flags: list[str]
+    folder: Path
+    jobs: int
+    console: Console
+    results: dict[Arm, Result] = field(default_factory=dict)
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Prepare the text, make the folder and lock it.
+
+        Raises:
+            RunError: if it holds arms of another setting, or another process works in it.
+        """
+        file = self.folder / "study.json"
+        if file.exists() and (before := json.loads(file.read_text())["flags"]) != self.config_flags:
+            raise RunError(f"{self.folder} holds runs with other settings ({shlex.join(before)}): --name another")
+        data.open_corpus(self.config, self.console)  # once, before arms make it side by side
+        self.folder.mkdir(parents=True, exist_ok=True)
+        held = lock(self.folder)
+        try:
+            write_json(file, {"flags": self.config_flags})
+            with on_signals(stop):
+                yield
+        finally:
+            if held:
+                held.close()
+
+    def run(self, arms: Sequence[Arm]) -> None:
+        """Run ``arms``, ``jobs`` side by side, and keep their ``results``. Leaving early stops arms, which save.
+
+        Raises:
+            RunError: if the first of all arms to end has failed: then the settings are at fault, not the arm.
+            Stopped: if an arm was stopped.
+        """
+        waiting, running = list(arms), dict[int, tuple[Arm, subprocess.Popen]]()
+        try:
+            while waiting or running:
+                for place in range(self.jobs):
+                    if place in running and running[place][1].poll() is not None:
+                        self.ended(*running.pop(place))
+                    while waiting and place not in running:
+                        arm = waiting.pop(0)
+                        if result := finished(self.folder / arm.name):
+                            self.record(arm, result, "was there: ")
+                        else:
+                            running[place] = arm, self.start(arm, place)
+                time.sleep(0.2)
+        finally:
+            for _, process in running.values():
+                process.terminate()
+            for _, process in running.values():
+                process.wait()
+
+    def start(self, arm: Arm, place: int) -> subprocess.Popen:
+        """Start or resume the run of ``arm`` on the cores of ``place``.
+
+        Raises:
+            RunError: if another process works on it, such as one that a killed comparison left behind.
+        """
+        folder = self.folder / arm.name
+        if folder.exists() and (held := lock(folder)):
+            held.close()
+        if folder.exists() and not (folder / "run.json").exists():
+            shutil.rmtree(folder)  # killed before there was anything to resume
+        command = [sys.executable, "-m", PROGRAM, "train", *self.config_flags, *arm.flags, "--name", arm.name]
+        command += ["--runs-folder", str(self.folder), *(["--resume"] if folder.exists() else [])]
+        begin = functools.partial(begin_as_child, cores_of(place, self.jobs)) if os.name == "posix" else None
+        with (self.folder / f"{arm.name}.txt").open("a") as out:
+            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment(), preexec_fn=begin)
+
+    def ended(self, arm: Arm, process: subprocess.Popen) -> None:
+        """Record an arm whose process has ended; one that left no result has failed, with the last line it printed."""
+        number = -process.returncode if process.returncode < 0 else process.returncode - 128
+        if number in (signal.SIGTERM, signal.SIGINT):
+            raise Stopped(f"{arm.name} was stopped; the same command resumes it", number)
+        output = self.folder / f"{arm.name}.txt"
+        if not (result := finished(self.folder / arm.name)):
+            reason = (output.read_text().strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            if not self.results:
+                raise RunError(f"{arm.name} failed: {reason.removeprefix('error: ')} (its output: {output})")
+            result = {"status": "failed", "reason": reason}
+        self.record(arm, result)
+
+    def record(self, arm: Arm, result: Result, prefix: str = "") -> None:
+        """Keep a result, and print it."""
+        self.results[arm] = result
+        said = result.get("diverged") or f"failed: {result.get('reason')}"
+        if result["status"] == "finished":
+            said = f"{result['best_validation_loss']:.4f} ({result['train_seconds']:.0f} s of training)"
+        self.console.print(f"{arm.name}  {prefix}{said}")
+
+    def facts(self, command: str) -> dict[str, Any]:
+        """What a report says about all arms: settings, command, date, machine, versions, text."""
+        example = next(arm for arm, result in self.results.items() if result["status"] != "failed")
+        run = json.loads((self.folder / example.name / "run.json").read_text())
+        session = run["sessions"][-1]
+        return {
+            "settings": shlex.join([self.config.config, *self.config_flags[2:]]),
+            "command": command,
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": {**session["device"], "system": session["machine"], "cores": session["cores"]},
+            **{"versions": session["versions"], "config": run["config"], "parameters": run["parameters"]},
+            "text": {"source": run["data"]["source"], "fingerprint": run["fingerprint"]},
+        }
+
+
+def main(options: Compare) -> None:
     """``python -m examples.pretrain compare --config nano --learning-rates 2e-3,4e-3,8e-3 --seeds 3 --jobs 2``."""
-    prog = "python -m examples.pretrain compare"
-    options, overrides = tyro.cli(Options, args=list(arguments), return_unknown_args=True, prog=prog)
-    if options.seeds < 1 or options.jobs < 1:
-        raise RunError("--seeds and --jobs must be at least 1")
-    study = make_study("compare", options.config, overrides, options.runs_folder, options.name, options.jobs)
-    variants = read_variants(options.optimizers, study.config_flags)
-    rates = learning_rates(options.learning_rates, variants, study.config.learning_rate)
-    tuned = {
-        "adam_ratio": numbers("--adam-ratios", options.adam_ratios),
-        "weight_decay": numbers("--weight-decays", options.weight_decays, zero=True),
-    }
-    console = Console(markup=False, highlight=False, soft_wrap=True)
-    with on_signals(stop), study.begun():
-        run(study, rates, tuned, options.seeds, console)
-        content = study.facts(f"compare {shlex.join(arguments)}") | {"arms": study.records()}
+    study = make_study("compare", options)
+    rates = learning_rates(options, study)
+    first = study.config.seed
+    with study.begun():
+        sweep = [Arm(optimizer, rate, first) for optimizer, found in rates.items() for rate in found]
+        study.console.print(
+            f"{study.config.config}: {len(sweep)} arms, then {options.seeds} seed(s) at the best learning rates; "
+            f"{study.config.steps:,} steps each, in {study.folder}/"
+        )
+        study.run(sorted(sweep, key=lambda arm: arm.learning_rate))
+        best = best_arms(study.results, first).values()
+        if not best:
+            raise RunError("no arm finished: every learning rate was too high, or see the reasons above")
+        study.run([arm._replace(seed=first + i) for i in range(1, options.seeds) for arm in best])
+        content = study.facts(shlex.join(["python", "-m", "examples.pretrain", *sys.argv[1:]]))
+        content["arms"] = [{**arm._asdict(), **result} for arm, result in study.results.items()]
         folder = study.folder / "report"
         folder.mkdir(exist_ok=True)
-        console.print(f"\n{comparison_report.write(folder, content)}\nReport, data and figures: {folder}/")
+        study.console.print(f"\n{write(folder, content)}\nReport, data and figures: {folder}/")
 
 
-def run(
-    study: Study, rates: dict[Variant, list[float]], tuned: dict[str, list[float]], seeds: int, console: Console
-) -> None:
-    """Run all arms: learning rates, then the ``tuned`` settings one after the other, then further seeds.
-
-    Raises:
-        RunError: if no arm finishes.
-    """
-    data.open_corpus(study.config.data, console.print)  # once, before arms make it side by side
-    first = study.config.seed
-    sweep = [Arm(variant, rate, first) for variant, found in rates.items() for rate in found]
-    console.print(
-        f"{study.config.config}: {len(sweep)} arms of {', '.join(map(str, rates))}, then {seeds} seed(s) at the best "
-        f"settings; {study.config.steps:,} steps each, in {study.folder}/"
-    )
-    study.run(sorted(sweep, key=lambda arm: arm.learning_rate), console)
-    for name, values in tuned.items():
-        best = best_arms(study.results, first).values()
-        study.run([arm._replace(**{name: value}) for value in values for arm in best], console)
-    best = best_arms(study.results, first)
-    if not best:
-        raise RunError("no arm finished: every learning rate was too high, or see the reasons above")
-    study.run([arm._replace(seed=first + i) for i in range(1, seeds) for arm in best.values()], console)
-
-
-def make_study(kind: str, config_name: str, overrides: list[str], runs_folder: Path, name: str, jobs: int) -> Study:
-    """Make a study of ``kind`` whose arms share ``overrides`` of a configuration.
+def make_study(kind: str, options: Any) -> Study:
+    """Make a study of ``kind``; ``options`` are ``Compare``, or another class with its fields.
 
     Raises:
         RunError: naming the flag and its valid values.
     """
-    flags = ["--config", config_name, *overrides]
-    config = configs.parse(flags)
+    config = configs.parse(options.rest)
     check(config)
     mesh.check(config)
     cluster.refuse_several(config, kind)
     if config.resume or config.overwrite:
-        raise RunError(f"{kind} goes on where it was by itself: leave --resume and --overwrite out, or give a --name")
-    name = name or f"{kind}-{config_name}"
+        raise RunError(f"{kind} resumes by itself: leave --resume and --overwrite out, or give a --name")
+    name = options.name or f"{kind}-{config.config}"
     if Path(name).name != name:
         raise RunError(f"--name must be a plain folder name, got {name!r}")
-    return Study(config, flags, runs_folder / name, jobs)
+    if options.seeds < 1 or options.jobs < 1:
+        raise RunError("--seeds and --jobs must be at least 1")
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    return Study(config, list(options.rest), options.runs_folder / name, options.jobs, console)
 
 
-def learning_rates(text: str, variants: Sequence[Variant], default: float) -> dict[Variant, list[float]]:
-    """What "1e-3,muon:2e-3" means for every optimizer, in ascending order.
-
-    Raises:
-        RunError: if a part is no learning rate, or of an optimizer that is not compared.
-    """
-    rates: dict[str, list[float]] = {str(variant): [] for variant in variants}
-    for entry in filter(None, map(str.strip, text.split(","))):
-        name, _, number = entry.rpartition(":")
-        if name not in ("", *rates):
-            raise RunError(f"--learning-rates: {name!r} is none of the optimizers {', '.join(rates)}")
-        for variant in [name] if name else rates:
-            rates[variant] += numbers("--learning-rates", number)
-    return {variant: sorted(set(rates[str(variant)])) or [default] for variant in variants}
+def split_names(text: str) -> list[str]:
+    """The optimizers of "muon,normpre_l,rank=8": a setting belongs to the name before it."""
+    return [name for name in re.split(r",(?![^,]*=)", text.replace(" ", "")) if name]
 
 
-def numbers(name: str, text: str, *, zero: bool = False) -> list[float]:
-    """The numbers in "0,0.1", in ascending order; they must be positive, or may be ``zero``.
+def learning_rates(options: Compare, study: Study) -> dict[str, list[float]]:
+    """Every optimizer, without a learning rate in its name, and the learning rates to try, in ascending order.
 
     Raises:
-        RunError: if a part is none.
+        RunError: if an optimizer or a learning rate cannot be.
     """
     try:
-        found = sorted({float(part) for part in text.split(",") if part.strip()})
+        common = [float(part) for part in options.learning_rates.split(",") if part.strip()]
     except ValueError as error:
-        raise RunError(f"{name}: numbers separated by commas, got {text!r}") from error
-    if not all(0 < value < float("inf") or (zero and value == 0) for value in found):
-        raise RunError(f"{name} must be {'0 or more' if zero else 'positive'}, got {text!r}")
-    return found
+        raise RunError(f"--learning-rates: numbers separated by commas, got {options.learning_rates!r}") from error
+    rates: dict[str, list[float]] = {}
+    for text in split_names(options.optimizers):
+        config = configs.parse([*options.rest, "--optimizer", text])
+        name, settings = split_name(text)
+        own = [config.learning_rate] if settings.pop("learning_rate", None) else []
+        tried = rates.setdefault(join_name(name, settings), [])
+        for rate in own or common or [study.config.learning_rate]:
+            if rate in tried:
+                raise RunError(f"--optimizers: {text} is there twice")
+            tried.append(rate)
+            checked = configs.parse([*options.rest, *Arm(join_name(name, settings), rate, 0).flags])
+            check(checked)
+            make_optimizer(checked, lambda t: 1.0)
+    if not rates:
+        raise RunError("--optimizers must name at least one")
+    return {optimizer: sorted(tried) for optimizer, tried in rates.items()}
 
 
-def best_arms(results: dict[Arm, dict[str, Any]], first: int) -> dict[Variant, Arm]:
+def best_arms(results: dict[Arm, Result], first: int) -> dict[str, Arm]:
     """For every optimizer with a finished arm, the one of seed ``first`` with the lowest loss."""
     finished = {arm: x["best_validation_loss"] for arm, x in results.items() if x["status"] == "finished"}
     ranked = sorted((arm for arm in finished if arm.seed == first), key=lambda arm: -finished[arm])
-    return {arm.variant: arm for arm in ranked}
+    return {arm.optimizer: arm for arm in ranked}
+
+
+def stop(number: int) -> None:
+    """Handle a signal: arms save, and everything that has ended is kept."""
+    raise Stopped("stopped; the same command resumes it", number)
+
+
+def environment() -> dict[str, str]:
+    """The environment of this process, in which a child finds this program from any folder."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+def cores_of(place: int, jobs: int) -> set[int]:
+    """Cores of the ``place``-th of ``jobs`` processes; empty if they are not to be divided."""
+    if jobs == 1 or not hasattr(os, "sched_setaffinity"):
+        return set()
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(len(cores) // jobs, 1)
+    return {cores[(place * share + i) % len(cores)] for i in range(share)}
+
+
+def finished(folder: Path) -> Result | None:
+    """How the run in ``folder`` ended, with what figures need of its log; None if it has not ended.
+
+    These are every validation loss, at most 100 means of training losses, and row norms.
+    """
+    try:
+        result = json.loads((folder / "result.json").read_text())
+    except (OSError, ValueError):
+        return None
+    lines = read_lines(folder / "log.jsonl")
+    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    parts = [part for part in np.array_split(np.array(losses).reshape(-1, 2), 100) if len(part)]
+    scores = [line for line in lines if "validation_loss" in line]
+    return {
+        "status": "diverged" if "diverged" in result else "finished",
+        **result,
+        "train": [[int(part[-1, 0]), round(float(part[:, 1].mean()), 5)] for part in parts],
+        "validation": [[line["step"], round(line["validation_loss"], 6)] for line in scores],
+        "row_norm": [[line["step"], round(line["row_norm"], 5), round(line["rows_beyond_1"], 5)] for line in scores],
+        "norms": {name: round(value, 4) for name, value in scores[-1].items() if "_norm" in name or "beyond" in name},
+    }
+
+
+# The report, from the content of a ``comparison.json``.
+
+# Label and colour of every optimizer. Those of the paper are distinguishable with every common colour blindness (Okabe
+# and Ito); the others have the rest of that palette and of Paul Tol's.
+NAMES = {
+    "adamw": ("AdamW", "#000000"),
+    "muon": ("Muon", "#0072B2"),
+    "mano": ("MANO", "#E69F00"),
+    "rmnp": ("RMNP", "#56B4E9"),
+    "muoneq": ("MuonEq", "#332288"),
+    "muon_plus": ("Muon+", "#44AA99"),
+    "normuon": ("NorMuon", "#CC79A7"),
+    "adamuon": ("AdaMuon", "#882255"),
+    "moga": ("MOGA", "#999933"),
+    "swan": ("SWAN", "#777777"),
+    "normpre_g": ("NormPre-G", "#D55E00"),
+    "normpre_l": ("NormPre-L", "#009E73"),
+}
+SHORT = {
+    "norm control hyperball": "Hyperball",
+    "tangent none": "no tangent",
+    "hidden std": "std",
+    "learning rate": "lr",
+    "weight decay": "decay",
+}
+LINE_STYLES = ("-", "--", ":", "-.")
+MARKERS = "os^Dv"
+SHOWN_FROM_SHARE = 0.1  # all runs look alike in the first tenth of the steps
+
+
+def write(folder: Path, content: dict[str, Any]) -> str:
+    """Write ``comparison.json``, the figures (PNG) and ``README.md`` into ``folder``; returns the table of losses."""
+    (folder / "comparison.json").write_text(json.dumps(content) + "\n")
+    shown = ""
+    for name, paint in {"losses": paint_losses, "learning_rates": paint_learning_rates}.items():
+        figure = Figure(figsize=(6.0, 3.6), layout="constrained")
+        if paint(figure.add_subplot(), content):
+            frame(figure.axes[0], legend="below")
+            save(figure, folder / name)
+            shown += f"\n![{name.replace('_', ' ')}]({name}.png)\n\n{paint.__doc__}\n"
+    (folder / "README.md").write_text(markdown(content) + shown)
+    return losses_table(content)
+
+
+def label(optimizer: str) -> str:
+    """A short one: ``normpre_l,rank=8,tangent=none`` is ``NormPre-L, rank 8, no tangent``."""
+    base, *settings = optimizer.split(",")
+    text = ", ".join((NAMES[base][0] if base in NAMES else base, *settings)).replace("_", " ").replace("=", " ")
+    return functools.reduce(lambda shorter, pair: shorter.replace(*pair), SHORT.items(), text)
+
+
+def optimizers(content: dict[str, Any]) -> list[str]:
+    """Names in the order of ``NAMES``; those of one optimizer side by side, the one without settings first."""
+    present = dict.fromkeys(arm["optimizer"] for arm in content["arms"])
+    order = [*NAMES, *sorted({name.partition(",")[0] for name in present} - NAMES.keys())]
+    return sorted(present, key=lambda name: (order.index(name.partition(",")[0]), "," in name))
+
+
+def style(optimizer: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Label, colour, line and marker; line and marker distinguish settings of one optimizer."""
+    base = optimizer.partition(",")[0]
+    place = [other for other in optimizers(content) if other.partition(",")[0] == base].index(optimizer)
+    line, marker = LINE_STYLES[place % len(LINE_STYLES)], MARKERS[place // len(LINE_STYLES) % len(MARKERS)]
+    colour = NAMES.get(base, ("", "#BBBBBB"))[1]
+    return {"label": label(optimizer), "color": colour, "linestyle": line, "marker": marker, "markersize": 4}
+
+
+def first_seed(content: dict[str, Any]) -> int:
+    """The seed with which the learning rates were chosen."""
+    return min(arm["seed"] for arm in content["arms"])
+
+
+def swept(content: dict[str, Any], optimizer: str) -> list[dict[str, Any]]:
+    """Arms of the first seed, by learning rate."""
+    arms = (arm for arm in content["arms"] if (arm["optimizer"], arm["seed"]) == (optimizer, first_seed(content)))
+    return sorted(arms, key=lambda arm: arm["learning_rate"])
+
+
+def best_runs(content: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Arms (seeds) of each optimizer at the learning rate that is best with the first seed, of those that finished."""
+    found = {}
+    for name in optimizers(content):
+        arms = [arm for arm in content["arms"] if arm["optimizer"] == name and arm["status"] == "finished"]
+        first = [arm for arm in swept(content, name) if arm["status"] == "finished"]
+        if first:
+            best = min(first, key=lambda arm: arm["best_validation_loss"])["learning_rate"]
+            found[name] = [arm for arm in arms if arm["learning_rate"] == best]
+    return found
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "".join(f"| {' | '.join(row)} |\n" for row in (heads, ["---"] * len(heads), *rows))
+
+
+def losses_table(content: dict[str, Any]) -> str:
+    """Best validation loss at the best learning rate: mean and sample standard deviation over seeds; bold: the lowest.
+
+    With the norms of the hidden matrices' rows and columns at the end, of the first seed.
+    """
+    losses = {name: [arm["best_validation_loss"] for arm in arms] for name, arms in best_runs(content).items()}
+    least, rows = min(map(np.mean, losses.values()), default=0.0), []
+    for name, arms in best_runs(content).items():
+        rates, best, norms = [arm["learning_rate"] for arm in swept(content, name)], arms[0]["learning_rate"], ()
+        end = {rates[-1]: " (largest)", rates[0]: " (smallest)"}.get(best, "") if len(rates) > 1 else ""
+        mean = f"{np.mean(losses[name]):.4f}"
+        mean = f"**{mean}**" if np.mean(losses[name]) == least else mean
+        deviation = f"{np.std(losses[name], ddof=1):.4f}" if len(arms) > 1 else ""
+        norms = [f"{arms[0]['norms'][x]:.2f}" if "norms" in arms[0] else "" for x in ("row_norm", "column_norm")]
+        rows.append([label(name), f"{best:g}{end}", mean, deviation, str(len(arms)), *norms])
+    heads = ["optimizer", "learning rate", "validation loss", "deviation", "seeds", "row norm", "column norm"]
+    return table(heads, rows)
+
+
+def differences_table(content: dict[str, Any]) -> str:
+    """By how much the best optimizer is ahead: mean over common seeds, and its standard error; empty for one seed."""
+    arms = best_runs(content).items()
+    losses = {name: {arm["seed"]: arm["best_validation_loss"] for arm in found} for name, found in arms}
+    best = min(losses, key=lambda name: np.mean([*losses[name].values()]), default="")
+    rows = []
+    for name in losses:
+        ahead = [losses[name][seed] - losses[best][seed] for seed in losses[name].keys() & losses[best].keys()]
+        if name != best and len(ahead) > 1:
+            rows.append([label(name), f"{np.mean(ahead):.3f} ± {np.std(ahead, ddof=1) / len(ahead) ** 0.5:.3f}"])
+    return table(["optimizer", f"{label(best)} is ahead by"], rows) if rows else ""
+
+
+def runs_table(content: dict[str, Any]) -> str:
+    """Best validation loss of every run, by learning rate."""
+    rates = sorted({arm["learning_rate"] for arm in content["arms"]})
+    rows: dict[tuple[str, str], dict[float, str]] = {}
+    for arm in sorted(content["arms"], key=lambda arm: optimizers(content).index(arm["optimizer"])):
+        shown = f"{arm['best_validation_loss']:.4f}" if arm["status"] == "finished" else arm["status"]
+        rows.setdefault((label(arm["optimizer"]), str(arm["seed"])), {})[arm["learning_rate"]] = shown
+    heads = ["optimizer", "seed", *(f"{rate:g}" for rate in rates)]
+    return table(heads, [[*key, *(row.get(rate, "") for rate in rates)] for key, row in rows.items()])
+
+
+def setting(content: dict[str, Any]) -> str:
+    """Command, model, budget, machine and versions of a report, in a paragraph."""
+    config, machine, versions = content["config"], content["machine"], content["versions"]
+    tokens = config["steps"] * config["batch_size"] * config["model.context"]
+    return (
+        f"`{content['command']}`, {content['date']}. {content['parameters']:,} parameters ({config['model.family']}, "
+        f"{config['model.layers']} layers, width {config['model.width']}), {config['steps']:,} steps of "
+        f"{config['batch_size']} x {config['model.context']} tokens ({tokens:,}) of {content['text']['source']}. "
+        f"{machine['kind']}, {machine['cores']} core(s) a run, Python {versions['python']}, jax {versions['jax']}.\n"
+    )
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """The report, without figures."""
+    parts = {
+        f"# Comparison: {content['settings']}": setting(content),
+        "## Validation loss": "Best validation loss in nats per token at each optimizer's best learning rate: mean and "
+        "sample standard deviation over seeds; mean norms of the hidden matrices' rows and columns at the end, first "
+        "seed. If the best learning rate is the smallest or largest tried, the optimum may lie beyond.\n\n"
+        + losses_table(content),
+        "## Differences over common seeds, mean ± standard error": differences_table(content),
+        "## Every run, by learning rate": runs_table(content),
+        "## Labels": "".join(f"- {label(name)}: `{name}`\n" for name in optimizers(content) if "," in name),
+    }
+    return "\n".join(f"{heading}\n\n{part}" for heading, part in parts.items() if part)
+
+
+def paint_losses(axes: Axes, content: dict[str, Any]) -> bool:
+    """Validation loss at the best learning rates, mean and range of seeds, without the first tenth; thin: training."""
+    for name, arms in best_runs(content).items():
+        if not all(arm.get("validation") and arm.get("train") for arm in arms):
+            return False
+        look, scores = style(name, content), np.array([arm["validation"] for arm in arms])
+        train = np.array([arm["train"] for arm in arms]).mean(0)
+        begin = scores[0, scores[0, :, 0] >= SHOWN_FROM_SHARE * train[-1, 0], 0].min()
+        scores, train = scores[:, scores[0, :, 0] >= begin], train[train[:, 0] >= begin]
+        axes.plot(*train.T, color=look["color"], alpha=0.4, linewidth=0.8)
+        axes.plot(*scores.mean(0).T, **look)
+        losses = scores[:, :, 1]
+        axes.fill_between(scores[0, :, 0], losses.min(0), losses.max(0), color=look["color"], alpha=0.2, linewidth=0)
+    over_steps(axes)
+    axes.set_ylabel("loss (nats per token)")
+    return bool(best_runs(content))
+
+
+def paint_learning_rates(axes: Axes, content: dict[str, Any]) -> bool:
+    """Best validation loss at the first seed. The axis ends not far above every best."""
+    optima, worst, rates = [], 0.0, sorted({arm["learning_rate"] for arm in content["arms"]})
+    for name in optimizers(content):
+        arms = [arm for arm in swept(content, name) if arm["status"] == "finished"]
+        points = np.array([(arm["learning_rate"], arm["best_validation_loss"]) for arm in arms])
+        if len(points):
+            axes.plot(*points.T, **style(name, content))
+            optima, worst = [*optima, points[:, 1].min()], max(worst, points[:, 1].max())
+    if not optima or len(rates) < 2:
+        return False
+    span = max(max(optima) - min(optima), 0.05)
+    axes.set_ylim(min(optima) - 0.05 * span, min(worst + 0.05 * span, max(optima) + 0.3 * span))
+    axes.set(xscale="log", xlabel="peak learning rate", ylabel="validation loss (nats per token)")
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    return True
+
+
+def over_steps(axes: Axes) -> None:
+    """An axis of steps."""
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+
+
+def frame(axes: Axes, legend: str = "beside") -> None:
+    """Few lines, and a legend without a box: ``beside`` the axes, or ``below`` the figure if labels are long."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    handles, labels = axes.get_legend_handles_labels()
+    if labels and legend == "beside":
+        axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    elif labels:
+        figure, columns = axes.figure, max(1, min(4, 96 // (max(map(len, labels)) + 6)))
+        assert isinstance(figure, Figure)
+        figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=columns)
+        figure.set_figheight(3.6 + 0.18 * math.ceil(len(labels) / columns))
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Write the figure as a PNG; the same figure gives the same bytes."""
+    figure.savefig(file.with_suffix(".png"), dpi=150)
+
+
+if __name__ == "__main__":
+    print(write(Path(sys.argv[1]), json.loads((Path(sys.argv[1]) / "comparison.json").read_text())))

@@ -21,7 +21,7 @@ class RunError(Exception):
 
 
 class Diverged(RunError):
-    """The loss is NaN, infinite, or far above where it was."""
+    """The loss is NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -55,69 +55,11 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """The text: a prepared corpus, or Python source, split by file into training and validation."""
-
-    # Folder of token files that the ``prepare`` command wrote; None: Python source, prepared on first use.
-    tokens: Path | None = None
-    # Folder whose .py files are the corpus; None: the standard library of the running interpreter.
-    source: Path | None = None
-    include_site_packages: bool = False  # Add the .py files of every installed package to the standard library.
-    # Folder of token files and tokenizers; made once for each corpus and vocabulary, then reused.
-    folder: Path = Path("data")
-    vocabulary: int = 2048  # Size of the byte-pair vocabulary, trained on the training files.
-    validation_percent: int = 5  # Share of the files, chosen by a hash of their path, that is held out.
-    validation_tokens: int = 65_536  # Predictions in the fixed validation set, spread evenly over the held-out files.
-
-
-@dataclass(frozen=True)
-class MatrixConfig:
-    """The optimizer of the hidden matrices; a field that the chosen optimizer lacks is not used."""
-
-    momentum: float = 0.95  # Momentum coefficient mu (all but adamw and swan).
-    # Use Nesterov momentum (all but adamw, swan, rmnp and moga); None: the optimizer's own default.
-    nesterov: bool | None = None
-    norm_control: Literal["none", "hyperball"] = "none"  # hyperball keeps every matrix at its initial Frobenius norm.
-    version: Literal[1, 2] = 1  # Version of the authors' code (mano).
-    # Variant: rows, columns or both (muoneq); the same or columns_rows (muon_plus); rows or columns (moga). Empty:
-    # the first, and both for muon_plus.
-    mode: str = ""
-    ns_steps: int = 5  # Newton-Schulz iterations (muon, muoneq, muon_plus, normuon, adamuon, normpre_g).
-    ns_coefficients: str = "muon"  # Table of Newton-Schulz coefficients (the same).
-    rank: int | float = 32  # Singular values that are clipped; below 1 the share of the smaller dimension (normpre_l).
-    oversample: int = 8  # Further directions of the sketch (normpre_l).
-    power_iterations: int = 1  # Power iterations of the sketch (normpre_l).
-    # How the leading singular vectors are computed (normpre_l).
-    method: Literal["sketch", "products", "exact"] = "sketch"
-    # What leading singular values are clipped to (normpre_l).
-    threshold: float = 1.0
-    # The threshold is a multiple of the root mean square of the remaining singular values (normpre_l).
-    adaptive: bool = False
-    # Projection of the momentum to the tangent space of normalized rows (normpre_g, normpre_l).
-    tangent: Literal["relaxed", "strict", "none"] = "relaxed"
-    # What is normalized, step by step (normpre_g, normpre_l).
-    orientation: Literal["alternating", "rows", "columns", "both"] = "alternating"
-    # Hidden matrices with one of these in their path, such as attention or mlp/up+mlp/down; the others use AdamW.
-    # Empty: all (all but adamw).
-    layers: str = ""
-    rms: float = 0.2  # Root mean square of every matrix's direction (normpre_g, normpre_l, swan).
-    # Scale of Muon's update: 0.2 sqrt(max(in, out)), or sqrt(max(1, out / in)).
-    muon_convention: Literal["moonlight", "keller"] = "moonlight"
-    # Learning rate of the matrix group over --learning-rate, which stays that of the AdamW group (muon, rmnp,
-    # muon_plus, normuon, moga; updates of the others have the size of AdamW's).
-    muon_ratio: float = 1.0
-    # Type of the stored momentum, that of the AdamW group included (all but adamw).
-    momentum_in: Literal["float32", "bfloat16"] = "float32"
-    # Use bfloat16 products with float32 sums in the spectral stage (all but adamw, mano, rmnp and moga).
-    bfloat16: bool = False
-
-
-@dataclass(frozen=True)
 class Common:
     """Train a language model.
 
-    These are the options that most runs need; every option not given has the value of --config. --help-all lists all:
-    evaluation, checkpoints, logging, precision, and the groups --model, --data and --matrix (the optimizer).
+    These are the options that most runs need; every option not given has the value of --config. All others are the
+    fields of Config and ModelConfig in examples/pretrain/config.py, such as --evaluate-every 50 and --model.width 256.
     """
 
     config: str = "first_run"  # Named configuration to start from; every other option overrides one of its fields.
@@ -126,10 +68,11 @@ class Common:
     overwrite: bool = False  # Delete a run of the same name first.
     seed: int = 0  # Seed of initialization, data order and sampling.
     # Optimizer of the hidden matrices: adamw, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon, moga, swan,
-    # normpre_g or normpre_l; embeddings, norms and biases use AdamW under all of them.
+    # normpre_g or normpre_l, with settings of its own after commas: normpre_l,rank=0.25. Embeddings, norms and biases
+    # use AdamW under all of them.
     optimizer: str = "normpre_g"
-    # Peak learning rate. Updates of hidden matrices have about AdamW's size; under --matrix.norm-control hyperball
-    # it is the size of a step relative to the weights, 1e-2 to 2e-2.
+    # Peak learning rate. Updates of hidden matrices have about AdamW's size; with norm_control=hyperball it is the
+    # size of a step relative to the weights, 1e-2 to 2e-2.
     learning_rate: float = 4e-3
     steps: int = 800  # Number of updates.
     batch_size: int = 16  # Sequences per update.
@@ -151,6 +94,12 @@ class Config(Common):
     # Folder of another run, runs/<name>, whose newest weights initialize this one; optimizer, schedule and data
     # start anew.
     init_from: Path | None = None
+
+    # Folder of token files that the prepare command wrote; None: Python source, prepared on first use.
+    tokens: Path | None = None
+    installed_packages: bool = False  # Without --tokens: add the installed packages to the standard library.
+    vocabulary: int = 2048  # Without --tokens: size of the byte-pair vocabulary, trained on the training files.
+    validation_tokens: int = 65_536  # Predictions in the fixed validation set, spread evenly over the held-out files.
 
     # Sequences per forward and backward pass; gradients are accumulated before the update. None: all at once.
     micro_batch: int | None = None
@@ -180,19 +129,16 @@ class Config(Common):
     log_every: int = 10  # Steps between writes of the log; every step has its own line in it.
     checkpoint_every: int = 200  # Steps between checkpoints; one is always written at the end.
     keep_checkpoints: int = 2  # Checkpoints kept on disk.
-    wandb: str = ""  # Weights & Biases project to report to (needs wandb); empty: none.
     prompt: str = "def read_lines(path, encoding=None):"  # Text that the trained model continues at the end.
     sample_tokens: int = 160  # Length of that continuation.
     temperature: float = 0.6  # Temperature of that continuation: 0 takes the likeliest token each time.
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    matrix: MatrixConfig = field(default_factory=MatrixConfig)
 
     @property
     def run_name(self) -> str:
         """Name of the run's folder."""
-        return self.name or f"{self.config}-{self.optimizer}"
+        return self.name or f"{self.config}-{self.optimizer}".replace("/", ".")
 
     @property
     def run_folder(self) -> Path:
@@ -236,6 +182,32 @@ class Export(Stored):
     overwrite: bool = False  # Replace a model that is there.
 
 
+@dataclass(frozen=True)
+class Compare:
+    """Compare optimizers at the same model, data order and budget.
+
+    Every optimizer runs at every learning rate with the first seed, then at its best one with the other seeds. Options
+    of train may follow; they hold for every run. The same command resumes a stopped comparison.
+    """
+
+    config: str = "first_run"  # Named configuration.
+    # Optimizers, separated by commas; settings of one follow it: muon,normpre_l,rank=8,muon,learning_rate=8e-3.
+    optimizers: str = "adamw,muon,mano,normpre_g,normpre_l"
+    # Peak learning rates, separated by commas, of the optimizers that set none. Empty: the configuration's.
+    learning_rates: str = ""
+    seeds: int = 1  # Seeds (of initialization and data order) of each optimizer's best run, counted from --seed.
+    jobs: int = 1  # Runs side by side, each with an equal share of the cores. With one accelerator, 1 is fastest.
+    name: str = ""  # Name of the comparison; empty: compare-<config>.
+    runs_folder: Path = Path("runs")  # Its folder is made here: every run in a subfolder, and report/.
+    rest: tyro.conf.Suppress[tuple[str, ...]] = ()  # Options of train.
+
+
+def read_compare(arguments: Sequence[str], kind: Any = Compare, program: str = "examples.pretrain compare") -> Any:
+    """The options of ``compare``, or of a similar program, with those of ``train`` as ``rest``."""
+    options, rest = tyro.cli(kind, args=list(arguments), return_unknown_args=True, prog=f"python -m {program}")
+    return dataclasses.replace(options, rest=("--config", options.config, *rest))
+
+
 def read_options(
     kind: type[T], arguments: Sequence[str], command: str, default: T | None = None, shown: Any = None
 ) -> T:
@@ -264,14 +236,50 @@ def option_names(kind: Any, prefix: str = "") -> list[str]:
     return [name for names in parts for name in names]
 
 
+# Options of a run that a name of an optimizer may set, beside the settings of the optimizer itself.
+IN_NAMES: dict[str, type] = {
+    **dict.fromkeys(("learning_rate", "adam_learning_rate", "weight_decay", "hidden_std"), float),
+    "base_width": int,
+}
+
+
+def split_name(optimizer: str) -> tuple[str, dict[str, str]]:
+    """The name and the settings of "normpre_l,rank=8".
+
+    Raises:
+        RunError: if a setting has another form, or is there twice.
+    """
+    name, *settings = (part.strip() for part in optimizer.split(","))
+    found = {key: value for key, equals, value in (part.partition("=") for part in settings) if key and value}
+    if len(found) < len(settings):
+        raise RunError(f"--optimizer: settings are written once each, {name},rank=8, got {optimizer!r}")
+    return name, found
+
+
+def join_name(name: str, settings: dict[str, str]) -> str:
+    """What ``split_name`` splits."""
+    return ",".join((name, *(f"{key}={value}" for key, value in settings.items())))
+
+
+def apply_name(config: Config) -> Config:
+    """``config`` with the options that its optimizer's name sets, which keeps the others."""
+    name, settings = split_name(config.optimizer)
+    try:
+        options: dict[str, Any] = {key: IN_NAMES[key](settings.pop(key)) for key in IN_NAMES if key in settings}
+    except ValueError as error:
+        raise RunError(f"--optimizer {config.optimizer}: {error}") from error
+    if "hidden_std" in options:
+        options["model"] = dataclasses.replace(config.model, hidden_std=options.pop("hidden_std"))
+    return dataclasses.replace(config, optimizer=join_name(name, settings), **options)
+
+
 # Fields that may differ between a run and its continuation: they do not change the losses (the mesh: up to rounding).
 # Of the text the tokens themselves are compared.
 FREE_ON_RESUME = frozenset(
     (
         *("config", "name", "runs_folder", "resume", "overwrite", "mesh", "coordinator", "processes", "process"),
-        *("evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints", "wandb"),
-        *("prompt", "sample_tokens", "temperature"),
-        *("data.folder", "data.source", "data.tokens", "data.include_site_packages"),
+        *("evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints"),
+        *("prompt", "sample_tokens", "temperature", "tokens", "installed_packages"),
     )
 )
 
@@ -322,13 +330,12 @@ def flag(key: str) -> str:
 HUGE, TINY = sys.float_info.max, sys.float_info.min
 # Least and greatest value; other integers are at least 1.
 RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("process", "warmup_steps", "matrix.oversample", "matrix.power_iterations"), (0, HUGE)),
-    **dict.fromkeys(("weight_decay", "temperature"), (0, HUGE)),
-    **dict.fromkeys(("learning_rate", "adam_learning_rate", "clip_norm", "matrix.rms"), (TINY, HUGE)),
-    **dict.fromkeys(("matrix.muon_ratio", "model.rotary_base", "model.norm_epsilon", "model.hidden_std"), (TINY, HUGE)),
-    **dict.fromkeys(("matrix.momentum", "adam_b1", "adam_b2"), (0, math.nextafter(1, 0))),
-    **{"seed": (0, 2**31 - 1), "sample_tokens": (0, 65_536), "data.validation_percent": (1, 50)},
-    "data.vocabulary": (257, 65_536),  # 257: the bytes and a separator
+    **dict.fromkeys(("process", "warmup_steps", "weight_decay", "temperature"), (0, HUGE)),
+    **dict.fromkeys(("learning_rate", "adam_learning_rate", "clip_norm"), (TINY, HUGE)),
+    **dict.fromkeys(("model.rotary_base", "model.norm_epsilon", "model.hidden_std"), (TINY, HUGE)),
+    **dict.fromkeys(("adam_b1", "adam_b2"), (0, math.nextafter(1, 0))),
+    **{"seed": (0, 2**31 - 1), "sample_tokens": (0, 65_536)},
+    "vocabulary": (257, 65_536),  # 257: the bytes and a separator
 }
 
 
@@ -354,11 +361,11 @@ def check(config: Config) -> None:
     """
     check_ranges(to_dict(config))
     check_model(config.model)
-    context, predicted = config.model.context, config.data.validation_tokens
+    context, predicted = config.model.context, config.validation_tokens
     if config.micro_batch and config.batch_size % config.micro_batch:
         raise RunError(f"--micro-batch {config.micro_batch} must divide --batch-size {config.batch_size}")
     if predicted < context:
-        raise RunError(f"--data.validation-tokens {predicted} must hold one sequence: --model.context is {context}")
+        raise RunError(f"--validation-tokens {predicted} must hold one sequence: --model.context is {context}")
     if Path(config.run_name).name != config.run_name or config.run_name in {".", ".."}:
         raise RunError(f"--name must be a plain folder name, got {config.run_name!r}")
     if config.resume and config.overwrite:

@@ -8,27 +8,27 @@ layout "documents" each is the beginning of a document, filled with ``PADDING``,
 such targets out, and the model reads ``max(token, 0)``.
 """
 
+import dataclasses
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
+from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from .config import DataConfig, RunError
-from .prepare import python_source
+from .config import Config, RunError
+from .prepare.command import CORPORA, prepare
 from .prepare.sources import one_line
 from .prepare.token_files import SPLITS, sha256
 from .prepare.tokenizer import byte_lengths, load_tokenizer
 
 PADDING = -1
 PART, PARTS = 2**20, 64  # tokens of a file that are checked: a fraction of a second, whatever its size
-KNOWN_CORPORA = ("openwebtext", "c4", "pile")
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,20 @@ class Dataset:
         return self.manifest["largest_token"]
 
 
-def open_corpus(config: DataConfig, say: Callable[[str], None]) -> Dataset:
-    """The prepared corpus that ``config`` names, else Python source, made on first use; ``say`` takes a line.
+def open_corpus(config: Config, console: Console) -> Dataset:
+    """The prepared corpus that ``config`` names, else Python source, prepared on first use.
 
     Raises:
-        RunError: where the folder is missing or damaged.
+        RunError: if the folder is missing or damaged.
     """
-    return load(config.tokens or python_source.prepare(config, say))
+    if config.tokens:
+        return load(config.tokens)
+    options = {"installed_packages": config.installed_packages, "vocabulary": config.vocabulary}
+    corpus = dataclasses.replace(CORPORA["python"][1], **options)
+    if not (corpus.folder / "manifest.json").exists():
+        console.print(f"Preparing {corpus.folder}, once")
+        prepare(corpus, console)
+    return load(corpus.folder)
 
 
 def random_corpus(vocabulary: int, tokens: int) -> Dataset:
@@ -77,7 +84,7 @@ def load(folder: Path) -> Dataset:
         RunError: where a file is missing, cut short, not what its manifest says, or belongs to another tokenizer.
     """
     if not (folder / "manifest.json").exists():
-        known = next((name for name in KNOWN_CORPORA if folder.name.startswith(name)), "CORPUS")
+        known = next((name for name in CORPORA if folder.name.startswith(name)), "CORPUS")
         command = f"python -m examples.pretrain prepare {known} --output {folder}"
         raise RunError(f"there are no token files in {folder} (no manifest.json): `{command}` makes them")
     try:

@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run writes to be read: ``log.jsonl`` (a line per step and per evaluation), ``run.json``, its progress."""
 
-import importlib
 import importlib.metadata
 import json
 import os
 import platform
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 from rich.console import Console
 from rich.status import Status
-
-from .config import Config, RunError, to_dict
 
 PACKAGES = ("normpre_optax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
 LINE_SECONDS = 30
@@ -57,55 +53,30 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def wandb_module(config: Config) -> Any:
-    """The package ``wandb`` if ``config`` reports to it, else None.
-
-    Raises:
-        RunError: if it is not installed.
-    """
-    try:
-        return importlib.import_module("wandb") if config.wandb else None
-    except ImportError as error:
-        raise RunError("--wandb needs wandb: pip install wandb") from error
-
-
 class Log:
     """Records as lines of JSON; a resumed run first drops those after the checkpoint of step ``start``.
 
-    ``kept`` are the records it starts with. Of several processes one ``writes``, to Weights & Biases, too, if asked.
+    Of several processes one ``writes``.
     """
 
-    def __init__(self, config: Config, start: int, *, writes: bool = True):
-        path = config.run_folder / "log.jsonl"
-        self.kept = [line for line in read_lines(path) if line["step"] <= start] if start else []
-        self._file, self._wandb = None, cast(Any, None)
-        if not writes:
-            return
-        path.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
-        self._file = path.open("a")
-        if wandb := wandb_module(config):  # a resumed run continues the same one
-            identity = config.run_folder / "wandb_id.txt"
-            if not identity.exists():
-                identity.write_text(uuid.uuid4().hex)
-            about = {"id": identity.read_text(), "resume": "allow", "config": to_dict(config)}
-            self._wandb = wandb.init(project=config.wandb, name=config.run_name, **about)
+    def __init__(self, folder: Path, start: int, *, writes: bool = True):
+        self._file = None
+        if writes:
+            path = folder / "log.jsonl"
+            kept = [line for line in read_lines(path) if line["step"] <= start] if start else []
+            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            self._file = path.open("a")
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
         """Append, and flush to the operating system, so that a killed process loses nothing written."""
-        if self._file is None:
-            return
-        self._file.write("".join(json.dumps(record) + "\n" for record in records))
-        self._file.flush()
-        for record in records if self._wandb else ():
-            numbers = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
-            self._wandb.log(numbers, step=record["step"])
+        if self._file is not None:
+            self._file.write("".join(json.dumps(record) + "\n" for record in records))
+            self._file.flush()
 
     def close(self) -> None:
-        """Close the file, and finish what is sent."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
-        if self._wandb:
-            self._wandb.finish()
 
 
 class Progress:

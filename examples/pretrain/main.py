@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import configs
-from .config import Evaluate, Export, Generate, RunError, check, read_options
+from .config import Evaluate, Export, Generate, RunError, check, read_compare, read_options
 from .processes import Stopped
 
 
@@ -30,7 +30,12 @@ def options_of(kind: type) -> Callable[[Sequence[str]], Any]:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], Any], str, str]] = {
     "train": ("train a model (also without the word)", train_options, "run", "main"),
     "prepare": ("turn a corpus into token files", list, "prepare.command", "main"),
-    "compare": ("train with several optimizers, learning rates and seeds; write a report", list, "compare", "main"),
+    "compare": (
+        "train with several optimizers, learning rates and seeds",
+        read_compare,
+        "compare",
+        "main",
+    ),
     "evaluate": ("score a run's model", options_of(Evaluate), "commands", "evaluate"),
     "generate": ("continue a text with a run's model", options_of(Generate), "commands", "generate"),
     "export": ("write a run's model as safetensors for transformers", options_of(Export), "commands", "export"),
@@ -45,7 +50,7 @@ def usage() -> str:
             "usage: python -m examples.pretrain [COMMAND] ...\n",
             *lines,
             "\n`python -m examples.pretrain COMMAND --help` lists the options of a command.",
-            f"Configurations of train and compare: {', '.join(configs.NAMES)}.",
+            f"Configurations of train and compare: {', '.join(configs.CONFIGS)}.",
         )
     )
 

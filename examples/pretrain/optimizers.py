@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers by name, with the settings of a run.
+"""The optimizers by name, such as "normpre_l,rank=8".
 
 Only this file of the program imports ``normpre_optax``. To add an optimizer, put its factory into ``OPTIMIZERS``.
 """
 
+import ast
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal
@@ -23,83 +24,80 @@ from normpre_optax import (
     with_adamw,
 )
 
-from .config import Config, RunError
+from .config import IN_NAMES, Config, RunError, split_name
 from .mesh import by_name, whole
 
-Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
+Schedule = Callable[[jax.typing.ArrayLike], jax.typing.ArrayLike]
 
 
 def adamw(learning_rate: Schedule, **options: Any) -> optax.GradientTransformationExtraArgs:
     """AdamW for every parameter, hidden matrices included."""
-    return with_adamw(
-        lambda matrix_dims: optax.scale_by_adam(options["adam_b1"], options["adam_b2"]), learning_rate, **options
-    )
+    adam = optax.scale_by_adam(*(options[f"adam_{name}"] for name in ("b1", "b2", "eps")), mu_dtype=options["mu_dtype"])
+    return with_adamw(lambda matrix_dims: adam, learning_rate, **options)
 
 
 adamw.__signature__ = inspect.signature(with_adamw)  # pyright: ignore[reportFunctionMemberAccess]
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {"adamw": adamw, **families()}
-# Optimizers whose updates do not have the size of AdamW's: they need a learning rate of their own.
-OWN_RATE = frozenset({"muon", "rmnp", "muon_plus", "normuon", "moga"})
-# Fields of ``MatrixConfig`` that the factories call otherwise.
-RENAMED = {
-    "muon_convention": "convention",
-    "bfloat16": "compute_dtype",
-    "layers": "matrix_dims",
-    "momentum_in": "mu_dtype",
-}
+DEFAULTS: dict[str, dict[str, Any]] = {"swan": {"rms": 0.2}}  # where they are not the library's
 # How an optimizer's step depends on the shape, for ``multipliers_by_width``.
 UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {
     "adamw": "elementwise",
     **dict.fromkeys(("muon", "muoneq", "adamuon", "normpre_g", "normpre_l"), "orthogonal"),
     **dict.fromkeys(("muon_plus", "normuon"), "relative"),
 }
+# Arguments of a factory that options of the program set.
+GIVEN = frozenset(
+    (
+        *("learning_rate", "adam_learning_rate", "learning_rate_multipliers", "adam_b1", "adam_b2", "seed"),
+        *("weight_decay", "adam_weight_decay", "weight_decay_mask", "matrix_dims", "shardings"),
+    )
+)
 
 
-def check(config: Config) -> None:
-    """Refuse an unknown optimizer.
+def settings_of(optimizer: str) -> tuple[str, dict[str, Any]]:
+    """The name and all settings of "normpre_l,rank=8": keyword arguments of the library's function, and ``layers``.
+
+    ``layers=attention/out+mlp`` leaves the matrices whose path has none of these parts to AdamW.
 
     Raises:
-        RunError: with the names of all optimizers.
+        RunError: if there is no such optimizer, or it has no such setting.
     """
-    if config.optimizer not in OPTIMIZERS:
-        raise RunError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {config.optimizer!r}")
-
-
-def has_setting(optimizer: str, name: str) -> bool:
-    """Whether an optimizer uses a field of ``MatrixConfig``."""
-    if name == "muon_ratio":
-        return optimizer in OWN_RATE
-    return RENAMED.get(name, name) in inspect.signature(OPTIMIZERS[optimizer]).parameters
+    name, given = split_name(optimizer)
+    if name not in OPTIMIZERS:
+        raise RunError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
+    arguments = inspect.signature(OPTIMIZERS[name]).parameters.values()
+    settings = {x.name: x.default for x in arguments if x.kind == x.KEYWORD_ONLY and x.name not in GIVEN}
+    settings |= {**DEFAULTS.get(name, {}), "layers": ""}
+    for key, text in given.items():
+        if key not in settings:
+            raise RunError(f"--optimizer: {name} has no setting {key!r}; it has {', '.join((*settings, *IN_NAMES))}")
+        try:
+            settings[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            settings[key] = text
+    return name, settings
 
 
 def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTransformationExtraArgs:
-    """Clipping, then the optimizer that ``config`` names, with those of its settings that it has.
+    """Clipping, then the optimizer that ``config`` names.
 
     Raises:
-        RunError: if the optimizer refuses a setting.
+        RunError: if there is no such optimizer, or it refuses a setting.
     """
-    factory, matrix = OPTIMIZERS[config.optimizer], config.matrix
-    ratio = matrix.muon_ratio if config.optimizer in OWN_RATE else 1
+    name, settings = settings_of(config.optimizer)
     adam_ratio = (config.adam_learning_rate or config.learning_rate) / config.learning_rate
-    settings = {
-        **vars(matrix),
+    given = {
         "adam_learning_rate": lambda t: adam_ratio * learning_rate(t),
-        **{name: getattr(config, name) for name in ("weight_decay", "adam_b1", "adam_b2", "seed")},
+        **{option: getattr(config, option) for option in ("weight_decay", "adam_b1", "adam_b2", "seed")},
         "weight_decay_mask": None if config.decay_gains else decay_matrices_only,
-        "convention": matrix.muon_convention,
-        "compute_dtype": jnp.bfloat16 if matrix.bfloat16 else None,
-        "mu_dtype": jnp.bfloat16 if matrix.momentum_in == "bfloat16" else None,
-        "matrix_dims": matrix_dims(matrix.layers),
+        "matrix_dims": matrix_dims(settings.pop("layers")),
         "learning_rate_multipliers": learning_rate_multipliers(config),
     }
-    unset = {name for name in ("mode", "nesterov") if settings[name] in ("", None)}  # each optimizer's own default
-    accepted = inspect.signature(factory).parameters.keys() - unset
+    accepted = inspect.signature(OPTIMIZERS[name]).parameters
     try:
-        optimizer = factory(
-            lambda t: ratio * learning_rate(t), **{name: x for name, x in settings.items() if name in accepted}
-        )
+        optimizer = OPTIMIZERS[name](learning_rate, **settings, **{k: x for k, x in given.items() if k in accepted})
     except (ValueError, TypeError) as error:
-        raise RunError(f"{config.optimizer} refuses its --matrix settings: {error}") from error
+        raise RunError(f"--optimizer {config.optimizer}: {error}") from error
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip == "global" else optax.identity()
     return optax.with_extra_args_support(optax.chain(clip, optimizer))
 
@@ -108,11 +106,11 @@ def learning_rate_multipliers(config: Config) -> Callable[[Any], Any] | None:
     """Learning-rate multipliers of this model relative to one of ``--base-width``; None without that flag."""
     if config.base_width is None:
         return None
-    narrower, matrix = config.base_width / config.model.width, config.matrix
-    keller = (config.optimizer, matrix.muon_convention) == ("muon", "keller")
-    update = "relative" if matrix.norm_control == "hyperball" or keller else UPDATES.get(config.optimizer)
+    narrower, (name, settings) = config.base_width / config.model.width, settings_of(config.optimizer)
+    relative = settings["norm_control"] == "hyperball" or settings.get("convention") == "keller"
+    update = "relative" if relative else UPDATES.get(name)
     if update is None:
-        raise RunError(f"--base-width: how the learning rate of {config.optimizer} depends on the width is unknown")
+        raise RunError(f"--base-width: how the learning rate of {name} depends on the width is unknown")
 
     def multipliers(params: Any) -> Any:
         hidden = hidden_matrices(params)
@@ -125,7 +123,7 @@ def learning_rate_multipliers(config: Config) -> Callable[[Any], Any] | None:
             return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
 
         base = jax.tree.structure(params).unflatten([base_shape(*item) for item in by_name(params).items()])
-        return multipliers_by_width(params, base, update=update, matrix_dims=matrix_dims(matrix.layers))
+        return multipliers_by_width(params, base, update=update, matrix_dims=matrix_dims(settings["layers"]))
 
     return multipliers
 
@@ -139,7 +137,7 @@ def matrix_dims(layers: str) -> Callable[[Any], Any] | None:
         wanted = [part for part in layers.split("+") if part]
         kept = {name: d for name, d in hidden_matrices(params).items() if any(part in name for part in wanted)}
         if not kept:
-            raise RunError(f"--matrix.layers {layers} is part of no hidden matrix's path; see parameters.txt of a run")
+            raise RunError(f"--optimizer: layers={layers} is in no hidden matrix's path; see parameters.txt of a run")
         return jax.tree.unflatten(jax.tree.structure(params), [kept.get(name) for name in by_name(params)])
 
     return chosen
@@ -147,11 +145,11 @@ def matrix_dims(layers: str) -> Callable[[Any], Any] | None:
 
 def parameter_table(params: Any, config: Config) -> tuple[str, str]:
     """Which parameters the matrix optimizer has and which AdamW: a table, and its totals in one line."""
-    if config.optimizer == "adamw":
-        held = f", matrices under {config.matrix.norm_control}" if config.matrix.norm_control != "none" else ""
-        every = f"every parameter uses AdamW{held} ({len(jax.tree.leaves(params))} parameters)"
+    name, settings = settings_of(config.optimizer)
+    if name == "adamw":
+        every = f"every parameter uses AdamW ({len(jax.tree.leaves(params))} parameters)"
         return every, every
-    table = explain(params, matrix_dims(config.matrix.layers))
+    table = explain(params, matrix_dims(settings["layers"]))
     totals = [" ".join(line.split()) for line in table.rpartition("\n\n")[2].splitlines() if "note:" not in line]
     return table, "; ".join(totals)
 

@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 from contextlib import closing, nullcontext
+from pathlib import Path
 from typing import IO, Any
 
 import jax
@@ -14,7 +15,7 @@ from rich.console import Console
 from . import cluster, data, logs, mesh, optimizers
 from .checkpoint import Checkpoints, Damaged
 from .commands import Trained, load
-from .config import Config, Diverged, MatrixConfig, RunError, differences, flag, to_dict
+from .config import Config, Diverged, RunError, differences, to_dict
 from .evaluate import Score
 from .generate import generate
 from .processes import LOCK, lock, on_signals
@@ -26,7 +27,7 @@ SHORT_ROW, BEST_ROW = 0.4, 0.65
 
 def main(config: Config) -> None:
     """Train as ``config`` says, alone or with other processes."""
-    optimizers.check(config)
+    optimizers.settings_of(config.optimizer)
     mesh.check(config)
     cluster.check(config)
     with cluster.joined(config):
@@ -68,7 +69,7 @@ def stored(config: Config) -> dict[str, Any] | None:
 def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Score:
     """Train: text, tokens, updates, plot, sample."""
     began = time.perf_counter()
-    dataset = cluster.first_of_all(lambda: data.open_corpus(config.data, console.print))
+    dataset = cluster.first_of_all(lambda: data.open_corpus(config, console))
     fingerprint = dataset.manifest["fingerprint"]
     if len(set(cluster.gathered(fingerprint))) > 1:
         raise RunError(f"the processes have different texts in {dataset.folder}")
@@ -78,7 +79,6 @@ def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Sc
     # What cannot run is refused before anything is written.
     weights = cluster.together(lambda: other_weights(config, dataset))
     trainer = cluster.together(lambda: Trainer(config, dataset, weights and weights.params))
-    cluster.together(lambda: logs.wandb_module(config))
     if weights:
         console.print(f"Weights    of {config.init_from} after step {weights.step:,}")
     with cluster.together(lambda: hold(config) if cluster.first() else None) or nullcontext():
@@ -138,16 +138,14 @@ def train_in_folder(
     resume(trainer, checkpoints, console)
     if stored:
         console.print(f"Resuming from step {trainer.start:,}" if trainer.start else "No checkpoint: from the start")
-    log = cluster.first_of_all(lambda: logs.Log(config, trainer.start, writes=cluster.first()))
+    log = cluster.first_of_all(lambda: logs.Log(config.run_folder, trainer.start, writes=cluster.first()))
     try:
         with closing(log), closing(checkpoints), on_signals(trainer.stop), cluster.leaving_at_once():
             score = trainer.run(log, checkpoints, console)
         params = trainer.layout.local(trainer.state.params)
         if cluster.first():
             store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
-            from .plot_loss import plot_loss  # matplotlib, which a refusal should not wait for
-
-            plot_loss([config.run_folder], config.run_folder / "loss.png")
+            plot_losses(config.run_folder)
             write_sample(config, dataset, trainer, params, console)
     except Diverged as error:
         if cluster.first():
@@ -212,16 +210,14 @@ def introduce(
     kind, tokens = environment["device"]["kind"], config.steps * config.batch_size * model.context
     devices = f"{trainer.layout.devices} x {kind} ({config.mesh})" if config.mesh else kind
     parts = f", {config.micro_batch} at a time," if config.micro_batch else ""
-    chosen = {name: x for name, x in changed(config).items() if optimizers.has_setting(config.optimizer, name)}
-    chosen |= {"AdamW learning rate": f"{config.adam_learning_rate:g}"} if config.adam_learning_rate else {}
-    settings = "".join(f", {name.replace('_', ' ')} {value}" for name, value in chosen.items())
+    adam = f", AdamW learning rate {config.adam_learning_rate:g}" if config.adam_learning_rate else ""
     console.print(
         f"Text       {texts['source']}: {texts['train']['documents']:,} training documents "
         f"({texts['train']['tokens']:,} tokens), {texts['validation']['documents']:,} validation documents; "
         f"vocabulary {dataset.vocabulary:,}\n"
         f"Model      {model.family}, {model.layers} layers, width {model.width}, context {model.context}: "
         f"{count:,} parameters\n"
-        f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}{settings}; {totals}\n"
+        f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}{adam}; {totals}\n"
         f"Run        {config.steps:,} steps of {config.batch_size} x {model.context} tokens{parts} "
         f"({tokens / 1e6:,.2f} M) on {devices} in {run['dtype']}"
     )
@@ -230,20 +226,12 @@ def introduce(
     console.print()
 
 
-def changed(config: Config) -> dict[str, Any]:
-    """Settings of the matrix optimizer that are not the defaults."""
-    usual = MatrixConfig()
-    return {name: value for name, value in vars(config.matrix).items() if value != getattr(usual, name)}
-
-
 def remarks(config: Config) -> list[str]:
     """What in these options may need action."""
     warmup = warmup_steps(config)
     row = config.model.hidden_std * math.sqrt(config.base_width or config.model.width)
-    unused = [name for name in changed(config) if not optimizers.has_setting(config.optimizer, name)]
     notes = [f"Warm-up    {warmup} of these steps, not {config.warmup_steps}"] * (warmup != config.warmup_steps)
-    notes += [f"Not used   {flag(f'matrix.{name}')}, which {config.optimizer} does not have" for name in unused]
-    if config.matrix.norm_control == "hyperball" and row < SHORT_ROW:
+    if optimizers.settings_of(config.optimizer)[1]["norm_control"] == "hyperball" and row < SHORT_ROW:
         std = config.model.hidden_std * BEST_ROW / row
         notes.append(f"Rows       have a fixed norm of {row:.2f}; 0.5 to 0.8 is better: --model.hidden-std {std:.2g}")
     return notes
@@ -257,6 +245,20 @@ def store_result(config: Config, result: dict[str, Any]) -> None:
     seconds = sum(tokens / line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
     best = {"best_validation_loss": min(validation) if validation else None, "train_seconds": round(seconds, 1)}
     logs.write_json(config.run_folder / "result.json", {**result, **best})
+
+
+def plot_losses(folder: Path) -> None:
+    """Draw the losses of the run in ``folder`` as ``loss.png``."""
+    from matplotlib.figure import Figure  # which a refusal should not wait for
+
+    figure, lines = Figure(layout="constrained"), logs.read_lines(folder / "log.jsonl")
+    axes = figure.add_subplot()
+    for name, look, opacity in (("loss", "-", 0.4), ("validation_loss", "-o", 1)):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        axes.plot(*zip(*points, strict=True), look, color="C0", alpha=opacity, label=name.replace("_", " "))
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.legend(frameon=False)
+    figure.savefig(folder / "loss.png", dpi=150)
 
 
 def write_sample(config: Config, dataset: data.Dataset, trainer: Trainer, params: Any, console: Console) -> None:

@@ -17,9 +17,8 @@ from rich.console import Console
 from . import data, models
 from .checkpoint import Checkpoints, difference, leaves_of
 from .cluster import Vote, alone
-from .config import Config, RunError
+from .config import Config, Diverged, RunError
 from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token_losses
-from .health import Watch
 from .logs import Log, Progress
 from .mesh import ONE_DEVICE, Layout, in_parts, make_layout
 from .optimizers import make_optimizer, norms
@@ -142,7 +141,7 @@ def evaluation(
     config: Config, dataset: data.Dataset, graphdef: nnx.GraphDef, layout: Layout = ONE_DEVICE
 ) -> Callable[[optax.Params], Score]:
     """The score on the validation set, computed in batches no larger than those of training."""
-    count, largest = config.data.validation_tokens, config.micro_batch or config.batch_size
+    count, largest = config.validation_tokens, config.micro_batch or config.batch_size
     sequences = data.validation_sequences(dataset, context=config.model.context, count=count)
     return make_evaluate(graphdef, sequences, data.bytes_per_token(dataset), min(EVALUATION_BATCH, largest), layout)
 
@@ -171,7 +170,6 @@ class Trainer:
         self.norms = bound(norms)
         self.flops = flops_per_token(config.model, params)
         self.peak_flops = (peak_flops(jax.devices()[0].device_kind) or 0) * self.layout.devices
-        self.watch = Watch(config.learning_rate)
         self.start = 0
         self.stopping: int | None = None
 
@@ -196,13 +194,10 @@ class Trainer:
         """Update until ``config.steps``, with logs, evaluations and checkpoints; returns the last score.
 
         Raises:
-            Diverged: if the loss has diverged.
+            Diverged: if the loss is NaN or infinite.
             Stopped: if ``stop`` was called, after saving.
         """
         config, score = self.config, None
-        for record in log.kept:
-            if "loss" in record:
-                self.watch.see(record["step"], record["loss"])
         if self.start == config.steps:
             return self.evaluate(self.state.params)
         if self.start == 0:
@@ -222,7 +217,7 @@ class Trainer:
                 # Several processes write after the same steps, so that all of them see a divergence at once.
                 writes = done % config.log_every == 0 or (alone() and progress.due())
                 if evaluates or saves or writes:
-                    clock = self._write(done, pending, clock, log, progress, console)
+                    clock = self._write(done, pending, clock, log, progress)
                     pending = []
                     before = time.perf_counter()
                     if evaluates:
@@ -236,9 +231,7 @@ class Trainer:
         assert score is not None
         return score
 
-    def _write(
-        self, done: int, pending: list[Metrics], clock: float, log: Log, progress: Progress, console: Console
-    ) -> float:
+    def _write(self, done: int, pending: list[Metrics], clock: float, log: Log, progress: Progress) -> float:
         """Log the steps up to ``done``, the first of which began at ``clock``; returns the time."""
         values = jax.device_get(pending)  # waits for the device
         now = time.perf_counter()
@@ -256,9 +249,9 @@ class Trainer:
         log.write(records)
         progress.update(done, float(np.mean([x.loss for x in values])), seconds, tokens, mfu)
         for record in records:
-            if event := self.watch.see(record["step"], record["loss"]):
-                log.write([{"step": record["step"], "event": event}])
-                console.print(f"step {record['step']:>6,}  {event}")
+            if not math.isfinite(record["loss"]):
+                lower = f"try a --learning-rate below {self.config.learning_rate:g}"
+                raise Diverged(f"the loss became {record['loss']} at step {record['step']}: {lower}")
         return now
 
     def _evaluate(self, done: int, log: Log, console: Console) -> Score:

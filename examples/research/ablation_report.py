@@ -13,7 +13,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from examples.pretrain.comparison_report import NAMES, frame, save
+from examples.pretrain.compare import NAMES, frame, save
 from examples.research.report import markdown_table, panels
 
 # Two means count as different where they are this many standard errors of their difference apart.

@@ -208,7 +208,7 @@ def estimate_train_step(
     model = dataclasses.replace(config.model, layers=layers or config.model.layers, attention="xla")
     micro_batch = micro_batch or config.micro_batch
     config = dataclasses.replace(config, model=model, optimizer=optimizer_name, micro_batch=micro_batch, mesh="")
-    vocabulary = model.vocabulary or config.data.vocabulary
+    vocabulary = model.vocabulary or config.vocabulary
     build = lambda: models.build(model, vocabulary, dtype=jnp.dtype(jnp.bfloat16), seed=0)  # noqa: E731
     graphdef, variables = nnx.split(nnx.eval_shape(build))
     params: Any = nnx.to_pure_dict(variables)
@@ -317,7 +317,7 @@ def chosen_names(options: Options) -> list[str]:
     _among("--target", options.target, MACHINES)
     _among("--optimizers", names, known)
     if options.train_step:
-        _among("--train-step", [options.train_step], configs.NAMES)
+        _among("--train-step", [options.train_step], configs.CONFIGS)
         depth = configs.load(options.train_step).model.layers
     else:
         _among("--model", [options.model], shapes.MODELS)

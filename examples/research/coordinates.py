@@ -24,7 +24,7 @@ from matplotlib.ticker import NullLocator
 from rich.console import Console
 
 from examples.pretrain import configs, data
-from examples.pretrain.comparison_report import LINE_STYLES, NAMES, frame
+from examples.pretrain.compare import LINE_STYLES, NAMES, frame
 from examples.pretrain.config import Config, check
 from examples.pretrain.models.layers import apply_blocks
 from examples.pretrain.optimizers import make_optimizer
@@ -32,14 +32,13 @@ from examples.pretrain.train import TrainState, initialise, make_train_step
 from examples.research import command, report
 
 HEAD_WIDTH = 16
-HYPERBALL = ["--matrix.norm-control", "hyperball", "--model.hidden-std", "0.1"]
-# Name and flags: rates as they are, and as ``--base-width`` makes them.
-VARIANTS: dict[str, tuple[str, list[str], bool]] = {
-    "AdamW": ("adamw", [], False),
-    "AdamW, rates by width": ("adamw", [], True),
-    "MuonEq": ("muoneq", [], False),
-    "MuonEq, rates by width": ("muoneq", [], True),
-    "MuonEq, Hyperball": ("muoneq", HYPERBALL, True),
+# Optimizer, and whether learning rates are multiplied as by ``--base-width``.
+VARIANTS = {
+    "AdamW": ("adamw", False),
+    "AdamW, rates by width": ("adamw", True),
+    "MuonEq": ("muoneq", False),
+    "MuonEq, rates by width": ("muoneq", True),
+    "MuonEq, Hyperball": ("muoneq,norm_control=hyperball,hidden_std=0.1", True),
 }
 
 
@@ -88,7 +87,7 @@ def draw(content: dict[str, Any]) -> Figure:
     figure, panels = report.panels(len(content["moves"]), 3.0 * len(content["moves"]), 2.8, sharey=True)
     for axes, (name, by_width) in zip(panels, content["moves"].items(), strict=True):
         widths = [int(width) for width in by_width]
-        color, last = NAMES[VARIANTS[name][0]][1], len(by_width[str(widths[0])]) - 1
+        color, last = NAMES[VARIANTS[name][0].partition(",")[0]][1], len(by_width[str(widths[0])]) - 1
         for line, step in zip(LINE_STYLES, (0, min(1, last), min(3, last), last), strict=True):
             y = [values[step] for values in by_width.values()]
             axes.plot(widths, y, color=color, linestyle=line, marker="o", markersize=3, label=f"step {step + 1}")
@@ -117,15 +116,15 @@ def main(arguments: Sequence[str]) -> None:
     options = tyro.cli(Options, args=list(arguments), prog="python -m examples.research.coordinates")
     console = Console(highlight=False, soft_wrap=True)
     named = configs.load(options.config)
-    dataset = data.open_corpus(named.data, console.print)
+    dataset = data.open_corpus(named, console)
     found: dict[str, dict[str, list[float]]] = {}
-    for name, (optimizer, flags, transferred) in VARIANTS.items():
+    for name, (optimizer, transferred) in VARIANTS.items():
         for width in options.widths:
             own = f"--model.width {width} --model.heads {width // HEAD_WIDTH} --model.mlp-width {4 * width}"
             own += f" --optimizer {optimizer} --learning-rate {options.learning_rate} --steps {options.steps}"
             own += " --warmup-steps 0 --weight-decay 0"
             own += f" --base-width {named.model.width}" if transferred else ""
-            config = configs.parse(["--config", options.config, *own.split(), *flags])
+            config = configs.parse(["--config", options.config, *own.split()])
             check(config)
             found.setdefault(name, {})[str(width)] = moves(config, dataset)
             console.print(f"{name}, width {width}: {found[name][str(width)][-1]:.3f}")

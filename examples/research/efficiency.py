@@ -29,12 +29,11 @@ import optax
 import tyro
 from rich.console import Console
 
-from examples.pretrain import arms, cluster, configs, data, mesh
-from examples.pretrain.config import Config, RunError, check
+from examples.pretrain import cluster, compare, configs, data, mesh
+from examples.pretrain.config import Config, RunError, check, read_compare
 from examples.pretrain.logs import environment, write_json
 from examples.pretrain.optimizers import make_optimizer
 from examples.pretrain.train import TrainState, compute_dtype, initialise, make_train_step, micro_batches, schedule
-from examples.pretrain.variants import Variant, read_variants
 from examples.research import command
 from examples.research import train as train  # adds the optimizers of ablations
 
@@ -43,14 +42,12 @@ from examples.research import train as train  # adds the optimizers of ablations
 class Options:
     """Measure training steps, optimizer by optimizer. Any flag of ``train`` may follow."""
 
-    config: str = "first_run"
-    """Named configuration."""
+    config: str = "first_run"  # Named configuration.
+    # Optimizers, separated by commas; normpre_l,rank=8 is one with a setting of its own.
     optimizers: str = "adamw,muon,mano,normpre_g,normpre_l"
-    """Optimizers, separated by commas; normpre_l:matrix.rank=8 is one with a setting of its own."""
-    steps: int = 100
-    """Steps of each that are counted."""
-    output: Path = Path("efficiency.json")
-    """File for the result."""
+    steps: int = 100  # Steps of each that are counted.
+    output: Path = Path("efficiency.json")  # File for the result.
+    rest: tyro.conf.Suppress[tuple[str, ...]] = ()  # Options of train.
 
 
 @dataclass
@@ -79,9 +76,9 @@ class Timed:
 
 def corpus(config: Config, console: Console) -> data.Dataset:
     """The configuration's, or random tokens if it has not been prepared: time does not depend on them."""
-    folder, vocabulary = config.data.tokens, config.model.vocabulary
+    folder, vocabulary = config.tokens, config.model.vocabulary
     if folder is None or vocabulary is None or (folder / "manifest.json").exists():
-        return data.open_corpus(config.data, console.print)
+        return data.open_corpus(config, console)
     console.print(f"There are no token files in {folder}: measuring on random tokens")
     return data.random_corpus(vocabulary, 4 * config.batch_size * config.model.context + 1)
 
@@ -144,42 +141,38 @@ def summary(config: Config, found: dict[str, Timed], warmup: int) -> dict[str, A
     return rows
 
 
-def of_study(
-    study: arms.Study, variants: Sequence[Variant], steps: int, console: Console, file: str
-) -> dict[str, Any] | None:
-    """Measure the ``variants`` of a study in a process of its own, once; None if that fails."""
-    path, names = study.folder / file, [str(variant) for variant in variants]
+def of_study(study: compare.Study, names: Sequence[str], steps: int, file: str) -> dict[str, Any] | None:
+    """Measure optimizers of a study in a process of its own, once; None if that fails."""
+    path = study.folder / file
     measured = json.loads(path.read_text()) if path.exists() else {"rows": {}}
     if set(names) <= measured["rows"].keys():
         return {**measured, "rows": {name: measured["rows"][name] for name in names}}
-    console.print(f"Measuring {steps} steps of each optimizer")
+    study.console.print(f"Measuring {steps} steps of each optimizer")
     words = [sys.executable, "-m", "examples.research.efficiency", "--optimizers", ",".join(names)]
     words += ["--steps", str(steps), "--output", str(path), *study.config_flags]
-    done = subprocess.run(words, check=False, capture_output=True, text=True, env=arms.environment())
+    done = subprocess.run(words, check=False, capture_output=True, text=True, env=compare.environment())
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
-        console.print(f"efficiency could not be measured: {lines[-1] if lines else done.returncode}")
+        study.console.print(f"efficiency could not be measured: {lines[-1] if lines else done.returncode}")
         return None
     return json.loads(path.read_text())
 
 
 def main(arguments: Sequence[str]) -> None:
     """The command line."""
-    prog = "python -m examples.research.efficiency"
-    options, overrides = tyro.cli(Options, args=list(arguments), return_unknown_args=True, prog=prog)
-    flags = ["--config", options.config, *overrides]
-    config = configs.parse(flags)
+    options = read_compare(arguments, Options, "examples.research.efficiency")
+    config = configs.parse(options.rest)
     check(config)
     mesh.check(config)
     cluster.refuse_several(config, "efficiency")
-    variants = read_variants(options.optimizers, flags)
     if options.steps < 1:
         raise RunError("--steps must be at least 1")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True)
     dataset, warmup = corpus(config, console), max(options.steps // 5, 1)
     in_turns = jax.default_backend() == "cpu"
-    each = {str(variant): configs.parse([*flags, *variant.flags]) for variant in variants}
+    names = compare.split_names(options.optimizers)
+    each = {name: configs.parse([*options.rest, "--optimizer", name]) for name in names}
     rows = summary(config, measure(each, dataset, warmup + options.steps, in_turns=in_turns), warmup)
     result = {
         "rows": rows,

@@ -22,8 +22,7 @@ from examples.pretrain.checkpoint import Checkpoints
 from examples.pretrain.commands import read_run
 from examples.pretrain.config import Config, RunError
 from examples.pretrain.logs import read_lines
-from examples.pretrain.optimizers import OPTIMIZERS, by_name, hidden_matrices, make_optimizer
-from examples.pretrain.plot_loss import moving_average, read_curves
+from examples.pretrain.optimizers import by_name, hidden_matrices, make_optimizer, settings_of
 from examples.pretrain.train import Trainer, TrainState, loss_and_gradients, micro_batches, schedule
 from examples.research import diagnostics
 from examples.research.ablations import modes
@@ -55,13 +54,18 @@ class OpenRun:
     next_update: Callable[[TrainState, np.ndarray], Update]
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the optimizer, NormPre-L's for those that it lacks."""
+        return settings_of("normpre_l")[1] | settings_of(self.config.optimizer)[1]
+
+    @property
     def steps(self) -> list[int]:
         """Steps of the checkpoints."""
         return self.checkpoints.steps()
 
     def ranks(self, asked: Sequence[int]) -> tuple[int, ...]:
         """Those asked for, or the run's own; of a share, that of the model's width."""
-        return tuple(dict.fromkeys(asked)) or (modes(self.config.matrix.rank, self.config.model.width),)
+        return tuple(dict.fromkeys(asked)) or (modes(self.settings["rank"], self.config.model.width),)
 
     def shown(self, asked: Sequence[int]) -> tuple[int, ...]:
         """The checkpoints of the spectra: those asked for, or those nearest to the paper's shares of a run.
@@ -85,8 +89,6 @@ def open_run(folder: Path, tokens: Path | None = None) -> OpenRun:
     """
     try:
         record, config, dataset = read_run(folder, tokens)
-        if config.optimizer not in OPTIMIZERS:
-            raise RunError(f"it is of another version, with an optimizer {config.optimizer!r} that is unknown here")
         trainer = Trainer(replace(config, mesh=""), dataset)
     except RunError as error:
         raise RunError(f"--run {folder}: {error}") from error
@@ -141,10 +143,10 @@ def facts(run: OpenRun) -> dict[str, Any]:
     shapes = {name: by_name(params)[name].shape for name in hidden_matrices(params)}
     return {
         "name": run.folder.name,
-        "optimizer": config.optimizer,
+        "optimizer": config.optimizer.partition(",")[0],
         "learning_rate": config.learning_rate,
         "weight_decay": config.weight_decay,
-        "tangent": config.matrix.tangent,
+        "tangent": run.settings["tangent"],
         "model": f"{config.model.family}, {config.model.layers} layers, width {config.model.width}",
         "parameters": count,
         "steps": config.steps,
@@ -174,13 +176,19 @@ def gradient_norms(folder: Path) -> dict[str, list]:
 
 def loss_curves(folder: Path) -> dict[str, list]:
     """Losses in nats per token: of training by step, and of validation where it was taken."""
-    curves = read_curves(folder)
-    return {
-        "train_steps": curves.train_steps.astype(int).tolist(),
-        "train": plain(curves.train_losses),
-        "validation_steps": curves.validation_steps.astype(int).tolist(),
-        "validation": plain(curves.validation_losses),
-    }
+    found, lines = {}, read_lines(folder / "log.jsonl")
+    for name, key in (("train", "loss"), ("validation", "validation_loss")):
+        points = [(line["step"], line[key]) for line in lines if key in line]
+        found |= {f"{name}_steps": [step for step, _ in points], name: plain([loss for _, loss in points])}
+    return found
+
+
+def moving_average(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of each value and the ``window - 1`` before it, or as many as there are."""
+    totals = np.cumsum(np.concatenate([[0.0], values]))
+    ends = np.arange(1, len(totals))
+    starts = np.maximum(ends - window, 0)
+    return (totals[ends] - totals[starts]) / (ends - starts)
 
 
 def restored(run: OpenRun) -> Iterator[tuple[int, TrainState, np.ndarray]]:
@@ -237,7 +245,7 @@ def measure(
     found = {}
     for name, (_, m) in momentum.items():
         arrays = [m, *(tree[name] for tree in trees)]
-        found[name] = jax.device_get(diagnose(*arrays, dims[name], tuple(ranks), run.config.matrix.tangent))
+        found[name] = jax.device_get(diagnose(*arrays, dims[name], tuple(ranks), run.settings["tangent"]))
     alignment = np.concatenate([one["alignment"] for one in found.values()]).mean()
     result: dict[str, Any] = {"step": step, "alignment": plain(alignment)}
     for orientation in diagnostics.ORIENTATIONS:

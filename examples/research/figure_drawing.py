@@ -10,17 +10,15 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
 
-from examples.pretrain.comparison_report import NAMES, frame, save
-from examples.pretrain.plot_loss import SHOWN_FROM_SHARE, moving_average
-from examples.research.figure_data import SMOOTHED_STEPS
+from examples.pretrain.compare import LINE_STYLES, NAMES, SHOWN_FROM_SHARE, frame, over_steps, save
+from examples.research.figure_data import SMOOTHED_STEPS, moving_average
 
 Run = dict[str, Any]
 
 STEPS_MAP = matplotlib.colormaps["viridis"]  # sequential, and in order for the colour-blind, too
 STEPS_MAP_END = 0.9  # its last tenth is too light on white
-LINE_STYLES = ("-", "--", ":", "-.")
 LOWEST_EIGENVALUE = 1e-4
 ENERGIES = {
     "top": ("{rank} largest above one", "#0072B2", ""),
@@ -42,7 +40,10 @@ def draw(folder: Path, runs: Sequence[Run]) -> list[str]:
         save(panelled(runs, paint), folder / name)
     for name, paint in zip(LINES, (draw_gradient_norms, draw_alignments, draw_losses), strict=True):
         figure = Figure(figsize=(6.0, 3.4), layout="constrained")
-        paint(figure.add_subplot(), runs)
+        axes = figure.add_subplot()
+        paint(axes, runs)
+        over_steps(axes)
+        frame(axes)
         save(figure, folder / name)
     return [*panels, *LINES]
 
@@ -127,7 +128,6 @@ def draw_gradient_norms(axes: Axes, runs: Sequence[Run]) -> None:
     for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         formatted(FuncFormatter(lambda norm, _: f"{norm:g}" if f"{norm:e}"[0] in "1235" else ""))
     axes.set_ylabel("gradient norm before clipping")
-    over_steps(axes)
 
 
 def draw_alignments(axes: Axes, runs: Sequence[Run]) -> None:
@@ -138,7 +138,6 @@ def draw_alignments(axes: Axes, runs: Sequence[Run]) -> None:
         axes.plot(steps, values, style, color=colour, marker="o", markersize=3, linewidth=1.2, label=label)
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set_ylabel("descent alignment (cosine)")
-    over_steps(axes)
 
 
 def draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
@@ -152,12 +151,3 @@ def draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
         steps, losses = curve["validation_steps"][validation], curve["validation"][validation]
         axes.plot(steps, losses, style, color=colour, marker="o", markersize=3.5, linewidth=1.2, label=label, zorder=3)
     axes.set_ylabel("loss (nats per token)")
-    over_steps(axes)
-
-
-def over_steps(axes: Axes) -> None:
-    """An axis of steps, and the frame."""
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-    frame(axes)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import tyro
 
-from examples.pretrain.comparison_report import NAMES
+from examples.pretrain.compare import NAMES
 from examples.pretrain.config import RunError
 from examples.research import command, figure_data, figure_drawing, report
 from examples.research.figure_drawing import ENERGIES

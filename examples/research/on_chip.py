@@ -23,8 +23,7 @@ import tyro
 from rich.console import Console
 
 ESTIMATES = Path(__file__).parents[2] / "docs" / "results"
-RECOMMENDED = "muoneq:matrix.norm_control=hyperball"
-RATES = {RECOMMENDED: 1.6e-2}  # a relative step; the others' is the configuration's
+RECOMMENDED = "muoneq,norm_control=hyperball,learning_rate=1.6e-2"  # a relative step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,18 +177,9 @@ def main(options: Options) -> int:
         each = sum(row["step_ms"] for row in rows.values()) / 1e3
         # Half of the time is for starting, compiling and evaluating.
         count = options.steps or max(10, int(0.5 * (end - time.monotonic()) / each))
-        rates = ",".join(f"{name}:{rate}" for name, rate in RATES.items())
-        words = ["compare", "--config", options.config, "--optimizers", ",".join(names), "--learning-rates", rates]
-        words += [
-            "--steps",
-            str(count),
-            "--warmup-steps",
-            str(count // 10),
-            "--evaluate-every",
-            str(max(1, count // 5)),
-        ]
-        words += ["--checkpoint-every", str(count), "--runs-folder", str(options.out), "--name", "training"]
-        run("training", "examples.pretrain", *words)
+        words = f"compare --config {options.config} --optimizers {','.join(names)} --steps {count} --name training"
+        words += f" --warmup-steps {count // 10} --evaluate-every {max(1, count // 5)} --checkpoint-every {count}"
+        run("training", "examples.pretrain", *words.split(), "--runs-folder", str(options.out))
     (options.out / "README.md").write_text(page(options))
     console.print(f"Report: {options.out / 'README.md'}")
     return failed

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from matplotlib.figure import Figure
 
-from examples.pretrain.comparison_report import save
+from examples.pretrain.compare import save
 
 
 def command(name: str, options: Any, further: Sequence[str] = ()) -> str:

@@ -20,7 +20,7 @@ import tyro
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from examples.pretrain.comparison_report import first_seed, frame, label, optimizers, save, swept
+from examples.pretrain.compare import first_seed, frame, label, optimizers, save, swept
 from examples.pretrain.config import Config, RunError, to_dict
 from examples.research import command, report
 
@@ -32,7 +32,7 @@ SIZES = {
     "steps": "steps",
     "batch_size": "sequences",
     "model.tied_head": "tied head",
-    "matrix.rms": "update RMS",
+    "matrix.rms": "update RMS",  # of stored comparisons
     "adam_learning_rate": "AdamW at",
 }
 
@@ -89,8 +89,9 @@ def sweeps(contents: Sequence[dict[str, Any]], over: str = "") -> list[Sweep]:
         RunError: where two comparisons are of the same size and seed, or one lacks the optimizer to compare with.
     """
     configs = [to_dict(Config()) | content["config"] for content in contents]  # what is older lacks fields
-    differ = [field for field in SIZES if len({config[field] for config in configs}) > 1]
-    names = [", ".join(filter(None, (_named(config[field], SIZES[field]) for field in differ))) for config in configs]
+    differ = [field for field in SIZES if len({config.get(field) for config in configs}) > 1]
+    found_in = lambda config: (_named(config.get(field), SIZES[field]) for field in differ)  # noqa: E731
+    names = [", ".join(filter(None, found_in(config))) for config in configs]
     runs = [f"{name or 'all'}, seed {first_seed(content)}" for name, content in zip(names, contents, strict=True)]
     if len(set(runs)) < len(runs):
         raise RunError(f"comparisons of one size and seed: {'; '.join(runs)}")

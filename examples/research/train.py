@@ -11,7 +11,7 @@ It has the commands and options of ``python -m examples.pretrain``, and these fu
 import functools
 import sys
 
-from examples.pretrain import arms, comparison_report, optimizers
+from examples.pretrain import compare, optimizers
 from examples.pretrain.main import main
 from examples.research.ablations import normpre_from_x, normpre_g_tangent_on
 from examples.research.quantized import quantize_momentum
@@ -40,8 +40,8 @@ FURTHER = {
 }
 for name, (factory, label, colour) in FURTHER.items():
     optimizers.OPTIMIZERS[name] = factory
-    comparison_report.NAMES[name] = (label, colour)
-arms.PROGRAM = "examples.research.train"
+    compare.NAMES[name] = (label, colour)
+compare.PROGRAM = "examples.research.train"
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -125,7 +125,7 @@ def settings(options: Options, overrides: Sequence[str]) -> Config:
 
 def initialise(model: ModelConfig, config: Config, dtype: jnp.dtype) -> tuple[nnx.GraphDef, dict]:
     """Structure and parameters of our model."""
-    vocabulary = model.vocabulary or config.data.vocabulary
+    vocabulary = model.vocabulary or config.vocabulary
     graphdef, variables = nnx.split(models.build(model, vocabulary, dtype=dtype, seed=config.seed))
     return graphdef, nnx.to_pure_dict(variables)
 
@@ -210,7 +210,7 @@ def measure(options: Options, config: Config, console: Console) -> tuple[dict, d
     random, device = np.random.default_rng(config.seed), torch_device()
     shape = (options.warmup + options.repeats, config.batch_size, config.model.context + 1)
     # int64 is torch's type of indices; ours become int32 on their way to the device.
-    tokens = random.integers(config.model.vocabulary or config.data.vocabulary, size=shape)
+    tokens = random.integers(config.model.vocabulary or config.vocabulary, size=shape)
     agreement = same_work(config, device, tokens[0, :2])
     console.print(f"same work: relative difference of loss {agreement['loss']:.1e} in float32")
 

@@ -21,15 +21,15 @@ import tyro
 from matplotlib.figure import Figure
 
 from examples.pretrain import models
-from examples.pretrain.comparison_report import LINE_STYLES, NAMES, frame, save, swept
+from examples.pretrain.compare import LINE_STYLES, NAMES, frame, save, swept
 from examples.pretrain.config import Config, RunError, from_dict
 from examples.pretrain.models.layers import residual_std
-from examples.pretrain.optimizers import by_name, hidden_matrices, kind_of
+from examples.pretrain.optimizers import by_name, hidden_matrices, kind_of, settings_of
 from examples.pretrain.train import schedule
 from examples.research import command, report
 from normpre_optax.parameters.dims import split_axes
 
-FREE, TANGENT = "normpre_g:matrix.tangent=none", "normpre_g"
+FREE, TANGENT = "normpre_g,tangent=none", "normpre_g"
 INTO_THE_STREAM = ("out", "down")
 
 
@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 
 def kinds(config: Config) -> list[Kind]:
     """Of the model's hidden matrices."""
-    params = models.shapes(config.model, config.model.vocabulary or config.data.vocabulary)
+    params = models.shapes(config.model, config.model.vocabulary or config.vocabulary)
     leaves, found = by_name(params), {}
     for path, dims in hidden_matrices(params).items():
         shape, name = leaves[path].shape, kind_of(path)
@@ -101,8 +101,9 @@ def walk(first: float, rates: np.ndarray, *, rms: float, decay: float, momentum:
 def walks(config: Config) -> dict[Kind, np.ndarray]:
     """Entries' sizes of every kind of matrix after every step of a run."""
     rates = np.asarray(jax.vmap(schedule(config))(np.arange(config.steps)), np.float64)
-    settings = {"rms": config.matrix.rms, "decay": config.weight_decay, "momentum": config.matrix.momentum}
-    return {kind: walk(kind.std, rates, **settings) for kind in kinds(config)}
+    settings = settings_of(config.optimizer)[1]
+    given = {"rms": settings["rms"], "decay": config.weight_decay, "momentum": settings["momentum"]}
+    return {kind: walk(kind.std, rates, **given) for kind in kinds(config)}
 
 
 def arms_of(content: dict[str, Any]) -> list[tuple[Config, dict[str, Any], dict[str, Any] | None]]:
@@ -114,8 +115,8 @@ def arms_of(content: dict[str, Any]) -> list[tuple[Config, dict[str, Any], dict[
     config = from_dict(content["config"])
     with_it = {arm["learning_rate"]: arm for arm in swept(content, TANGENT) if arm["status"] == "finished"}
     found = [
-        (replace(config, learning_rate=arm["learning_rate"]), arm, with_it.get(arm["learning_rate"]))
-        for arm in sorted(swept(content, FREE), key=lambda arm: arm["learning_rate"])
+        (replace(config, optimizer=FREE, learning_rate=arm["learning_rate"]), arm, with_it.get(arm["learning_rate"]))
+        for arm in swept(content, FREE)
         if arm["status"] == "finished"
     ]
     if not found:

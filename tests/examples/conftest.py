@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples.pretrain import data
-from examples.pretrain.config import DataConfig
-from examples.pretrain.prepare import python_source
+from examples.pretrain.prepare import command
 
 PACKAGES = ("json", "email", "http", "logging")
 
@@ -24,25 +23,14 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def data_folder(tmp_path_factory) -> Path:
-    """Where the session's token files are made."""
-    return tmp_path_factory.mktemp("data")
-
-
-@pytest.fixture(scope="session")
-def data_config(corpus, data_folder) -> DataConfig:
-    return DataConfig(source=corpus, folder=data_folder, vocabulary=512, validation_percent=20, validation_tokens=2048)
-
-
-@pytest.fixture(scope="session")
-def dataset(data_config) -> data.Dataset:
-    return data.load(python_source.prepare(data_config, lambda line: None))
+def dataset(corpus, tmp_path_factory) -> data.Dataset:
+    folder = tmp_path_factory.mktemp("data") / "tokens"
+    options = ["--vocabulary", "512", "--validation-percent", "20", "--output", str(folder)]
+    command.main(["python", str(corpus), *options])
+    return data.load(folder)
 
 
 @pytest.fixture
-def flags(data_config, dataset, tmp_path) -> list[str]:
+def flags(dataset, tmp_path) -> list[str]:
     """Command-line arguments of a tiny run on the session's corpus, in a folder of the test's own."""
-    return [
-        *("--config", "tiny", "--runs-folder", str(tmp_path / "runs"), "--data.folder", str(data_config.folder)),
-        *("--data.source", str(data_config.source), "--data.validation-percent", "20"),
-    ]
+    return ["--config", "tiny", "--runs-folder", str(tmp_path / "runs"), "--tokens", str(dataset.folder)]

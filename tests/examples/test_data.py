@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token files to batches."""
 
-import dataclasses
 import itertools
 import json
+import platform
 from pathlib import Path
 
 import grain
 import numpy as np
 import pytest
+from rich.console import Console
 from tokenizers import Tokenizer, models
 
 from examples.pretrain import data
-from examples.pretrain.config import DataConfig, RunError
+from examples.pretrain.config import Config, RunError
+from examples.pretrain.prepare import sources
 
 TOKENS = np.arange(1001, dtype="<u2")
 TOKENIZER = Tokenizer(models.BPE())
@@ -114,13 +116,22 @@ def test_a_missing_corpus_names_the_command_that_makes_it(tmp_path):
     for name, corpus in (("c4", "c4"), ("pile-small", "pile"), ("mine", "CORPUS")):
         message = f"`python -m examples.pretrain prepare {corpus} --output {tmp_path / name}` makes them"
         with pytest.raises(RunError, match=message):
-            data.open_corpus(DataConfig(tokens=tmp_path / name), print)
+            data.open_corpus(Config(tokens=tmp_path / name), Console(quiet=True))
 
 
-def test_a_corpus_is_opened_where_it_was_prepared_or_made(dataset, data_config):
-    prepared = dataclasses.replace(data_config, tokens=dataset.folder, source=Path("nowhere"))
-    for config in (prepared, data_config):
-        assert data.open_corpus(config, print).manifest == dataset.manifest
+def test_python_source_is_prepared_on_first_use(corpus, dataset, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(corpus))
+    config = Config(vocabulary=300)
+    first, second = (data.open_corpus(config, Console()) for _ in range(2))
+    assert first.manifest == second.manifest
+    assert capsys.readouterr().out.count(", once") == 1
+    assert first.folder == Path(f"data/python-{platform.python_version()}-v300")
+    assert [path.name for path in Path("data").iterdir()] == [first.folder.name]
+    assert data.open_corpus(Config(tokens=dataset.folder), Console()).manifest == dataset.manifest
+
+
+def test_random_tokens():
     random = data.random_corpus(50_304, 4 * 1024 + 1)
     assert random.largest_token < random.vocabulary == 50_304
     assert next(data.training_batches(random, context=1024, batch_size=2, seed=0)).shape == (2, 1025)

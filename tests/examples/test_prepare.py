@@ -12,7 +12,7 @@ import pytest
 
 from examples.pretrain import data
 from examples.pretrain.config import RunError
-from examples.pretrain.prepare import python_source, token_files
+from examples.pretrain.prepare import command, sources, token_files
 from examples.pretrain.prepare.sources import sample
 from examples.pretrain.prepare.tokenizer import END_OF_TEXT, byte_lengths, end_of_text, train_tokenizer
 
@@ -22,15 +22,23 @@ def put(folder: Path, path: str, content: bytes):
     (folder / path).write_bytes(content)
 
 
+def splits_of(*folders: Path, installed: bool = False, percent: float = 20) -> list[list[str]]:
+    return [list(stream) for stream in sources.python_streams(folders, installed, percent)]
+
+
 def test_no_file_is_in_both_splits_and_none_is_lost(corpus):
-    splits = python_source.find_splits(corpus, False, 20)
-    assert splits["train"].keys() | splits["validation"].keys() == python_source.find_sources(corpus, set()).keys()
-    train, validation = (set(python_source.read_all(files.values())) for files in splits.values())
-    assert not train & validation
+    train, validation = splits_of(corpus)
+    found = map(sources.read_source, sources.python_files(corpus, set()))
+    assert sorted(train + validation) == sorted(found)
+    assert not set(train) & set(validation)
     assert min(len(train), len(validation)) >= 5
-    # 100 of 2,000 expected; five standard deviations of a binomial (9.7) either way.
-    names = [f"package/module_{i}.py" for i in range(2000)]
-    assert 51 <= sum(python_source.split_of(name, 5) == "validation" for name in names) <= 149
+
+
+def test_the_held_out_share(tmp_path):
+    for i in range(2000):
+        put(tmp_path, f"module_{i}.py", str(i).encode())
+    # 100 expected; five standard deviations of a binomial (9.7) either way.
+    assert 51 <= len(splits_of(tmp_path, percent=5)[1]) <= 149
 
 
 def test_sources_leave_out_tests_packages_copies_and_other_encodings(tmp_path):
@@ -43,14 +51,12 @@ def test_sources_leave_out_tests_packages_copies_and_other_encodings(tmp_path):
     put(tmp_path, "test/test_a.py", b"assert 1\n")
     put(tmp_path, "site-packages/p.py", b"y = 1\n")
     put(tmp_path, "_sysconfigdata_x.py", b"z = 1\n")
-    files = python_source.find_sources(tmp_path, set())
-    assert list(files) == ["a/copy.py", "a/kept.py"]
-    assert list(python_source.read_all(files.values())) == ["x = 1\n", "ü = 2\r\n"]
-    with pytest.raises(RunError, match="no Python source for train under nowhere"):
-        python_source.find_splits(Path("nowhere"), False, 5)
+    files = list(sources.python_files(tmp_path, set()))
+    assert [path.relative_to(tmp_path).as_posix() for path in files] == ["a/copy.py", "a/kept.py"]
+    assert [sources.read_source(path) for path in files] == ["x = 1\n", "ü = 2\r\n"]
 
 
-def test_installed_packages_add_their_programs_and_not_their_tables(corpus, data_config, tmp_path, monkeypatch):
+def test_installed_packages_add_their_programs_and_not_their_tables(corpus, tmp_path, monkeypatch):
     site = tmp_path / "lib" / "site-packages"
     for number in range(20):
         put(site, f"package/module_{number}.py", f"def function_{number}():\n    return {number}\n".encode())
@@ -59,15 +65,11 @@ def test_installed_packages_add_their_programs_and_not_their_tables(corpus, data
     put(site, "package/line.py", b"data = '" + b"a" * 5_000 + b"'\n")
     put(site, "package/numbers.py", b"[\n" + b"123, 456,\n" * 100 + b"]\n")
     put(site, "package/copy.py", (corpus / "json" / "scanner.py").read_bytes())
-    monkeypatch.setattr(python_source, "site_packages", lambda: [site])
-    config = dataclasses.replace(data_config, include_site_packages=True, folder=tmp_path / "data", vocabulary=300)
-    splits = python_source.find_splits(config.source, True, config.validation_percent)
-    added = {name for files in splits.values() for name in files if name.startswith("site-packages/")}
-    assert added == {f"site-packages/package/module_{number}.py" for number in range(20)}
-    dataset = data.load(python_source.prepare(config, lambda line: None))
-    assert "-packages-" in dataset.folder.name
-    assert dataset.manifest["source"].endswith("and installed packages")
-    assert sum(dataset.manifest[split]["documents"] for split in splits) == sum(map(len, splits.values()))
+    monkeypatch.setattr(sources, "site_packages", lambda: [site])
+    added = set().union(*splits_of(corpus, installed=True)) - set().union(*splits_of(corpus))
+    assert {text.split("(")[0] for text in added} == {f"def function_{number}" for number in range(20)}
+    packages = dataclasses.replace(command.CORPORA["python"][1], installed_packages=True)
+    assert packages.folder.name.endswith("-packages-v2048")
 
 
 def test_a_tokenizer_learns_from_a_fixed_sample_of_large_text():
@@ -87,11 +89,9 @@ def test_tokenizer_gives_every_text_back(dataset):
     assert dataset.vocabulary == 512
 
 
-def test_token_files_and_the_manifest_hold_the_documents(dataset, data_config):
-    splits = python_source.find_splits(data_config.source, False, data_config.validation_percent)
+def test_token_files_and_the_manifest_hold_the_documents(dataset, corpus):
     lengths, end = byte_lengths(dataset.tokenizer), end_of_text(dataset.tokenizer)
-    for split, files in splits.items():
-        texts = list(python_source.read_all(files.values()))
+    for split, texts in zip(("train", "validation"), splits_of(corpus), strict=True):
         tokens = np.asarray(getattr(dataset, split))
         everything = "".join(text + END_OF_TEXT for text in texts)
         assert dataset.tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == everything
@@ -103,22 +103,6 @@ def test_token_files_and_the_manifest_hold_the_documents(dataset, data_config):
         assert dataset.manifest["sha256"][f"{split}.bin"] == hashlib.sha256(content).hexdigest()
     assert dataset.largest_token == max(int(dataset.train.max()), int(dataset.validation.max()))
     assert (dataset.offsets, dataset.manifest["context"]) == (None, None)
-
-
-def test_prepared_once_for_each_content(corpus, data_config, dataset, tmp_path):
-    said = []
-    config = dataclasses.replace(data_config, folder=tmp_path / "data")
-    first = python_source.prepare(config, said.append)
-    assert python_source.prepare(config, said.append) == first
-    assert len(said) == 1
-    assert first.name == dataset.folder.name
-    for name in ("train.bin", "validation.bin", "tokenizer.json", "manifest.json"):
-        assert (first / name).read_bytes() == (dataset.folder / name).read_bytes()
-    changed = Path(shutil.copytree(corpus, tmp_path / "corpus"))
-    (changed / "json" / "extra.py").write_text("answer = 42\n")
-    for other in (dataclasses.replace(config, vocabulary=300), dataclasses.replace(config, source=changed)):
-        assert python_source.prepare(other, said.append).name != first.name
-    assert not list(config.folder.glob(".*"))
 
 
 def test_two_bytes_hold_65536_tokens():

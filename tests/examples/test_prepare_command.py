@@ -109,7 +109,7 @@ def test_openwebtext_from_local_files_is_held_out_by_its_text(tmp_path, out, byt
         assert list(sources.read_records(path, "body", sources.Problems(skip=False))) == TEXTS
     path = save(tmp_path / "a.jsonl", ["", " \n", *TEXTS])
     options = ("--validation-percent", 20, "--train-documents", 50, "--validation-documents", 20, "--output", out)
-    run("openwebtext", "--files", path, "--tokenizer", byte_level, *options)
+    run("openwebtext", path, "--tokenizer", byte_level, *options)
     dataset = data.load(out)
     assert decoded(dataset, "train") == [text for text in TEXTS if sources.fraction(text) >= 0.2][:50]
     assert decoded(dataset, "validation") == [text for text in TEXTS if sources.fraction(text) < 0.2][:20]
@@ -119,7 +119,7 @@ def test_openwebtext_from_local_files_is_held_out_by_its_text(tmp_path, out, byt
 def test_c4_is_a_truncated_or_padded_document_per_sequence(tmp_path, out, sentence_piece):
     train, validation = save(tmp_path / "t.json.gz", TEXTS), save(tmp_path / "v.jsonl", TEXTS[:9])
     run(
-        *("c4", "--files", train, "--validation-files", validation, "--tokenizer", sentence_piece),
+        *("c4", train, "--validation-files", validation, "--tokenizer", sentence_piece),
         *("--context", 24, "--train-documents", 250, "--validation-documents", 5, "--output", out),
     )
     dataset = data.load(out)
@@ -301,7 +301,7 @@ def small_batches(monkeypatch):
 
 def test_a_stopped_preparation_resumes_to_the_same_bytes(tmp_path, sentence_piece, small_batches, capsys):
     train, validation = save(tmp_path / "t.parquet", TEXTS), save(tmp_path / "v.jsonl", TEXTS[:120])
-    options = ("c4", "--files", train, "--validation-files", validation, "--tokenizer", sentence_piece)
+    options = ("c4", train, "--validation-files", validation, "--tokenizer", sentence_piece)
     options += ("--context", 16, "--train-documents", 210, "--output")
     run(*options, tmp_path / "whole")
     for batches, how in ((0, 9), (1, 9), (14, 9), (20, 9), (3, signal.SIGINT), (17, signal.SIGTERM)):
@@ -318,11 +318,11 @@ def test_a_streamed_data_set_resumes_where_it_stopped(tmp_path, byte_level, smal
     files = [str(save(tmp_path / f"{part}.jsonl", TEXTS[100 * part : 100 * part + 100])) for part in range(3)]
     opened = []
 
-    def local(dataset, subset, split, field, problems, revision):
+    def local(dataset, subset, split, field, problems, held_out, revision):
         opened.append((dataset, subset, split, revision))
-        return sources.HubTexts("json", "", "train", field, problems, data_files=files)
+        return sources.HubStream("json", "", "train", field, problems, held_out, data_files=files)
 
-    monkeypatch.setattr(command, "HubTexts", local)
+    monkeypatch.setattr(command, "HubStream", local)
     options = ("openwebtext", "--revision", "refs/pr/22", "--tokenizer", byte_level, "--validation-percent", 10)
     options += ("--output",)
     run(*options, tmp_path / "whole")
@@ -336,7 +336,7 @@ def test_a_streamed_data_set_resumes_where_it_stopped(tmp_path, byte_level, smal
 
 def test_an_unfinished_or_finished_folder_is_not_mixed_with_another(tmp_path, out, byte_level, small_batches):
     path = save(tmp_path / "a.jsonl", TEXTS)
-    options = ("openwebtext", "--files", path, "--tokenizer", byte_level, "--output", out, "--validation-percent")
+    options = ("openwebtext", path, "--tokenizer", byte_level, "--output", out, "--validation-percent")
     stop(1, signal.SIGKILL, *options, 30)  # no text in it yet: it may be replaced
     stop(4, signal.SIGKILL, *options, 10)
     partial = tmp_path / ".out.partial"
@@ -370,6 +370,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(tmp_path, monkeypatch):
     save(Path("a.jsonl"), TEXTS)
     Tokenizer(models.BPE()).save("endless.json")
     for arguments, message in {
+        ("texts", "nowhere"): "prepare must be followed by one of python, text, jsonl, openwebtext, c4, pile, got",
         ("text", "nowhere"): "nowhere does not exist",
         ("text",): "no files to read",
         ("jsonl", "a.jsonl", "--tokenizer", "missing.json"): r"cannot load the tokenizer missing\.json",
@@ -394,9 +395,11 @@ def test_an_unreachable_hub_is_said_in_one_line(monkeypatch, tmp_path, out, byte
         raise ConnectionError("Couldn't reach it\nmore")
 
     path = str(save(tmp_path / "a.jsonl", TEXTS))
-    texts = sources.HubTexts("json", "", "train", "text", sources.Problems(skip=False), data_files=[path])
+    texts = sources.HubStream("json", "", "train", "text", sources.Problems(skip=False), 0.0, data_files=[path])
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    message = r"cannot stream allenai/c4 .* \(Couldn't reach it\): check .* the network; .* --files takes local copies"
+    message = (
+        r"cannot stream allenai/c4 .* \(Couldn't reach it\): check .* the network; .* with paths it reads local copies"
+    )
     with pytest.raises(RunError, match=message) as error:
         run("c4", "--tokenizer", byte_level, "--output", out)
     assert "\n" not in str(error.value)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command from beginning to end, stopped, continued, refused."""
 
-import dataclasses
 import errno
 import gc
 import io
@@ -12,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from rich.console import Console
 from examples.pretrain import checkpoint, configs, logs, main, processes, train
 from examples.pretrain import run as run_module
 from examples.pretrain.logs import read_lines
-from examples.pretrain.prepare import python_source
+from examples.pretrain.prepare import command
 
 STEPS = ["--steps", "12", "--warmup-steps", "2", "--checkpoint-every", "4", "--evaluate-every", "6", "--log-every", "3"]
 SMALLEST = ["--model.layers", "1", "--model.width", "16", "--model.mlp-width", "32", "--batch-size", "4"]
@@ -48,18 +46,25 @@ def files(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, data_config, dataset) -> tuple[Path, list[str], str]:
+def finished(tmp_path_factory, dataset) -> tuple[Path, list[str], str]:
     """A run without interruption: its folder, its arguments, what it said."""
     folder = tmp_path_factory.mktemp("finished")
-    arguments = [
-        *("--config", "tiny", "--data.folder", str(data_config.folder), "--data.source", str(data_config.source)),
-        *("--data.validation-percent", "20", *STEPS, *SMALLEST),
-    ]
+    arguments = ["--config", "tiny", "--tokens", str(dataset.folder), *STEPS, *SMALLEST]
     with pytest.MonkeyPatch.context() as patch, (folder / "said.txt").open("w") as said:
         patch.chdir(folder)
         patch.setattr(sys, "stdout", said)
         assert main.main(arguments) == 0
     return folder / "runs" / "tiny-normpre_g", arguments, (folder / "said.txt").read_text()
+
+
+@pytest.fixture
+def other_tokens(corpus, tmp_path) -> str:
+    """Token files of another text and tokenizer."""
+    folder = str(tmp_path / "other")
+    command.main(
+        ["python", str(corpus / "email"), "--vocabulary", "400", "--validation-percent", "20", "--output", folder]
+    )
+    return folder
 
 
 @pytest.fixture
@@ -101,18 +106,16 @@ def test_a_run_leaves_its_folder_and_nothing_else(finished, dataset):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--matrix.rank", "8"], ["Not used   --matrix.rank, which muon does not have"]),
-        (["--matrix.ns-steps", "4"], []),
         (["--steps", "10", "--warmup-steps", "10"], ["Warm-up    1 of these steps, not 10"]),
         (
-            ["--matrix.norm-control", "hyperball", "--model.width", "64", "--model.hidden-std", "0.02"],
+            ["--optimizer", "muon,norm_control=hyperball,hidden_std=0.02", "--model.width", "64"],
             ["Rows       have a fixed norm of 0.16; 0.5 to 0.8 is better: --model.hidden-std 0.081"],
         ),
-        (["--matrix.norm-control", "hyperball", "--model.width", "64", "--model.hidden-std", "0.08"], []),
+        (["--optimizer", "muon,norm_control=hyperball,hidden_std=0.08", "--model.width", "64"], []),
     ],
 )
 def test_what_may_need_action_is_remarked(flags, said):
-    assert run_module.remarks(configs.parse(["--optimizer", "muon", *flags])) == said
+    assert run_module.remarks(configs.parse(flags)) == said
 
 
 def test_progress_is_a_line_every_30_seconds_without_a_terminal(monkeypatch):
@@ -191,7 +194,11 @@ def test_a_finished_run_is_left_as_it_is(copy, capsys):
     before, kept = losses(run), files(run)
     assert "--resume continues it" in refused(arguments, capsys)
     assert "no run in" in refused([*arguments, "--resume", "--name", "misspelled"], capsys)
-    for bad in (["--matrix.ns-coefficients", "none"], ["--model.vocabulary", "3"], ["--batch-size", "9999999"]):
+    for bad in (
+        ["--optimizer", "normpre_g,ns_coefficients=none"],
+        ["--model.vocabulary", "3"],
+        ["--batch-size", "9999999"],
+    ):
         refused([*arguments, "--overwrite", *bad], capsys)
     assert files(run) == kept
     with processes.lock(run):
@@ -236,12 +243,12 @@ def test_another_runs_weights_replace_the_initial_ones_and_overwrite_starts_anew
     assert main.main([*short, "--resume"]) == 0
 
 
-def test_another_runs_checkpoint_is_refused(copy, data_config, capsys):
+def test_another_runs_checkpoint_is_refused(copy, other_tokens, capsys):
     run, arguments = copy
     other = refused([*arguments, "--resume", "--model.width", "32", "--learning-rate", "0.5"], capsys)
     assert "--model.width was 16, is 32" in other
     assert "--learning-rate was 0.01, is 0.5" in other
-    assert "other text" in refused([*arguments, "--resume", "--data.source", str(data_config.source / "email")], capsys)
+    assert "other text" in refused([*arguments, "--resume", "--tokens", other_tokens], capsys)
     stored = json.loads((run / "run.json").read_text())
     stored["config"]["model.mlp_width"] = 48
     (run / "run.json").write_text(json.dumps(stored))
@@ -336,27 +343,6 @@ def test_what_ends_a_run_is_one_line(finished, tmp_path, monkeypatch, capsys):
     assert "--model.vocabulary 300 is too small" in refused([*arguments, "--model.vocabulary", "300"], capsys)
     (tmp_path / "file").touch()
     assert "file" in refused([*arguments, "--runs-folder", "file"], capsys)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert refused([*arguments, "--wandb", "project"], capsys) == "error: --wandb needs wandb: pip install wandb\n"
-
-
-def test_wandb_gets_what_the_log_gets(finished, tmp_path, monkeypatch):
-    config = dataclasses.replace(configs.parse(finished[1]), runs_folder=tmp_path, wandb="project")
-    config.run_folder.mkdir()
-    got = []
-    wandb = types.SimpleNamespace(
-        init=lambda **about: got.append(about) or wandb,
-        log=lambda numbers, step: got.append((step, numbers)),
-        finish=lambda: got.append("finished"),
-    )
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for _ in range(2):  # a resumed run continues the same one
-        log = logs.Log(config, 0)
-        log.write([{"step": 3, "loss": 2.5, "event": "spike"}])
-        log.close()
-    assert got[:3] == got[3:]
-    assert (got[0]["project"], got[0]["name"], got[0]["config"]["steps"]) == ("project", config.run_name, 12)
-    assert got[1:3] == [(3, {"loss": 2.5}), "finished"]
 
 
 def test_a_model_is_scored_continued_and_exported(copy, capsys):
@@ -379,10 +365,9 @@ def test_a_model_is_scored_continued_and_exported(copy, capsys):
     assert main.main([*export, "--overwrite"]) == 0
 
 
-def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, data_config, capsys):
+def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, other_tokens, capsys):
     run, _ = copy
-    other = dataclasses.replace(data_config, source=data_config.source / "email", vocabulary=400)
-    for command, line in (
+    for words, line in (
         (["evaluate", "nowhere"], "is not the folder of a run"),
         (["generate", str(run), "--step", "5"], "no checkpoint of step 5"),
         (["generate", str(run), "--step", "5"], "there are 8, 12"),
@@ -390,9 +375,9 @@ def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, data_config, caps
         (["generate", str(run), "--temperature", "nan"], "--temperature must be at least 0"),
         (["evaluate", str(run), "--tokens", str(tmp_path / "no")], "there are no token files in"),
         (["evaluate", str(run), "--validation-tokens", "0"], "--validation-tokens must be at least 1"),
-        (["evaluate", str(run), "--tokens", str(python_source.prepare(other, print))], "made with another tokenizer"),
+        (["evaluate", str(run), "--tokens", other_tokens], "made with another tokenizer"),
     ):
-        assert line in refused(command, capsys)
+        assert line in refused(words, capsys)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children")

@@ -16,13 +16,14 @@ from flax import nnx
 
 import examples
 import normpre_optax
-from examples.pretrain import models, optimizers, train
-from examples.pretrain.config import Config, MatrixConfig, ModelConfig, RunError
+from examples.pretrain import configs, models, optimizers, train
+from examples.pretrain.config import Config, ModelConfig, RunError
 from examples.pretrain.data import PADDING
 from examples.pretrain.evaluate import EVALUATION_BATCH, make_evaluate
 from examples.pretrain.generate import generate
 from examples.pretrain.mesh import by_name
 from examples.pretrain.prepare.tokenizer import end_of_text
+from examples.pretrain.throughput import flops_per_token, peak_flops
 
 MODEL = ModelConfig(layers=1, width=16, heads=2, mlp_width=32, context=8)
 VOCABULARY = 32
@@ -126,8 +127,8 @@ def test_gains_decay_if_asked_and_the_adamw_group_may_have_its_own_learning_rate
 )
 def test_learning_rates_by_width(name, control, rate, form):
     model = dataclasses.replace(MODEL, **form)
+    name = f"{name},norm_control={control}"
     config = dataclasses.replace(Config(), optimizer=name, base_width=MODEL.width // 4, model=model)
-    config = dataclasses.replace(config, matrix=MatrixConfig(norm_control=control))
     params = models.shapes(model, VOCABULARY)
     optimizer = optimizers.make_optimizer(config, lambda t: 1.0)
     jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
@@ -146,25 +147,24 @@ def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
         return factory(learning_rate, **settings)
 
     monkeypatch.setitem(optimizers.OPTIMIZERS, name, recorded)
-    values = {"momentum": 0.5, "ns_steps": 3, "rank": 7, "tangent": "none", "rms": 0.3, "method": "products"}
-    values |= {"mode": {"muoneq": "both", "muon_plus": "columns", "moga": "columns"}.get(name, "rows")}
-    matrix = MatrixConfig(**values, muon_convention="keller", muon_ratio=3.0, bfloat16=True)
-    config = dataclasses.replace(Config(), optimizer=name, seed=4, adam_b2=0.9, weight_decay=0.2, matrix=matrix)
-    optimizers.make_optimizer(config, lambda t: 2.0)
-    expected = {"convention": "keller", "compute_dtype": jnp.bfloat16, "seed": 4, "adam_b2": 0.9, "weight_decay": 0.2}
     accepted = inspect.signature(factory).parameters
-    expected = {key: value for key, value in {**values, **expected}.items() if key in accepted}
-    assert {key: given[key] for key in expected} == expected
+    values = {"momentum": 0.5, "ns_steps": 3, "rank": 7, "tangent": "none", "rms": 0.3, "method": "products"}
+    values |= {"convention": "keller", "compute_dtype": "bfloat16", "nesterov": True}
+    values |= {"mode": {"muoneq": "both", "muon_plus": "columns", "moga": "columns"}.get(name, "rows")}
+    values = {key: value for key, value in values.items() if key in accepted}
+    text = ",".join((name, *(f"{key}={value}" for key, value in values.items())))
+    optimizer_of(text, 2.0, learning_rate=2.0, adam_learning_rate=1.0, seed=4, adam_b2=0.9, weight_decay=0.2)
+    shared = {key: x for key, x in {"seed": 4, "adam_b2": 0.9, "weight_decay": 0.2}.items() if key in accepted}
+    assert {key: given[key] for key in (*values, *shared)} == values | shared
     assert given.keys() <= accepted.keys()
-    own_rate = name in ("muon", "rmnp", "muon_plus", "normuon", "moga")
-    assert given["learning_rate"](0) == (6.0 if own_rate else 2.0)
-    assert given["adam_learning_rate"](0) == 2.0
+    assert (given["learning_rate"](0), given["adam_learning_rate"](0)) == (2.0, 1.0)
     given.clear()
     optimizer_of(name, 1.0)
-    assert not {"mode", "nesterov"} & given.keys()  # each optimizer's own default
+    for key in values:
+        assert given[key] == (0.2 if (name, key) == ("swan", "rms") else accepted[key].default)
     if "mode" in accepted:
-        with pytest.raises(RunError, match=f"{name} refuses its --matrix settings: mode='rows_first' is not one of"):
-            optimizer_of(name, 1.0, matrix=MatrixConfig(mode="rows_first"))
+        with pytest.raises(RunError, match=f"--optimizer {name},mode=rows_first: mode='rows_first' is not one of"):
+            optimizer_of(f"{name},mode=rows_first", 1.0)
 
 
 @pytest.mark.parametrize(("policy", "norm"), [("global", 0.25), ("none", 1e3 * 12**0.5)])
@@ -239,7 +239,7 @@ def test_some_layers_only():
     assert "\n" not in totals
     assert "7 matrices" in totals
     assert "every parameter" in optimizers.parameter_table(params, dataclasses.replace(Config(), optimizer="adamw"))[1]
-    config = dataclasses.replace(Config(), matrix=MatrixConfig(layers="attention/out+mlp"))
+    config = dataclasses.replace(Config(), optimizer="normpre_g,layers=attention/out+mlp")
     table, _ = optimizers.parameter_table(params, config)
     chosen = [line.split()[0] for line in table.splitlines() if "  matrix  " in line]
     assert chosen == [
@@ -247,16 +247,16 @@ def test_some_layers_only():
     ]
     grads = jax.tree.map(jnp.ones_like, params)
 
-    def updates(**settings) -> dict[str, np.ndarray]:
-        tx = optimizer_of(clip="none", rate=0.1, **settings)
+    def updates(name: str) -> dict[str, np.ndarray]:
+        tx = optimizer_of(name, 0.1, clip="none")
         return named(tx.update(grads, tx.init(params), params)[0])
 
-    some, matrix, adamw = updates(name="mano", matrix=config.matrix), updates(name="mano"), updates(name="adamw")
+    some, matrix, adamw = map(updates, ("mano,layers=attention/out+mlp", "mano", "adamw"))
     for name in some:
         # In a smaller stack, or the same formula in two programs: a few roundings of numbers up to 0.1.
         np.testing.assert_allclose(some[name], (matrix if name in chosen else adamw)[name], atol=1e-6)
-    with pytest.raises(RunError, match=r"--matrix\.layers mlpp is part of no hidden matrix's path"):
-        optimizer_of("normpre_g", 0.1, matrix=MatrixConfig(layers="mlpp")).init(params)
+    with pytest.raises(RunError, match=r"layers=mlpp is in no hidden matrix's path"):
+        optimizer_of("normpre_g,layers=mlpp", 0.1).init(params)
 
 
 class Successor(nnx.Module):
@@ -284,6 +284,15 @@ def test_generate_stops_at_the_end_of_a_text(dataset):
     start = tokenizer.encode("x").ids[-1]
     text = generate(graphdef, {}, tokenizer, "x", context=8, new_tokens=6, temperature=0.0, seed=0)
     assert text == "x" + tokenizer.decode([start + 1, start + 2])
+
+
+def test_flops():
+    kinds = ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "TPU v5p", "TPU v5 lite", "NVIDIA L40S", "cpu")
+    assert [*map(peak_flops, kinds)] == [989e12, 312e12, 459e12, 197e12, 362e12, None]
+    config = configs.load("gpt2_small").model
+    hidden, table, norms = 12 * 12 * 768**2, 50_304 * 768, 25 * 768
+    expected = 6 * (hidden + table + norms) + 12 * 12 * 1024 * 768  # six per weight, and attention
+    assert flops_per_token(config, models.shapes(config, 50_304)) == expected
 
 
 def test_only_optimizers_imports_the_library_its_public_names_and_nothing_imports_research():

@@ -10,14 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
-from examples.pretrain import configs, optimizers
-from examples.pretrain.arms import Arm, environment
-from examples.pretrain.compare import make_study
-from examples.pretrain.config import RunError, check
+from examples.pretrain import configs, data, optimizers
+from examples.pretrain.compare import Arm, environment, make_study
+from examples.pretrain.config import RunError, check, read_compare
 from examples.pretrain.processes import lock
-from examples.pretrain.variants import Variant
 from examples.research import ablate, ablation_report, command, train
 from normpre_optax import normpre_g, normpre_l
 from tests import reference
@@ -31,11 +28,12 @@ def test_every_row_is_a_run_of_its_own_that_the_program_accepts(capsys):
         arms = ablate.arms(ablation, WIDE, 1)
         assert len({arm.name for arm in arms}) == len(arms) == len(ablation.rows) * len(ablation.optimizers)
         for arm in arms:
-            run = configs.parse(["--config", "gpt2_small", *arm.variant.flags])
+            run = configs.parse(["--config", "gpt2_small", *arm.flags])
             check(dataclasses.replace(run, name=arm.name))  # a folder's name
+            optimizers.make_optimizer(run, lambda t: 1.0)
         assert set(ablation.paper) <= set(ablation.rows)
-        published = {str(ablation.variant(ablation.published, who)) for who in ablation.optimizers}
-        assert published == ({"normpre_l:matrix.rank=32"} if name == "sketch" else set(ablation.optimizers)), name
+        published = {ablation.optimizer(ablation.published, who) for who in ablation.optimizers}
+        assert published == ({"normpre_l,rank=32"} if name == "sketch" else set(ablation.optimizers)), name
     assert list(ablate.ablations(WIDE)["rank"].rows) == ["8", "16", "32", "64"]
     assert list(ablate.ablations(SMALL)["rank"].rows) == ["2", "4", "8", "16"]  # the same shares of the width
     tangent = ablate.some_rows(ablate.ablations(SMALL)["tangent"], "strict")
@@ -51,11 +49,10 @@ BAD = {
     "tangents": "not 'tangents'",
     "tangent --seeds 0": "must be at least 1",
     "tangent --rows strict;weak": "--rows must be of no tangent; strict; relaxed, got 'weak'",
-    "rank --matrix.rank=8": "--matrix.rank is what `ablate rank` sets itself",
-    "all --optimizer muon": "--optimizer is what `ablate tangent` sets itself",
-    "tangent --seed 3": "--seed is what `ablate tangent` sets itself",
+    "all --optimizer muon": "--optimizer is what `ablate` sets itself",
+    "tangent --seed 3": "--seed is what `ablate` sets itself",
     "tangent --mesh data=2 --process 0": "ablate runs in one process",
-    "tangent --resume": "goes on where it was by itself",
+    "tangent --resume": "ablate resumes by itself",
     "tangent --config huge": "--config must be one of",
 }
 
@@ -70,16 +67,18 @@ def test_a_bad_ablation_is_one_line_before_anything_is_written(tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_belongs_to_one_study_and_a_run_to_one_process(tmp_path):
-    first, second = (make_study("ablate", "tiny", [], tmp_path, "", 1) for _ in range(2))
+def test_a_folder_belongs_to_one_study_and_a_run_to_one_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "open_corpus", lambda *_: None)
+    options = read_compare(["--config", "tiny", "--runs-folder", str(tmp_path)], ablate.Options)
+    first, second = (make_study("ablate", options) for _ in range(2))
     with first.begun(), pytest.raises(RunError, match="another process is writing"), second.begun():
         pass
     with second.begun():
         assert json.loads((tmp_path / "ablate-tiny" / "study.json").read_text()) == {"flags": ["--config", "tiny"]}
-    arm = Arm(Variant("muon"), 1e-3, 0)
+    arm = Arm("muon", 1e-3, 0)
     (first.folder / arm.name).mkdir(parents=True)
     with lock(first.folder / arm.name), pytest.raises(RunError, match=f"another process is writing .*{arm.name}"):
-        first.run([arm], Console(quiet=True))
+        first.run([arm])
     assert not first.results, "it has not failed"
 
 
@@ -152,7 +151,7 @@ def test_the_further_optimizers_train():
         two, _ = tx.update(grads, state, params)
         return [updates["dense"]["kernel"] for updates in (one, two)]
 
-    published, free = first_two(), first_two("--matrix.tangent", "none")
+    published, free = first_two(), first_two("--optimizer", "normpre_g,tangent=none")
     assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(published, free, strict=True))
     for side, first, second in (("rows", published, free), ("columns", free, published)):
         chosen = first_two("--optimizer", f"normpre_g_tangent_on_{side}")

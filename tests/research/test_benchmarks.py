@@ -58,7 +58,7 @@ def test_train_step_against_torch(tmp_path, monkeypatch):
     from examples.research import train_step
 
     tiny = "--model.layers 1 --model.width 32 --model.heads 2 --model.mlp-width 64 --model.context 16"
-    tiny = [*tiny.split(), "--data.vocabulary", "300"]
+    tiny = [*tiny.split(), "--vocabulary", "300"]
     options = train_step.Options(batch_size=2, repeats=2, warmup=1, torch_compile=False, out=tmp_path)
     train_step.main(options, tiny)
     result = written(tmp_path, "train_step_gpt2_10m_cpu")

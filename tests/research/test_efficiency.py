@@ -12,7 +12,7 @@ from examples.research import command, efficiency
 
 
 def test_random_tokens_replace_a_corpus_that_is_not_prepared(tmp_path):
-    config = configs.parse(["--config", "gpt2_small", "--data.tokens", str(tmp_path), "--batch-size", "2"])
+    config = configs.parse(["--config", "gpt2_small", "--tokens", str(tmp_path), "--batch-size", "2"])
     said = io.StringIO()
     dataset = efficiency.corpus(config, Console(file=said))
     assert "random tokens" in said.getvalue()
@@ -24,13 +24,13 @@ def test_random_tokens_replace_a_corpus_that_is_not_prepared(tmp_path):
 @pytest.mark.slow
 def test_every_optimizer_has_a_row(flags, tmp_path, capsys):
     output = tmp_path / "efficiency.json"
-    words = [*flags, "--optimizers", "adamw,normpre_l:matrix.rank=8", "--steps", "2", "--output", str(output)]
+    words = [*flags, "--optimizers", "adamw,normpre_l,rank=8", "--steps", "2", "--output", str(output)]
     assert command.run(efficiency.main, words) == 0
     rows = json.loads(output.read_text())["rows"]
-    assert list(rows) == ["adamw", "normpre_l:matrix.rank=8"]
+    assert list(rows) == ["adamw", "normpre_l,rank=8"]
     assert rows["adamw"]["step_over_adamw"] == 1
     assert all(row["optimizer_ms"] > 0 and row["peak_gib"] > 0 for row in rows.values())
-    assert "normpre_l:matrix.rank=8 optimizer" in capsys.readouterr().out
+    assert "normpre_l,rank=8 optimizer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from rich.console import Console
 from examples.pretrain import main, optimizers, train
 from examples.pretrain import run as run_module
 from examples.pretrain.checkpoint import Checkpoints
-from examples.pretrain.config import Config, MatrixConfig, ModelConfig
+from examples.pretrain.config import Config, ModelConfig
 from examples.pretrain.data import load, training_batches
 from examples.pretrain.evaluate import token_losses
 from examples.pretrain.logs import read_lines
@@ -35,7 +35,6 @@ CONFIG = Config(
     weight_decay=0.5,
     keep_checkpoints=9,
     model=ModelConfig(layers=1, width=16, heads=2, mlp_width=32, context=32),
-    matrix=MatrixConfig(rank=RANK),
 )
 
 
@@ -183,8 +182,8 @@ def test_alignment_is_the_cosine_of_gradient_and_direction(drawn, by_hand, runs)
 
 @pytest.mark.slow
 def test_a_run_from_training_to_figures(flags, tmp_path):
-    more = "--steps 6 --warmup-steps 1 --checkpoint-every 3 --keep-checkpoints 9 --optimizer normpre_l --name own"
-    assert main.main([*flags, *more.split(), "--matrix.rank", str(RANK), "--weight-decay", "0.5"]) == 0
+    more = "--steps 6 --warmup-steps 1 --checkpoint-every 3 --keep-checkpoints 9 --name own"
+    assert main.main([*flags, *more.split(), "--optimizer", f"normpre_l,rank={RANK},weight_decay=0.5"]) == 0
     out = tmp_path / "out"
     assert command.run(figures.main, ["--run", str(tmp_path / "runs" / "own"), "--out", str(out)]) == 0
     (found,) = json.loads((out / "figures.json").read_text())["runs"]
@@ -228,7 +227,7 @@ def test_which_checkpoints_ranks_and_eigenvalues_are_shown(runs):
     run = figure_data.open_run(runs["rmnp"])
     assert run.shown(()) == (4, 12)  # of 0.12, 0.6, 1.2, 2.4, 6 and 12; 6 is as near to 4 as to 8
     assert run.shown((8, 4)) == (4, 8)
-    assert run.ranks(()) == (RANK,)
+    assert run.ranks(()) == (16,)  # NormPre-L's 32, of a width of 16
     assert run.ranks((3, 1, 3)) == (3, 1)
     run.checkpoints.close()
     found = figure_data.by_rank([np.array([4.0, 1.0, 1e-20], np.float32), np.array([2.0], np.float32)])
@@ -277,7 +276,7 @@ def test_bad_input_is_one_line(runs, tmp_path, capsys):
         (["--run", str(none)], [f"error: --run {none}: it has no checkpoints\n"]),
         (["--run", str(other)], [f"error: --run {other}: cannot restore ", "it is of another model or optimizer"]),
         (["--run", str(older)], ["its run.json is of another version or damaged: it has no 'sessions'\n"]),
-        (["--run", str(unknown)], ["another version, with an optimizer 'sophia'"]),
+        (["--run", str(unknown)], ["--optimizer must be one of adamw"]),
     ):
         assert command.run(figures.main, ["--out", str(out), *arguments]) == 1
         said = capsys.readouterr().err

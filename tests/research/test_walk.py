@@ -44,7 +44,7 @@ def test_the_walks_report(tmp_path, capsys):
     assert "| 0.004 | mlp/up | 0.16 | 0.17 | 0.50 | 0.50 | 0.32 |" in report
     (axes,) = walk.draw(content).axes
     assert [line.get_label() for line in axes.get_lines()] == ["random walk", "no tangent", "with tangent"]
-    with pytest.raises(RunError, match=r"no finished run of normpre_g:matrix\.tangent=none"):
+    with pytest.raises(RunError, match=r"no finished run of normpre_g,tangent=none"):
         walk.arms_of(content | {"arms": content["arms"][1:]})
 
 

@@ -1,185 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m examples.pretrain prepare CORPUS``: text to a folder of token files, streamed.
-
-Stopped and started again with the same options, a command resumes, and writes the same bytes. ``--files`` takes local
-copies of a hub data set, for machines without internet.
-"""
+"""``python -m examples.pretrain prepare CORPUS``: text to a folder of token files, streamed."""
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import platform
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
 import tyro
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from ..config import RunError, read_options
+from ..config import RunError, flag, read_options
 from ..processes import Stopped, on_signals
 from . import sources, token_files
-from .sources import HubTexts, LocalTexts, Problems, Stream, find_files, one_line
+from .sources import HubStream, Problems, Stream, find_files, one_line
 from .tokenizer import find_tokenizer, train_on
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The options of every corpus."""
+    """Write a corpus as token files. The same command resumes a stopped one, and writes the same bytes."""
 
-    output: Path | None = None
-    """Folder to write; None: data/<corpus>."""
-    overwrite: bool = False
-    """Delete what is in the folder, finished or not, and start again."""
-    layout: Literal["packed", "documents"] = "packed"
-    """packed: documents one after the other, cut anywhere. documents: a sequence each, truncated or padded."""
-    context: int = 1024
-    """documents: longest sequence the files can serve; training may take any --model.context up to it."""
-    train_documents: int | None = None
-    """Training documents to take; None: all."""
-    validation_documents: int | None = None
-    """Validation documents to take; None: all."""
-    validation_percent: float = 5
-    """Share of the documents that is held out, chosen by a hash, where there are no others to validate on."""
-    tokenizer: str = ""
-    """Path of a tokenizer.json, or a name on the Hugging Face hub. Empty: train a byte-level BPE on the text."""
-    vocabulary: int = 2048
-    """Tokens of the tokenizer that is trained on the text, on a sample of 50 MB where there is more."""
-    skip_bad: bool = False
-    """Leave out lines that are not JSON or have no text, and files that are not UTF-8, and report them."""
-
+    # Files, and folders to search for them; of a data set on the hub: local copies to read instead.
     paths: tyro.conf.Positional[tuple[Path, ...]] = ()
-    """Files, and folders to search for them."""
+    output: Path | None = None  # Folder to write; None: data/<corpus>.
+    overwrite: bool = False  # Delete what is in the folder, finished or not, and start again.
+    # packed: documents one after the other, cut anywhere. documents: a sequence each, truncated or padded.
+    layout: Literal["packed", "documents"] = "packed"
+    context: int = 1024  # documents: longest sequence the files can serve; training may take any up to it.
+    train_documents: int | None = None  # Training documents to take; None: all.
+    validation_documents: int | None = None  # Validation documents to take; None: all.
+    # Files and folders to validate on; none: hold out documents of the others.
     validation_files: tuple[Path, ...] = ()
-    """Files and folders to validate on; none: hold out documents of the others."""
+    # Share of the documents that is held out, by a hash of the text (python: of the path).
+    validation_percent: float = 5
+    # Path of a tokenizer.json, or a name on the Hugging Face hub. Empty: train a byte-level BPE on the text.
+    tokenizer: str = ""
+    vocabulary: int = 2048  # Tokens of the tokenizer that is trained, on a sample of 50 MB if there is more text.
+    # Leave out lines that are not JSON or have no text, and files that are not UTF-8, and report them.
+    skip_bad: bool = False
+    # text: cut files into documents of at most so many characters, at a line end or else a space; None: do not cut.
+    cut: int | None = None
+    installed_packages: bool = False  # python: add the installed packages to the standard library.
+    field: str = "text"  # Records: the field that has the text.
+    dataset: str = ""  # Id of a data set on the Hugging Face hub.
+    subset: str = ""  # Its configuration; empty: the default.
+    revision: str = ""  # Its branch, tag or commit; empty: the newest.
+    validation_split: str = ""  # Its split to validate on; empty: hold out documents of the training split.
+    name: tyro.conf.Suppress[str] = ""
 
-    suffixes: ClassVar[tuple[str, ...]]
+    @property
+    def folder(self) -> Path:
+        """The folder to write."""
+        if self.output or self.name != "python" or self.paths:
+            return self.output or Path("data") / self.name
+        packages = "-packages" * self.installed_packages
+        return Path(f"data/python-{platform.python_version()}{packages}-v{self.vocabulary}")
 
     @cached_property
     def problems(self) -> Problems:
         """What is left out of its files."""
         return Problems(self.skip_bad)
 
-    def read(self, path: Path) -> Iterator[str]:
-        """The documents of a file."""
-        raise NotImplementedError
+    def streams(self) -> list[Stream]:
+        """The documents to train on, then those to validate on if they come from elsewhere."""
+        if self.name == "python":
+            return sources.python_streams(self.paths, self.installed_packages, self.validation_percent)
+        hub, share = bool(self.dataset and not self.paths), self.validation_percent / 100
+        train, other = ("train", self.validation_split) if hub else (self.paths, self.validation_files)
+        read: Any = self.hub if hub else self.local
+        return [read(train, 0.0), read(other, 1.0)] if other else [read(train, share)]
 
-    def texts(self, paths: Sequence[Path]) -> LocalTexts:
+    def local(self, paths: Sequence[Path], held_out: float) -> Stream:
         """The documents of files and folders."""
-        files = find_files(paths, self.suffixes)
-        return LocalTexts(lambda: (text for path in files for text in self.read(path)))
+        files = find_files(paths, sources.SUFFIXES[self.name])
 
-    def streams(self) -> list[Stream]:
-        """The documents to train on, then those to validate on where they come from elsewhere."""
-        return self.split(self.texts(self.paths), self.validation_files and self.texts(self.validation_files))
+        def read(path: Path) -> Iterator[str]:
+            if self.name == "text":
+                return sources.read_plain(path, self.cut, self.problems)
+            return sources.read_records(path, self.field, self.problems)
 
-    def split(self, texts: LocalTexts | HubTexts, others: Any) -> list[Stream]:
-        """``texts`` to train on and ``others`` to validate on; without them, a share of the first is held out."""
-        return [Stream(texts, 0.0), Stream(others, 1.0)] if others else [Stream(texts, self.validation_percent / 100)]
+        return Stream(lambda: itertools.chain.from_iterable(map(read, files)), held_out)
 
-
-@dataclass(frozen=True)
-class Text(Corpus):
-    """Files of plain text (folders: .txt, .md, .rst, .tex), each a document; held out by a hash of the text."""
-
-    cut: int | None = None
-    """Cut files into documents of at most so many characters, at a line end or else a space; None: do not cut."""
-
-    suffixes = sources.TEXT_SUFFIXES
-
-    def read(self, path: Path) -> Iterator[str]:
-        """The documents of a file."""
-        return sources.read_plain(path, self.cut, self.problems)
-
-
-@dataclass(frozen=True)
-class Jsonl(Corpus):
-    """Lines of JSON (.jsonl, .jsonl.gz, .jsonl.zst) or tables (.parquet, .arrow); held out by a hash of the text."""
-
-    field: str = "text"
-    """The field that has the text."""
-
-    suffixes = sources.JSON_SUFFIXES + sources.TABLE_SUFFIXES
-
-    def read(self, path: Path) -> Iterator[str]:
-        """The texts of a file."""
-        return sources.read_records(path, self.field, self.problems)
-
-
-@dataclass(frozen=True)
-class HubCorpus(Jsonl):
-    """A data set of the Hugging Face hub, streamed."""
-
-    paths: Annotated[tuple[Path, ...], tyro.conf.arg(name="files")] = ()
-    """Local copies to read instead: .jsonl, .json.gz, .jsonl.zst, .parquet, .arrow, or folders of them."""
-    dataset: str = ""
-    """Id of the data set on the hub."""
-    subset: str = ""
-    """Its configuration; empty for the default."""
-    revision: str = ""
-    """Its branch, tag or commit; empty for the newest."""
-    validation_split: str = ""
-    """Split to validate on; empty: hold out documents of the training split."""
-    validation_percent: float = 0.05
-
-    def streams(self) -> list[Stream]:
-        """Training documents, then validation documents where they come from elsewhere."""
-        if self.paths:
-            return super().streams()
-        return self.split(self.hub("train"), self.validation_split and self.hub(self.validation_split))
-
-    def hub(self, split: str) -> HubTexts:
+    def hub(self, split: str, held_out: float) -> Stream:
         """The documents of a split on the hub."""
-        revision = self.revision or None
-        return HubTexts(self.dataset, self.subset, split, self.field, self.problems, revision=revision)
+        options = {"revision": self.revision or None}
+        return HubStream(self.dataset, self.subset, split, self.field, self.problems, held_out, **options)
 
 
-@dataclass(frozen=True)
-class OpenWebText(HubCorpus):
-    """OpenWebText (8 million web pages, 40 GB), GPT-2's tokenizer, packed; one document in 2,000 is held out."""
-
-    dataset: str = "Skylion007/openwebtext"
-    tokenizer: str = "gpt2"
+def hub(name: str, dataset: str, tokenizer: str, **options: Any) -> Corpus:
+    """A data set of the hub; one document in 2,000 is held out."""
+    return Corpus(name=name, dataset=dataset, tokenizer=tokenizer, **{"validation_percent": 0.05, **options})
 
 
-@dataclass(frozen=True)
-class C4(HubCorpus):
-    """C4 English, T5's tokenizer, a document per sequence: 5,120,000 to train on, 2,048 of its validation split."""
-
-    dataset: str = "allenai/c4"
-    subset: str = "en"
-    validation_split: str = "validation"
-    tokenizer: str = "google-t5/t5-base"
-    layout: Literal["packed", "documents"] = "documents"
-    train_documents: int | None = 5_120_000
-    validation_documents: int | None = 2_048
-
-
-@dataclass(frozen=True)
-class Pile(HubCorpus):
-    """The Pile, Qwen3's tokenizer, a document per sequence: 5,120,000 to train on and 2,048 others to validate.
-
-    Documents come from the deduplicated Pile in its published order. The paper's differ: it recovers documents from the
-    token stream that Pythia was trained on and tokenizes those again. --dataset or --files takes such a set instead.
-    """
-
-    dataset: str = "EleutherAI/the_pile_deduplicated"
-    tokenizer: str = "Qwen/Qwen3-0.6B-Base"
-    layout: Literal["packed", "documents"] = "documents"
-    train_documents: int | None = 5_120_000
-    validation_documents: int | None = 2_048
-
-
-CORPORA: dict[str, type[Corpus]] = {
-    "text": Text,
-    "jsonl": Jsonl,
-    "openwebtext": OpenWebText,
-    "c4": C4,
-    "pile": Pile,
+PAPER: dict[str, Any] = {"layout": "documents", "train_documents": 5_120_000, "validation_documents": 2_048}
+# Name: what it is, its defaults. The paper's documents of the Pile come from the token stream of Pythia; here they come
+# from the deduplicated Pile in its published order.
+CORPORA = {
+    "python": ("Python source: the standard library, or folders", Corpus(name="python")),
+    "text": ("files of plain text (.txt, .md, .rst, .tex), each a document", Corpus(name="text")),
+    "jsonl": ("lines of JSON (.jsonl, .jsonl.gz, .jsonl.zst) or tables (.parquet, .arrow)", Corpus(name="jsonl")),
+    "openwebtext": ("8 million web pages, 40 GB", hub("openwebtext", "Skylion007/openwebtext", "gpt2")),
+    "c4": (
+        "C4 English, a document per sequence",
+        hub("c4", "allenai/c4", "google-t5/t5-base", subset="en", validation_split="validation", **PAPER),
+    ),
+    "pile": (
+        "the deduplicated Pile, a document per sequence",
+        hub("pile", "EleutherAI/the_pile_deduplicated", "Qwen/Qwen3-0.6B-Base", **PAPER),
+    ),
 }
 RESUME = "stopped; the same command resumes"
 
@@ -191,16 +128,14 @@ def main(arguments: Sequence[str]) -> None:
         RunError: for everything that the user can fix.
         Stopped: after a signal.
     """
-    name = arguments[0] if arguments else ""
-    if name in CORPORA:
-        corpus = read_options(CORPORA[name], arguments[1:], f"prepare {name}")
-    else:
-        corpus = tyro.extras.subcommand_cli_from_dict(
-            CORPORA,
-            args=list(arguments),
-            prog="python -m examples.pretrain prepare",
-            description="Write a corpus as token files. `prepare CORPUS --help` lists the options.",
-        )
+    name, *options = arguments or [""]
+    if name in ("-h", "--help"):
+        print("usage: python -m examples.pretrain prepare CORPUS ...\n")
+        print(*(f"  {corpus:<12}{what}" for corpus, (what, _) in CORPORA.items()), sep="\n")
+        return
+    if name not in CORPORA:
+        raise RunError(f"prepare must be followed by one of {', '.join(CORPORA)}, got {name!r}")
+    corpus = read_options(Corpus, options, f"prepare {name}", CORPORA[name][1])
     stopping: list[int] = []
     try:
         with on_signals(stopping.append):
@@ -211,21 +146,24 @@ def main(arguments: Sequence[str]) -> None:
         raise RunError(f"cannot prepare the corpus ({one_line(error)})") from error
 
 
-def prepare(corpus: Corpus, console: Console, stopping: Sequence[int]) -> None:
+def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> None:
     """Write the token files of a corpus, or finish them. A signal in ``stopping`` ends it after a batch."""
     check(corpus)
-    name = next(name for name, kind in CORPORA.items() if kind is type(corpus))
-    folder = corpus.output or Path("data") / name
+    folder = corpus.folder
     partial = folder.with_name(f".{folder.name}.partial")
     clear(folder, partial, corpus.overwrite)
     streams = corpus.streams()
     paths = (*corpus.paths, *corpus.validation_files)
-    sizes = [[str(path), path.stat().st_size] for path in find_files(paths, corpus.suffixes)] if paths else []
-    digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
-    settings = dataclasses.asdict(corpus) | {"corpus": name, "local files": digest}
+    sizes = (
+        [[str(path), path.stat().st_size] for path in find_files(paths, sources.SUFFIXES[corpus.name])] if paths else []
+    )
+    settings = dataclasses.asdict(corpus) | {"local files": hashlib.sha256(json.dumps(sizes).encode()).hexdigest()}
     del settings["output"], settings["overwrite"]
+    library = f"standard library of {platform.python_implementation()} {platform.python_version()}"
+    library += " and installed packages" * corpus.installed_packages
+    hub = " ".join((corpus.dataset, corpus.subset)).strip()
     about = {
-        "source": ", ".join(map(str, corpus.paths)) or " ".join([settings["dataset"], settings["subset"]]).strip(),
+        "source": ", ".join(map(str, corpus.paths)) or hub or library,
         "tokenizer": corpus.tokenizer or f"byte-level BPE of {corpus.vocabulary}, trained on it",
     }
 
@@ -256,10 +194,9 @@ def check(corpus: Corpus) -> None:
     Raises:
         RunError: naming the option.
     """
-    values = dataclasses.asdict(corpus)
     for name in ("context", "train_documents", "validation_documents", "cut"):
-        if values.get(name) is not None and values[name] < 1:
-            raise RunError(f"--{name.replace('_', '-')} must be at least 1, got {values[name]}")
+        if (value := getattr(corpus, name)) is not None and value < 1:
+            raise RunError(f"{flag(name)} must be at least 1, got {value}")
     if not 0 < corpus.validation_percent <= 50:
         raise RunError(f"--validation-percent must be above 0 and at most 50, got {corpus.validation_percent}")
     if not 257 <= corpus.vocabulary <= 65_536:
@@ -270,7 +207,7 @@ def clear(folder: Path, partial: Path, overwrite: bool) -> None:
     """Delete what is in the way of ``folder``, if it may be.
 
     Raises:
-        RunError: where something else is in the way.
+        RunError: if something else is in the way.
     """
     occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if occupied and not overwrite:

@@ -13,29 +13,36 @@ import itertools
 import json
 import os
 import re
+import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..config import RunError
 
+TABLES = (".parquet", ".arrow")
+RECORDS = (".jsonl", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", *TABLES)
 # A folder is searched for these. A bare .json in it is rather a manifest, but you can name it.
-JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-TABLE_SUFFIXES = (".parquet", ".arrow")
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex")
+SUFFIXES = {
+    **{"python": (".py",), "text": (".txt", ".md", ".rst", ".tex")},
+    **dict.fromkeys(("jsonl", "openwebtext", "c4", "pile"), RECORDS),
+}
 SAMPLE_BYTES = 50_000_000
+LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else its client prints a warning for every retry
 
 
-@dataclass(frozen=True)
 class Stream:
-    """Documents, and the share of them that is held out for validation, chosen by a hash of the text."""
+    """Documents of local files in a fixed order, and the share of them that is held out, chosen by a hash of the text.
 
-    texts: "LocalTexts | HubTexts"
-    held_out: float
+    The position is the number of documents taken: resuming reads past those.
+    """
+
+    def __init__(self, read: Callable[[], Iterator[str]], held_out: float):
+        self.read, self.held_out = read, held_out
+        self._done = 0
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -46,25 +53,17 @@ class Stream:
         """The split of one document."""
         return "validation" if fraction(text) < self.held_out else "train"
 
-
-class LocalTexts:
-    """Documents of local files. The position is their number: resuming reads past the ones before."""
-
-    def __init__(self, read: Callable[[], Iterator[str]]):
-        self.read = read
-        self._done = 0
-
     def __iter__(self) -> Iterator[str]:
         for text in itertools.islice(self.read(), self._done, None):
             self._done += 1
             yield text
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of documents taken."""
+        """The position."""
         return {"documents": self._done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind that many documents."""
+        """Continue at that position."""
         self._done = state["documents"]
 
 
@@ -107,8 +106,8 @@ class Problems:
                 yield f"{name}: {what}" + (f" (lines: {count:,}, the first is {first:,})" if first else "")
 
 
-class HubTexts:
-    """Documents of a hub data set, streamed: nothing is kept on disk.
+class HubStream(Stream):
+    """Documents of a hub data set: nothing is kept on disk.
 
     Args:
         dataset: its id, such as "allenai/c4", or a format such as "json", with ``data_files`` among the options.
@@ -116,21 +115,24 @@ class HubTexts:
         split: the split to stream.
         field: the column of the text.
         problems: collects what is skipped.
+        held_out: share that is held out.
         options: further arguments of ``datasets.load_dataset``.
 
     Raises:
-        RunError: where it cannot be reached or has no such column.
+        RunError: if it cannot be reached or has no such column.
     """
 
-    def __init__(self, dataset: str, subset: str, split: str, field: str, problems: Problems, **options: Any):
-        self._name, self._field, self._problems = dataset, field, problems
-        load = require("datasets").load_dataset
+    def __init__(
+        self, dataset: str, subset: str, split: str, field: str, problems: Problems, held_out: float, **options: Any
+    ):
+        super().__init__(lambda: texts_of(((0, row) for row in self._rows), dataset, field, problems), held_out)
+        self._name, load = dataset, require("datasets").load_dataset
         with self._reachable():
             self._rows = load(dataset, subset or None, split=split, streaming=True, **options)
 
     def __iter__(self) -> Iterator[str]:
         with self._reachable():
-            yield from texts_of(((0, row) for row in self._rows), self._name, self._field, self._problems)
+            yield from self.read()
 
     @contextmanager
     def _reachable(self) -> Iterator[None]:
@@ -141,7 +143,7 @@ class HubTexts:
         except Exception as error:  # of many types: network, unknown id, unknown split
             raise RunError(
                 f"cannot stream {self._name} from the Hugging Face hub ({one_line(error)}): check the name and the "
-                "network; the same command resumes, and --files takes local copies (.jsonl, .json.gz, .parquet, .arrow)"
+                "network; the same command resumes, and with paths it reads local copies (.jsonl, .json.gz, .parquet)"
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,6 +190,60 @@ def find_files(paths: Iterable[Path], suffixes: tuple[str, ...]) -> list[Path]:
     return list(found)
 
 
+def python_streams(folders: Sequence[Path], installed: bool, validation_percent: float) -> list[Stream]:
+    """Python files of the folders, or of the standard library and the ``installed`` packages.
+
+    Left out: tests (many distributions ship without them), tables of characters, help texts, files that the
+    installation wrote, files that are not UTF-8, second copies of a text, and of packages tables. A file is in training
+    or validation by a hash of its path: the same on every machine.
+    """
+    files, seen = [], set[bytes]()
+    for folder in folders or [Path(sysconfig.get_path("stdlib"))]:
+        files += [(path.relative_to(folder).as_posix(), path) for path in python_files(folder, seen)]
+    for folder in site_packages() if installed else ():
+        found = python_files(folder, seen, tables=False)
+        files += [(f"site-packages/{path.relative_to(folder).as_posix()}", path) for path in found]
+    held = [zlib.crc32(name.encode()) % 100 < validation_percent for name, _ in files]
+    streams = []
+    for split in (False, True):
+        chosen = [path for (_, path), is_held in zip(files, held, strict=True) if is_held == split]
+        streams.append(Stream(lambda chosen=chosen: map(read_source, chosen), float(split)))
+    return streams
+
+
+def site_packages() -> list[Path]:
+    """Where the running interpreter keeps installed packages."""
+    return list(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")))
+
+
+def python_files(folder: Path, seen: set[bytes], *, tables: bool = True) -> Iterator[Path]:
+    """Files in order of path; ``seen`` collects digests of their texts."""
+    for path in sorted(folder.rglob("*.py")):
+        if LEFT_OUT.intersection(path.relative_to(folder).parts) or path.name.startswith("_sysconfigdata"):
+            continue
+        try:
+            text = read_source(path)
+        except (UnicodeDecodeError, OSError):
+            continue
+        digest = hashlib.sha256(text.encode()).digest()
+        if text.strip() and digest not in seen and (tables or not is_table(text)):
+            seen.add(digest)
+            yield path
+
+
+def read_source(path: Path) -> str:
+    """The text of a file, line endings as they are."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return file.read()
+
+
+def is_table(text: str) -> bool:
+    """Whether a file is huge, has lines of 200 characters on average, or consists of digits by a third."""
+    if len(text) > 1_000_000 or len(text) > 200 * (text.count("\n") + 5):
+        return True
+    return sum(map(text.count, "0123456789")) > len(text) / 3
+
+
 def read_plain(path: Path, cut: int | None, problems: Problems) -> Iterator[str]:
     """A text file as one document, or cut into documents of at most ``cut`` characters.
 
@@ -229,7 +285,7 @@ def read_records(path: Path, field: str, problems: Problems) -> Iterator[str]:
     """
     name = str(path)
     problems.begin(name)
-    rows = enumerate(table_rows(path), 1) if path.suffix in TABLE_SUFFIXES else json_rows(path, problems)
+    rows = enumerate(table_rows(path), 1) if path.suffix in TABLES else json_rows(path, problems)
     try:
         yield from texts_of(rows, name, field, problems)
     except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's errors are among them

@@ -104,10 +104,10 @@ class Writer:
         start = self.state["position"] or {"stream": 0, "texts": None}
         for number, stream in enumerate(streams[start["stream"] :], start["stream"]):
             if number == start["stream"] and start["texts"] is not None:
-                stream.texts.load_state_dict(start["texts"])
-            for texts in () if self.full(stream) else batches(stream.texts):
+                stream.load_state_dict(start["texts"])
+            for texts in () if self.full(stream) else batches(stream):
                 self.append([(stream.split_of(text), text) for text in texts])
-                self.state["position"] = {"stream": number, "texts": stream.texts.state_dict()}
+                self.state["position"] = {"stream": number, "texts": stream.state_dict()}
                 self.save()
                 report(self.counts)
                 if self.full(stream):

@@ -22,12 +22,12 @@ WORD_MARK = "\u2581"  # how SentencePiece writes a space
 
 
 def train_on(streams: Callable[[], Iterable[Stream]], vocabulary: int) -> Tokenizer:
-    """A tokenizer trained on the training documents of new streams, or on a sample of 50 MB where there is more."""
+    """A tokenizer trained on the training documents of new streams, or on a sample of 50 MB if there is more."""
 
     def read() -> Iterator[str]:
         for stream in streams():
             if "train" in stream.splits:
-                yield from (text for text in stream.texts if stream.split_of(text) == "train")
+                yield from (text for text in stream if stream.split_of(text) == "train")
 
     return train_tokenizer(sample(read), vocabulary)
 
