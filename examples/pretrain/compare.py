@@ -31,7 +31,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from rich.console import Console
 
 from . import cluster, configs, data, mesh
-from .config import Compare, Config, RunError, check, join_name, split_name
+from .config import Compare, Config, RunError, check, is_relative, join_name, split_name
 from .logs import read_lines, write_json
 from .optimizers import make_optimizer
 from .processes import Stopped, begin_as_child, lock, on_signals
@@ -56,7 +56,8 @@ class Arm(NamedTuple):
     @property
     def flags(self) -> list[str]:
         """Flags of ``train`` that distinguish it from the others."""
-        return ["--optimizer", self.optimizer, "--learning-rate", repr(self.learning_rate), "--seed", str(self.seed)]
+        rate = "--relative-step" if is_relative(self.optimizer) else "--learning-rate"
+        return ["--optimizer", self.optimizer, rate, repr(self.learning_rate), "--seed", str(self.seed)]
 
 
 @dataclass
@@ -235,7 +236,7 @@ def learning_rates(options: Compare, study: Study) -> dict[str, list[float]]:
         name, settings = split_name(text)
         own = [config.learning_rate] if settings.pop("learning_rate", None) else []
         tried = rates.setdefault(join_name(name, settings), [])
-        for rate in own or common or [study.config.learning_rate]:
+        for rate in own or common or [config.relative_step if is_relative(text) else config.learning_rate]:
             if rate in tried:
                 raise RunError(f"--optimizers: {text} is there twice")
             tried.append(rate)
@@ -302,6 +303,7 @@ def finished(folder: Path) -> Result | None:
 # and Ito); the others have the rest of that palette and of Paul Tol's.
 NAMES = {
     "adamw": ("AdamW", "#000000"),
+    "normpre_h": ("NormPre-H", "#9933FF"),
     "muon": ("Muon", "#0072B2"),
     "mano": ("MANO", "#E69F00"),
     "rmnp": ("RMNP", "#56B4E9"),

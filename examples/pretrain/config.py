@@ -67,13 +67,13 @@ class Common:
     resume: bool = False  # Continue the run from its last checkpoint, exactly; repeat the other options as they were.
     overwrite: bool = False  # Delete a run of the same name first.
     seed: int = 0  # Seed of initialization, data order and sampling.
-    # Optimizer of the hidden matrices: adamw, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon, moga, swan,
-    # normpre_g or normpre_l, with settings of its own after commas: normpre_l,rank=0.25. Embeddings, norms and biases
-    # use AdamW under all of them.
-    optimizer: str = "normpre_g"
-    # Peak learning rate. Updates of hidden matrices have about AdamW's size; with norm_control=hyperball it is the
-    # size of a step relative to the weights, 1e-2 to 2e-2.
-    learning_rate: float = 4e-3
+    # Optimizer of the hidden matrices: normpre_h, adamw, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon, moga,
+    # swan, normpre_g or normpre_l, with settings of its own after commas: normpre_l,rank=0.25. Embeddings, norms and
+    # biases use AdamW under all of them.
+    optimizer: str = "normpre_h"
+    learning_rate: float = 4e-3  # Peak learning rate, of AdamW's size; normpre_h uses it for the AdamW group only.
+    # normpre_h (and norm_control=hyperball): peak size of a step of hidden matrices relative to the weights.
+    relative_step: float = 1.6e-2
     steps: int = 800  # Number of updates.
     batch_size: int = 16  # Sequences per update.
     # Devices to train on, such as data=2,fsdp=4: axes data (the batch is split), fsdp (batch, parameters and
@@ -254,6 +254,12 @@ def split_name(optimizer: str) -> tuple[str, dict[str, str]]:
     if len(found) < len(settings):
         raise RunError(f"--optimizer: settings are written once each, {name},rank=8, got {optimizer!r}")
     return name, found
+
+
+def is_relative(optimizer: str) -> bool:
+    """Whether steps of hidden matrices have a size relative to the weights: ``--relative-step``."""
+    name, settings = split_name(optimizer)
+    return name == "normpre_h" or settings.get("norm_control") == "hyperball"
 
 
 def join_name(name: str, settings: dict[str, str]) -> str:

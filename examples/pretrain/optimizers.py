@@ -21,10 +21,11 @@ from normpre_optax import (
     explain,
     families,
     multipliers_by_width,
+    normpre_h,
     with_adamw,
 )
 
-from .config import IN_NAMES, Config, RunError, split_name
+from .config import IN_NAMES, Config, RunError, is_relative, split_name
 from .mesh import by_name, whole
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.typing.ArrayLike]
@@ -37,7 +38,11 @@ def adamw(learning_rate: Schedule, **options: Any) -> optax.GradientTransformati
 
 
 adamw.__signature__ = inspect.signature(with_adamw)  # pyright: ignore[reportFunctionMemberAccess]
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {"adamw": adamw, **families()}
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
+    "adamw": adamw,
+    "normpre_h": normpre_h,
+    **families(),
+}
 DEFAULTS: dict[str, dict[str, Any]] = {"swan": {"rms": 0.2}}  # where they are not the library's
 # How an optimizer's step depends on the shape, for ``multipliers_by_width``.
 UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {
@@ -85,9 +90,11 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         RunError: if there is no such optimizer, or it refuses a setting.
     """
     name, settings = settings_of(config.optimizer)
-    adam_ratio = (config.adam_learning_rate or config.learning_rate) / config.learning_rate
+    adam = config.adam_learning_rate or config.learning_rate
+    hidden = config.relative_step if is_relative(config.optimizer) else config.learning_rate
     given = {
-        "adam_learning_rate": lambda t: adam_ratio * learning_rate(t),
+        "adam_learning_rate": lambda t: adam / config.learning_rate * learning_rate(t),
+        "adam_weight_decay": config.weight_decay,
         **{option: getattr(config, option) for option in ("weight_decay", "adam_b1", "adam_b2", "seed")},
         "weight_decay_mask": None if config.decay_gains else decay_matrices_only,
         "matrix_dims": matrix_dims(settings.pop("layers")),
@@ -95,7 +102,8 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
     }
     accepted = inspect.signature(OPTIMIZERS[name]).parameters
     try:
-        optimizer = OPTIMIZERS[name](learning_rate, **settings, **{k: x for k, x in given.items() if k in accepted})
+        given = {option: value for option, value in given.items() if option in accepted}
+        optimizer = OPTIMIZERS[name](lambda t: hidden / config.learning_rate * learning_rate(t), **settings, **given)
     except (ValueError, TypeError) as error:
         raise RunError(f"--optimizer {config.optimizer}: {error}") from error
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip == "global" else optax.identity()
@@ -107,7 +115,7 @@ def learning_rate_multipliers(config: Config) -> Callable[[Any], Any] | None:
     if config.base_width is None:
         return None
     narrower, (name, settings) = config.base_width / config.model.width, settings_of(config.optimizer)
-    relative = settings["norm_control"] == "hyperball" or settings.get("convention") == "keller"
+    relative = is_relative(config.optimizer) or settings.get("convention") == "keller"
     update = "relative" if relative else UPDATES.get(name)
     if update is None:
         raise RunError(f"--base-width: how the learning rate of {name} depends on the width is unknown")

@@ -2,7 +2,6 @@
 """A whole run and its folder: ``main`` checks everything, trains, and writes what is left behind."""
 
 import json
-import math
 import shutil
 import time
 from contextlib import closing, nullcontext
@@ -15,14 +14,13 @@ from rich.console import Console
 from . import cluster, data, logs, mesh, optimizers
 from .checkpoint import Checkpoints, Damaged
 from .commands import Trained, load
-from .config import Config, Diverged, RunError, differences, to_dict
+from .config import Config, Diverged, RunError, differences, is_relative, to_dict
 from .evaluate import Score
 from .generate import generate
 from .processes import LOCK, lock, on_signals
 from .train import Trainer, compute_dtype, warmup_steps
 
 # Initial row norms below the first want to be the second where they stay as they are (docs/choosing.md).
-SHORT_ROW, BEST_ROW = 0.4, 0.65
 
 
 def main(config: Config) -> None:
@@ -211,13 +209,14 @@ def introduce(
     devices = f"{trainer.layout.devices} x {kind} ({config.mesh})" if config.mesh else kind
     parts = f", {config.micro_batch} at a time," if config.micro_batch else ""
     adam = f", AdamW learning rate {config.adam_learning_rate:g}" if config.adam_learning_rate else ""
+    step = f"relative step {config.relative_step:g}, " if is_relative(config.optimizer) else ""
     console.print(
         f"Text       {texts['source']}: {texts['train']['documents']:,} training documents "
         f"({texts['train']['tokens']:,} tokens), {texts['validation']['documents']:,} validation documents; "
         f"vocabulary {dataset.vocabulary:,}\n"
         f"Model      {model.family}, {model.layers} layers, width {model.width}, context {model.context}: "
         f"{count:,} parameters\n"
-        f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}{adam}; {totals}\n"
+        f"Optimizer  {config.optimizer}, {step}learning rate {config.learning_rate:g}{adam}; {totals}\n"
         f"Run        {config.steps:,} steps of {config.batch_size} x {model.context} tokens{parts} "
         f"({tokens / 1e6:,.2f} M) on {devices} in {run['dtype']}"
     )
@@ -229,12 +228,7 @@ def introduce(
 def remarks(config: Config) -> list[str]:
     """What in these options may need action."""
     warmup = warmup_steps(config)
-    row = config.model.hidden_std * math.sqrt(config.base_width or config.model.width)
-    notes = [f"Warm-up    {warmup} of these steps, not {config.warmup_steps}"] * (warmup != config.warmup_steps)
-    if optimizers.settings_of(config.optimizer)[1]["norm_control"] == "hyperball" and row < SHORT_ROW:
-        std = config.model.hidden_std * BEST_ROW / row
-        notes.append(f"Rows       have a fixed norm of {row:.2f}; 0.5 to 0.8 is better: --model.hidden-std {std:.2g}")
-    return notes
+    return [f"Warm-up    {warmup} of these steps, not {config.warmup_steps}"] * (warmup != config.warmup_steps)
 
 
 def store_result(config: Config, result: dict[str, Any]) -> None:
