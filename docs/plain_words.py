@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that the pages stay short and plain: ``python docs/plain_words.py`` prints what breaks a limit.
 
-User guides and research notes have a limit of words in total. No sentence has more than 35 words, a table of a guide has
-at most six columns and ten rows, and words of a private vocabulary have a common term instead.
+User guides and research notes have a limit of words in total. No sentence has more than 35 words. A table of a guide
+has at most six columns and ten rows. Words of a private vocabulary have a common term instead.
 """
 
 import re
@@ -20,7 +20,7 @@ SENTENCE, COLUMNS, ROWS = 35, 6, 10
 INSTEAD = {
     r"dearer|cheaper at the price": "more expensive; at the cost of",
     r"(held|free) (weights|matrices)": "norm-constrained or unconstrained weights",
-    r"AdamW's part|AdamW for the rest|what is no matrix|matrices' rate": "the AdamW group; the learning rate of the matrix group",
+    r"AdamW's part|AdamW for the rest|what is no matrix|matrices' rate": "the AdamW group; the matrix group",
     r"(parameters?|weights|arrays?|it|they) lies?\b": "is stored, is sharded as",
     r"travels?\b|is sent to": "is communicated",
     r"who treats|treats (a|the|every) matri": "which device computes which matrix",

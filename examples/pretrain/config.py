@@ -66,7 +66,6 @@ class Common:
     name: str = ""  # Name of the run, whose folder is runs/<name>; empty: <config>-<optimizer>.
     resume: bool = False  # Continue the run from its last checkpoint, exactly; repeat the other options as they were.
     overwrite: bool = False  # Delete a run of the same name first.
-    seed: int = 0  # Seed of initialization, data order and sampling.
     # Optimizer of the hidden matrices: normpre_h, adamw, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon, moga,
     # swan, normpre_g or normpre_l, with settings of its own after commas: normpre_l,rank=0.25. Embeddings, norms and
     # biases use AdamW under all of them.
@@ -90,6 +89,7 @@ class Config(Common):
     checkpoints/, loss.png and sample.txt.
     """
 
+    seed: int = 0  # Seed of initialization, data order and sampling.
     runs_folder: Path = Path("runs")  # Where the folder of the run is made.
     # Folder of another run, runs/<name>, whose newest weights initialize this one; optimizer, schedule and data
     # start anew.

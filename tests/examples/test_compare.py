@@ -126,7 +126,7 @@ def test_optimizers_have_names_and_colours_of_their_own_and_new_ones_are_drawn()
 def test_a_bad_comparison_is_one_line_before_anything_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for arguments, line in {
-        "--optimizers adam": "--optimizer must be one of adamw, normpre_g",
+        "--optimizers adam": "--optimizer must be one of adamw, normpre_h",
         "--optimizers ,": "--optimizers must name at least one",
         "--optimizers normpre_l,rank=0": "rank must be at least 1",
         "--optimizers muon,rank=8": "muon has no setting 'rank'",

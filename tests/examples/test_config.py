@@ -193,7 +193,7 @@ def test_differences_name_what_changes_the_losses_only():
     free = dataclasses.replace(Config(), resume=True, checkpoint_every=3, runs_folder=Path("x"))
     assert differences(stored, free) == []
     changed = differences(stored, dataclasses.replace(Config(), learning_rate=1.0, seed=5))
-    assert changed == ["--seed was 0, is 5", f"--learning-rate was {Config().learning_rate}, is 1.0"]
+    assert changed == [f"--learning-rate was {Config().learning_rate}, is 1.0", "--seed was 0, is 5"]
     assert differences({**stored, "gone": 1}, Config()) == ["--gone was 1, is None"]
     del stored["model.hidden_std"]  # as of a run from before the field, which had its default's effect
     assert from_dict(stored) == Config()
