@@ -10,26 +10,25 @@ from pathlib import Path
 import pytest
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
-RECOMMENDED = 'muon(rate, norm_control="hyperball")'
+RECOMMENDED = "normpre_h(schedule, adam_learning_rate=schedule)"
 
 
 def test_it_is_short_and_the_switch_is_one_line():
     lines = QUICKSTART.read_text().splitlines()
     assert len(lines) < 60
-    switch = f"optimizer = nnx.Optimizer(model, {RECOMMENDED}, wrt=nnx.Param)  # was: optax.adamw(rate)"
-    assert [line for line in lines if "muon(" in line] == [switch]
+    assert [line for line in lines if "normpre_h(" in line] == [f"tx = {RECOMMENDED}  # was: optax.adamw(schedule)"]
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
         pytest.param(RECOMMENDED, marks=pytest.mark.slow),
-        pytest.param("optax.adamw(rate)", marks=pytest.mark.thorough),
+        pytest.param("optax.adamw(schedule)", marks=pytest.mark.thorough),
     ],
 )
 def test_it_learns(tmp_path, optimizer):
     script = tmp_path / "quickstart.py"
-    script.write_text(QUICKSTART.read_text().replace(f"model, {RECOMMENDED}", f"model, {optimizer}"))
+    script.write_text(QUICKSTART.read_text().replace(RECOMMENDED, optimizer))
     environment = {**os.environ, "PYTHONPATH": str(QUICKSTART.parents[1])}
     command = [sys.executable, str(script)]
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
