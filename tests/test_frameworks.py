@@ -50,8 +50,8 @@ def test_haiku():
 def test_maxtext():
     """On LLaMA 3 with layers scanned along axis 1."""
     scope = run_block("MaxText")
-    config = types.SimpleNamespace(muon_beta=0.95, adam_b1=0.9, adam_b2=0.95, adam_eps=1e-8, adam_weight_decay=0.1)
-    tx = scope["normpre_muon"](config, optax.constant_schedule(1e-2))
+    config = types.SimpleNamespace(learning_rate=6e-4, adam_b1=0.9, adam_b2=0.95, adam_eps=1e-8, adam_weight_decay=0.1)
+    tx = scope["normpre_h"](config, optax.constant_schedule(6e-4))
     params = tree(entries_of("LLaMA 3", "MaxText, scanned", "maxtext"))
     updates = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params)[0], params)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
@@ -78,7 +78,7 @@ class OptimizerConfig:
 def test_levanter(monkeypatch):
     stand_in(monkeypatch, "levanter.optim", OptimizerConfig=OptimizerConfig)
     scope = run_block("Levanter", __name__=__name__)
-    tx = scope["NormPreMuonConfig"](learning_rate=0.02, adam_learning_rate=0.005).build(100)
+    tx = scope["NormPreHConfig"](adam_learning_rate=0.005).build(100)
     for model in ("GPT-2", "LLaMA 3"):
         params = tree(entries_of(model, "Levanter", ""))
         updates, state = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params), params)
