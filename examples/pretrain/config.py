@@ -192,7 +192,7 @@ class Compare:
 
     config: str = "first_run"  # Named configuration.
     # Optimizers, separated by commas; settings of one follow it: muon,normpre_l,rank=8,muon,learning_rate=8e-3.
-    optimizers: str = "adamw,muon,mano,normpre_g,normpre_l"
+    optimizers: str = "adamw,muon,normpre_h,normpre_g,normpre_l"
     # Peak learning rates, separated by commas, of the optimizers that set none. Empty: the configuration's.
     learning_rates: str = ""
     seeds: int = 1  # Seeds (of initialization and data order) of each optimizer's best run, counted from --seed.

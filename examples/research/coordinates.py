@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import tyro
 from flax import nnx
 from matplotlib.figure import Figure
@@ -25,7 +26,7 @@ from rich.console import Console
 
 from examples.pretrain import configs, data
 from examples.pretrain.compare import LINE_STYLES, NAMES, frame
-from examples.pretrain.config import Config, check
+from examples.pretrain.config import Config, check, is_relative
 from examples.pretrain.models.layers import apply_blocks
 from examples.pretrain.optimizers import make_optimizer
 from examples.pretrain.train import TrainState, initialise, make_train_step
@@ -38,7 +39,7 @@ VARIANTS = {
     "AdamW, rates by width": ("adamw", True),
     "MuonEq": ("muoneq", False),
     "MuonEq, rates by width": ("muoneq", True),
-    "MuonEq, Hyperball": ("muoneq,norm_control=hyperball,hidden_std=0.1", True),
+    "NormPre-H": ("normpre_h", False),
 }
 
 
@@ -61,6 +62,9 @@ class Options:
 def moves(config: Config, dataset: data.Dataset) -> list[float]:
     """RMS change of the residual stream since the first weights, after every step."""
     graphdef, params = initialise(config, dataset)
+    if is_relative(config.optimizer):  # whose first update sets norms
+        still = make_optimizer(config, lambda t: jnp.float32(0))
+        params = optax.apply_updates(params, still.update(params, still.init(params), params)[0])
     optimizer = make_optimizer(config, lambda t: jnp.float32(config.learning_rate))
     step = make_train_step(graphdef, optimizer)
     batches = data.training_batches(
@@ -121,7 +125,7 @@ def main(arguments: Sequence[str]) -> None:
     for name, (optimizer, transferred) in VARIANTS.items():
         for width in options.widths:
             own = f"--model.width {width} --model.heads {width // HEAD_WIDTH} --model.mlp-width {4 * width}"
-            own += f" --optimizer {optimizer} --learning-rate {options.learning_rate} --steps {options.steps}"
+            own += f" --optimizer {optimizer} --learning-rate {options.learning_rate} --relative-step {options.learning_rate} --steps {options.steps}"
             own += " --warmup-steps 0 --weight-decay 0"
             own += f" --base-width {named.model.width}" if transferred else ""
             config = configs.parse(["--config", options.config, *own.split()])

@@ -23,7 +23,7 @@ import tyro
 from rich.console import Console
 
 ESTIMATES = Path(__file__).parents[2] / "docs" / "results"
-RECOMMENDED = "muoneq,norm_control=hyperball,learning_rate=1.6e-2"  # a relative step
+RECOMMENDED = "normpre_h"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from examples.research import report
 from examples.research.shapes import MODELS, matrices
-from normpre_optax import families, muoneq, normpre_l
+from normpre_optax import families, normpre_h, normpre_l
 
 RATE = 1e-3
 BASELINE = "optax_muon"
@@ -51,13 +51,13 @@ def clean_muon(learning_rate: float) -> optax.GradientTransformation:
     )
 
 
-QUARTER = {"rank": 0.25, "threshold": 0.125}
+QUARTER = {"rank": 0.25, "relative_threshold": 0.5}
 KNOWN: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "adamw": functools.partial(optax.adamw, b2=0.95, weight_decay=0.1),
     BASELINE: functools.partial(optax.contrib.muon, weight_decay=0.1),
     "clean_muon": clean_muon,
     **families(),
-    "muoneq_hyperball": functools.partial(muoneq, norm_control="hyperball"),
+    "normpre_h": functools.partial(normpre_h, adam_learning_rate=1e-3),
     "normpre_l_products": functools.partial(normpre_l, method="products"),
     "normpre_l_quarter": functools.partial(normpre_l, **QUARTER),
     "normpre_l_quarter_products": functools.partial(normpre_l, method="products", **QUARTER),

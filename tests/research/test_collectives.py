@@ -122,7 +122,7 @@ def test_what_is_communicated_while_the_device_computes():
 OPTIMIZERS = {
     "normpre_g": npo.normpre_g,
     "normpre_l": functools.partial(npo.normpre_l, rank=2, oversample=2),
-    "muon-hyperball": functools.partial(npo.muon, norm_control="hyperball"),
+    "normpre_h": functools.partial(npo.normpre_h, adam_learning_rate=0.1),
 }
 
 

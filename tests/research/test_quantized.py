@@ -73,7 +73,7 @@ def test_it_stands_inside_and_around_others():
         quantize_momentum(monitor(npo.muon(0.1), record=["row_norms"])),
         optax.MultiSteps(quantize_momentum(npo.muon(0.1)), 2).gradient_transformation(),
         quantize_momentum(optax.MultiSteps(npo.muon(0.1), 2).gradient_transformation()),
-        optax.chain(optax.clip(1.0), quantize_momentum(npo.normpre_l(0.1, norm_control="hyperball"))),
+        optax.chain(optax.clip(1.0), quantize_momentum(npo.normpre_h(0.1, 0.1))),
     ):
         state = tx.init(params)
         _, after = jax.eval_shape(tx.update, params, state, params)

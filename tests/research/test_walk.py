@@ -51,10 +51,10 @@ def test_the_walks_report(tmp_path, capsys):
 def test_the_coordinate_checks_exponent_of_the_width():
     steps = [0.1, 0.2, 0.3, 0.4]
     grows = {str(width): [x * width / 64 for x in steps] for width in (64, 128, 256)}
-    content = {"moves": {"AdamW": grows, "MuonEq, Hyperball": dict.fromkeys(grows, steps)}}
+    content = {"moves": {"AdamW": grows, "NormPre-H": dict.fromkeys(grows, steps)}}
     assert coordinates.table(content).splitlines()[2:] == [
         "| AdamW | 0.400 | 0.800 | 1.600 | +1.00 |",
-        "| MuonEq, Hyperball | 0.400 | 0.400 | 0.400 | +0.00 |",
+        "| NormPre-H | 0.400 | 0.400 | 0.400 | +0.00 |",
     ]
     panels = coordinates.draw(content).axes
     assert [axes.get_title() for axes in panels] == list(content["moves"])
@@ -64,5 +64,5 @@ def test_the_coordinate_checks_exponent_of_the_width():
 @pytest.mark.slow
 def test_a_step_that_changes_nothing_moves_nothing(dataset):
     """A rate near zero: the streams of two programs, compared by the code that compares any."""
-    flags = "--config tiny --model.family gpt2 --learning-rate 1e-30 --steps 2 --warmup-steps 0 --weight-decay 0"
+    flags = "--config tiny --optimizer normpre_g --model.family gpt2 --learning-rate 1e-30 --steps 2 --warmup-steps 0 --weight-decay 0"
     assert coordinates.moves(configs.parse(flags.split()), dataset) == [0.0, 0.0]
