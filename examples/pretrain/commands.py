@@ -14,8 +14,8 @@ from . import data
 from .checkpoint import Checkpoints, Damaged
 from .config import Config, Evaluate, Export, Generate, RunError, check_ranges, from_dict
 from .generate import generate as continuation
-from .optimizers import make_optimizer
-from .train import TrainState, evaluation, initialise, schedule, vocabulary_of
+from .mesh import make_layout
+from .train import evaluation, initialise, vocabulary_of
 
 EXPORTED = ("model.safetensors", "config.json", "tokenizer.json")
 
@@ -59,9 +59,7 @@ def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> T
     _, config, dataset = read_run(folder, tokens)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla"))  # on any device
     graphdef, params = initialise(config, dataset)
-    state = jax.eval_shape(lambda p: TrainState(p, make_optimizer(config, schedule(config)).init(p)), params)
-    first_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=first_device), state)
+    params = make_layout().parameters(params)
     failed = None
     while True:  # a run in progress deletes its old checkpoints, perhaps while one is read
         with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
@@ -74,7 +72,9 @@ def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> T
             if failed and failed[0] == chosen:
                 raise RunError(f"{failed[1]}: --step names another, there are {listed}")
             try:
-                return Trained(config, dataset, graphdef, checkpoints.restore(chosen, like)[0].params, chosen)
+                return Trained(
+                    config, dataset, graphdef, checkpoints.restore(chosen, params=params)[0]["params"], chosen
+                )
             except Damaged as error:
                 failed = chosen, error
 
@@ -85,7 +85,7 @@ def evaluate(options: Evaluate) -> None:
     trained = load(options.run, options.step, options.tokens)
     count = options.validation_tokens or trained.config.validation_tokens
     config = dataclasses.replace(trained.config, validation_tokens=count)
-    score = evaluation(config, trained.dataset, trained.graphdef)(trained.params)
+    score = evaluation(config, trained.dataset, trained.graphdef, make_layout())(trained.params)
     print(
         f"step {trained.step:,}: loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte "
         f"(validation text of {trained.dataset.folder})"

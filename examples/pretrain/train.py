@@ -20,7 +20,7 @@ from .cluster import Vote, alone
 from .config import Config, Diverged, RunError
 from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token_losses
 from .logs import Log, Progress
-from .mesh import ONE_DEVICE, Layout, in_parts, make_layout
+from .mesh import Layout, in_parts, make_layout
 from .optimizers import make_optimizer, norms
 from .processes import Stopped
 from .throughput import flops_per_token, peak_flops
@@ -138,12 +138,12 @@ def make_train_step(
 
 
 def evaluation(
-    config: Config, dataset: data.Dataset, graphdef: nnx.GraphDef, layout: Layout = ONE_DEVICE
+    config: Config, dataset: data.Dataset, graphdef: nnx.GraphDef, layout: Layout
 ) -> Callable[[optax.Params], Score]:
     """The score on the validation set, computed in batches no larger than those of training."""
     count, largest = config.validation_tokens, config.micro_batch or config.batch_size
     sequences = data.validation_sequences(dataset, context=config.model.context, count=count)
-    return make_evaluate(graphdef, sequences, data.bytes_per_token(dataset), min(EVALUATION_BATCH, largest), layout)
+    return make_evaluate(graphdef, sequences, data.bytes_per_token(dataset), layout, min(EVALUATION_BATCH, largest))
 
 
 class Trainer:
@@ -151,7 +151,7 @@ class Trainer:
 
     def __init__(self, config: Config, dataset: data.Dataset, weights: optax.Params | None = None):
         self.config = config
-        self.layout = make_layout(config)
+        self.layout = make_layout(config.mesh)
         host, hosts = self.layout.batch_part(config.batch_size)
         sizes = {"context": config.model.context, "batch_size": config.batch_size}
         self.batches = data.training_batches(dataset, **sizes, seed=config.seed, host=host, hosts=hosts)
@@ -169,7 +169,7 @@ class Trainer:
         self.evaluate = evaluation(config, dataset, self.graphdef, self.layout)
         self.norms = bound(norms)
         self.flops = flops_per_token(config.model, params)
-        self.peak_flops = (peak_flops(jax.devices()[0].device_kind) or 0) * self.layout.devices
+        self.peak_flops = (peak_flops(jax.devices()[0].device_kind) or 0) * self.layout.mesh.size
         self.start = 0
         self.stopping: int | None = None
 
@@ -179,7 +179,8 @@ class Trainer:
         Raises:
             RunError: as ``Checkpoints.restore``.
         """
-        self.state, data_state = checkpoints.restore(step, self.state)
+        found, data_state = checkpoints.restore(step, **self.state._asdict())
+        self.state = TrainState(**found)
         self.batches.set_state(data_state)
         self.start = step
 
@@ -223,7 +224,7 @@ class Trainer:
                     if evaluates:
                         score = self._evaluate(done, log, console)
                     if saves:
-                        checkpoints.save(done, self.state, self.batches.get_state())
+                        checkpoints.save(done, self.batches.get_state(), **self.state._asdict())
                     clock += time.perf_counter() - before
                 if stopping is not None and not last:
                     way_on = "the same command with --resume continues from there"

@@ -21,7 +21,7 @@ from examples.pretrain.config import Config, ModelConfig, RunError
 from examples.pretrain.data import PADDING
 from examples.pretrain.evaluate import EVALUATION_BATCH, make_evaluate
 from examples.pretrain.generate import generate
-from examples.pretrain.mesh import by_name
+from examples.pretrain.mesh import by_name, make_layout
 from examples.pretrain.prepare.tokenizer import end_of_text
 from examples.pretrain.throughput import flops_per_token, peak_flops
 
@@ -219,7 +219,7 @@ def test_evaluate_is_the_mean_over_every_prediction(count):
     sequences = batch(count, seed=count)
     sequences[0, 4:] = PADDING
     lengths = np.random.default_rng(0).integers(1, 9, size=VOCABULARY)
-    score = make_evaluate(graphdef, sequences, lengths)(params)
+    score = make_evaluate(graphdef, sequences, lengths, make_layout())(params)
     inputs, targets = np.maximum(sequences[:, :-1], 0), sequences[:, 1:]
     logits = np.asarray(jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))(inputs), np.float64)
     chosen = np.take_along_axis(logits, np.maximum(targets, 0)[..., None].astype(int), -1)[..., 0]

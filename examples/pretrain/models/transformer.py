@@ -8,6 +8,8 @@
 - Qwen3: LLaMA with fewer heads of keys and values, heads of any width, and RMSNorm over every query and key.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,92 +30,69 @@ from .layers import (
 )
 
 
-class FusedAttention(nnx.Module):
-    """GPT-2's causal self-attention; the columns of qkv (D, 3D) are the queries', then the keys', then the values'."""
+class Attention(nnx.Module):
+    """Causal self-attention; H / G heads of queries share a head of keys and values.
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        width, std = config.width, config.hidden_std
-        self.heads = config.heads
-        self.implementation: Implementation = attention_implementation(config, dtype)
-        self.qkv = linear(width, 3 * width, std=std, bias=config.bias, dtype=dtype, rngs=rngs)
-        self.out = linear(width, width, std=residual_std(config), bias=config.bias, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-        """(B, T, D) to the same."""
-        query_BxTxHxK, key_BxTxHxK, value_BxTxHxK = (
-            third_BxTxD.reshape(*x_BxTxD.shape[:2], self.heads, -1) for third_BxTxD in self.qkv.parts(x_BxTxD, 3)
-        )
-        mixed_BxTxHxK = attend(query_BxTxHxK, key_BxTxHxK, value_BxTxHxK, self.implementation)
-        return self.out(mixed_BxTxHxK.reshape(x_BxTxD.shape))
-
-
-class RotaryAttention(nnx.Module):
-    """Causal self-attention with rotary positions; H / G heads of queries share a head of keys and values.
-
-    The matrices are query (D, HK), key and value (D, GK), and out (HK, D).
+    The matrices are query (D, HK), key and value (D, GK), and out (HK, D). GPT-2 has one matrix qkv (D, 3D) for the
+    first three, whose columns are the queries', then the keys', then the values'.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.head_width, self.rotary_base = head_width(config), config.rotary_base
+        self.config = config
         self.implementation: Implementation = attention_implementation(config, dtype)
-        inside, shared = config.heads * self.head_width, (config.kv_heads or config.heads) * self.head_width
-        self.query = linear(config.width, inside, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.key = linear(config.width, shared, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.value = linear(config.width, shared, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.out = linear(inside, config.width, std=residual_std(config), dtype=dtype, rngs=rngs)
-        self.normalizes = config.family == "qwen3"
-        if self.normalizes:
-            self.query_norm = norm(config, self.head_width, dtype=dtype, rngs=rngs)
-            self.key_norm = norm(config, self.head_width, dtype=dtype, rngs=rngs)
+        queries, keys = (heads * head_width(config) for heads in (config.heads, config.kv_heads or config.heads))
+        matrix = functools.partial(linear, bias=config.bias, dtype=dtype, rngs=rngs)
+        if config.family == "gpt2":
+            self.qkv = matrix(config.width, 3 * config.width, std=config.hidden_std)
+        else:
+            self.query = matrix(config.width, queries, std=config.hidden_std)
+            self.key = matrix(config.width, keys, std=config.hidden_std)
+            self.value = matrix(config.width, keys, std=config.hidden_std)
+        self.out = matrix(queries, config.width, std=residual_std(config))
+        if config.family == "qwen3":
+            self.query_norm = norm(config, head_width(config), dtype=dtype, rngs=rngs)
+            self.key_norm = norm(config, head_width(config), dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """(B, T, D) to the same."""
-        query_BxTxHxK, key_BxTxGxK, value_BxTxGxK = (
-            projection(x_BxTxD).reshape(*x_BxTxD.shape[:2], -1, self.head_width)
-            for projection in (self.query, self.key, self.value)
-        )
-        if self.normalizes:
+        family, base, shape = self.config.family, self.config.rotary_base, x_BxTxD.shape[:2]
+        gpt2 = family == "gpt2"
+        parts = self.qkv.parts(x_BxTxD, 3) if gpt2 else [f(x_BxTxD) for f in (self.query, self.key, self.value)]
+        query_BxTxHxK, key_BxTxGxK, value_BxTxGxK = (x.reshape(*shape, -1, head_width(self.config)) for x in parts)
+        if family == "qwen3":
             query_BxTxHxK, key_BxTxGxK = self.query_norm(query_BxTxHxK), self.key_norm(key_BxTxGxK)
-        query_BxTxHxK, key_BxTxGxK = rotate(query_BxTxHxK, self.rotary_base), rotate(key_BxTxGxK, self.rotary_base)
+        if not gpt2:
+            query_BxTxHxK, key_BxTxGxK = rotate(query_BxTxHxK, base), rotate(key_BxTxGxK, base)
         mixed_BxTxHxK = attend(query_BxTxHxK, key_BxTxGxK, value_BxTxGxK, self.implementation)
-        return self.out(mixed_BxTxHxK.reshape(*x_BxTxD.shape[:2], -1))
+        return self.out(mixed_BxTxHxK.reshape(*shape, -1))
 
 
 class MLP(nnx.Module):
-    """GPT-2's down(gelu(up(x))), with matrices (D, F) and (F, D)."""
+    """GPT-2's down(gelu(up(x))), else SwiGLU, down(silu(gate(x)) * up(x)); matrices (D, F), and down (F, D)."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        width, hidden, bias = config.width, config.mlp_width, config.bias
-        self.up = linear(width, hidden, std=config.hidden_std, bias=bias, dtype=dtype, rngs=rngs)
-        self.down = linear(hidden, width, std=residual_std(config), bias=bias, dtype=dtype, rngs=rngs)
+        matrix = functools.partial(linear, bias=config.bias, dtype=dtype, rngs=rngs)
+        self.gated = config.family != "gpt2"
+        if self.gated:
+            self.gate = matrix(config.width, config.mlp_width, std=config.hidden_std)
+        self.up = matrix(config.width, config.mlp_width, std=config.hidden_std)
+        self.down = matrix(config.mlp_width, config.width, std=residual_std(config))
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """(B, T, D) to the same."""
+        if self.gated:
+            return self.down(jax.nn.silu(self.gate(x_BxTxD)) * self.up(x_BxTxD))
         return self.down(jax.nn.gelu(self.up(x_BxTxD), approximate=False))
-
-
-class GatedMLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), with matrices (D, F), (D, F) and (F, D)."""
-
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.gate = linear(config.width, config.mlp_width, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.up = linear(config.width, config.mlp_width, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.down = linear(config.mlp_width, config.width, std=residual_std(config), dtype=dtype, rngs=rngs)
-
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-        """(B, T, D) to the same."""
-        return self.down(jax.nn.silu(self.gate(x_BxTxD)) * self.up(x_BxTxD))
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        attention, mlp = (FusedAttention, MLP) if config.family == "gpt2" else (RotaryAttention, GatedMLP)
         self.attention_norm = norm(config, config.width, dtype=dtype, rngs=rngs)
-        self.attention = attention(config, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = norm(config, config.width, dtype=dtype, rngs=rngs)
-        self.mlp = mlp(config, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """(B, T, D) to the same."""
