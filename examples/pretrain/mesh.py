@@ -88,7 +88,7 @@ class Layout:
 
     def sharding(self, *axes: Any) -> NamedSharding:
         """The sharding of an array whose axes are split over these of the mesh."""
-        return NamedSharding(self.mesh, PartitionSpec(*axes))
+        return NamedSharding(self.mesh, PartitionSpec(*axes if self.mesh.size > 1 else ()))
 
     def bound(self, function: Callable) -> Callable:
         """``function``, called with this mesh as JAX's current one."""
