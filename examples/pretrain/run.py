@@ -14,10 +14,9 @@ from rich.console import Console
 
 from . import cluster, data, logs, mesh, optimizers
 from .checkpoint import Checkpoints, Damaged
-from .commands import Trained, load
+from .commands import Trained, continuation, load
 from .config import Config, Diverged, RunError, differences, to_dict
 from .evaluate import Score
-from .generate import generate
 from .processes import LOCK, lock, on_signals
 from .train import Trainer, compute_dtype, warmup_steps
 
@@ -146,7 +145,12 @@ def train_in_folder(
         if cluster.first():
             store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
             plot_losses(config.run_folder)
-            write_sample(config, dataset, trainer, params, console)
+            if config.sample_tokens:
+                model = Trained(config, dataset, trainer.graphdef, params, config.steps)
+                how = {"new_tokens": config.sample_tokens, "temperature": config.temperature, "seed": config.seed}
+                text = continuation(model, config.prompt, **how)
+                (config.run_folder / "sample.txt").write_text(text + "\n")
+                console.print(f"\nThe model, given {config.prompt!r}:\n\n{text}")
     except Diverged as error:
         if cluster.first():
             store_result(config, {"diverged": str(error)})
@@ -259,13 +263,3 @@ def plot_losses(folder: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend(frameon=False)
     figure.savefig(folder / "loss.png", dpi=150)
-
-
-def write_sample(config: Config, dataset: data.Dataset, trainer: Trainer, params: Any, console: Console) -> None:
-    """Let the model continue ``--prompt``."""
-    if not config.sample_tokens:
-        return
-    options = config.model.context, config.sample_tokens, config.temperature, config.seed
-    text = generate(trainer.graphdef, params, dataset.tokenizer, config.prompt, *options)
-    (config.run_folder / "sample.txt").write_text(text + "\n")
-    console.print(f"\nThe model, given {config.prompt!r}:\n\n{text}")
