@@ -17,7 +17,7 @@ from . import data
 from .checkpoint import Checkpoints, Damaged
 from .config import Config, Evaluate, Export, Generate, RunError, check_ranges, from_dict
 from .mesh import make_layout
-from .prepare.tokenizer import end_of_text
+from .prepare.token_files import end_of_text
 from .train import evaluation, initialise, vocabulary_of
 
 EXPORTED = ("model.safetensors", "config.json", "tokenizer.json")

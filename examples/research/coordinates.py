@@ -26,7 +26,7 @@ from rich.console import Console
 from examples.pretrain import configs, data
 from examples.pretrain.compare import LINE_STYLES, NAMES, frame
 from examples.pretrain.config import Config, check
-from examples.pretrain.models.layers import apply_blocks
+from examples.pretrain.models.transformer import apply_blocks
 from examples.pretrain.optimizers import make_optimizer
 from examples.pretrain.train import TrainState, initialise, make_train_step
 from examples.research import command, report

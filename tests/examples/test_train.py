@@ -22,7 +22,7 @@ from examples.pretrain.config import Config, ModelConfig, RunError
 from examples.pretrain.data import PADDING
 from examples.pretrain.evaluate import EVALUATION_BATCH, make_evaluate
 from examples.pretrain.mesh import by_name, make_layout
-from examples.pretrain.prepare.tokenizer import end_of_text
+from examples.pretrain.prepare.token_files import end_of_text
 
 MODEL = ModelConfig(layers=1, width=16, heads=2, mlp_width=32, context=8)
 VOCABULARY = 32
