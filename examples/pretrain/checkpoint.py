@@ -58,22 +58,24 @@ class Checkpoints:
         (self.folder / str(step)).rename(place)
         return place
 
-    def save(self, step: int, state: Any, data_state: dict[str, Any]) -> None:
-        """Start to write ``state`` after ``step`` updates, with the data iterator's; it may be donated afterwards.
+    def save(self, step: int, data_state: dict[str, Any], **trees: Any) -> None:
+        """Start to write ``trees`` after ``step`` updates, with the data iterator's; they may be donated afterwards.
 
         Raises:
             OSError: if it, or the one before, cannot be written.
         """
         if jax.default_backend() == "cpu":
             # Orbax copies device memory before it returns, but on CPU it would read these buffers themselves.
-            state = jax.tree.map(jnp.copy, state)
-        facts = {"data": data_state, "leaves": leaves_of(state), "sums": sums_of(state)}
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts))
+            trees = jax.tree.map(jnp.copy, trees)
+        facts = {"data": data_state, "leaves": leaves_of(trees), "sums": sums_of(trees)}
+        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         with writing(self.folder):
-            self._manager.save(step, args=items, force=True)
+            self._manager.save(step, args=ocp.args.Composite(facts=ocp.args.JsonSave(facts), **items), force=True)
 
-    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The state and the data position stored at ``step``; ``like`` gives structure, shapes, dtypes and devices.
+    def restore(self, step: int, **like: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The trees of these names and the data position stored at ``step``.
+
+        ``like`` gives structure, shapes, dtypes and devices.
 
         Raises:
             Damaged: if it cannot be read.
@@ -82,14 +84,17 @@ class Checkpoints:
         folder = self.folder / str(step)
         try:
             facts = self._manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
-            different = difference(facts["leaves"], leaves_of(like))
+            leaves, sums = (
+                {path: x for path, x in facts[key].items() if path.split("/")[0] in like} for key in ("leaves", "sums")
+            )
+            different = difference(leaves, leaves_of(like))
             if not different:
                 abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)  # keeps the sharding
-                items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-                state = self._manager.restore(step, args=items)["state"]
-                if changed := difference(facts["sums"], sums_of(state)):
+                items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+                found = dict(self._manager.restore(step, args=ocp.args.Composite(**items)).items())
+                if changed := difference(sums, sums_of(found)):
                     raise ValueError(f"{changed.partition(' is ')[0]} is not what was written")
-                return state, facts["data"]
+                return found, facts["data"]
         except Exception as error:  # Orbax, Tensorstore and JSON each have their own
             raise Damaged(f"{folder} is damaged ({first_line(error)})") from error
         raise RunError(f"cannot restore {folder}, it is of another model or optimizer: {different}")

@@ -2,20 +2,23 @@
 """What a run's model is used for, finished or not: to be scored, to continue a text, to be exported."""
 
 import dataclasses
+import functools
 import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from . import data
 from .checkpoint import Checkpoints, Damaged
 from .config import Config, Evaluate, Export, Generate, RunError, check_ranges, from_dict
-from .generate import generate as continuation
-from .optimizers import make_optimizer
-from .train import TrainState, evaluation, initialise, schedule, vocabulary_of
+from .mesh import make_layout
+from .prepare.token_files import end_of_text
+from .train import evaluation, initialise, vocabulary_of
 
 EXPORTED = ("model.safetensors", "config.json", "tokenizer.json")
 
@@ -59,9 +62,7 @@ def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> T
     _, config, dataset = read_run(folder, tokens)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla"))  # on any device
     graphdef, params = initialise(config, dataset)
-    state = jax.eval_shape(lambda p: TrainState(p, make_optimizer(config, schedule(config)).init(p)), params)
-    first_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=first_device), state)
+    params = make_layout().parameters(params)
     failed = None
     while True:  # a run in progress deletes its old checkpoints, perhaps while one is read
         with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
@@ -74,9 +75,44 @@ def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> T
             if failed and failed[0] == chosen:
                 raise RunError(f"{failed[1]}: --step names another, there are {listed}")
             try:
-                return Trained(config, dataset, graphdef, checkpoints.restore(chosen, like)[0].params, chosen)
+                return Trained(
+                    config, dataset, graphdef, checkpoints.restore(chosen, params=params)[0]["params"], chosen
+                )
             except Damaged as error:
                 failed = chosen, error
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def draw(
+    graphdef: nnx.GraphDef, params: Any, window_T: jax.Array, filled: jax.Array, keys: jax.Array, temperature: jax.Array
+) -> jax.Array:
+    """Draw one token per key, each given the ``filled`` tokens in the window and those drawn before."""
+
+    def step(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        window_T, filled = carry
+        logits_V = nnx.merge(graphdef, params)(window_T[None])[0, filled - 1].astype(jnp.float32)
+        drawn = jax.random.categorical(key, logits_V / jnp.maximum(temperature, 1e-6))
+        token = jnp.where(temperature > 0, drawn, jnp.argmax(logits_V)).astype(jnp.int32)
+        moved_T = jnp.where(filled == len(window_T), jnp.roll(window_T, -1), window_T)
+        position = jnp.minimum(filled, len(window_T) - 1)
+        return (moved_T.at[position].set(token), position + 1), token
+
+    return jax.lax.scan(step, (window_T, jnp.asarray(filled, jnp.int32)), keys)[1]
+
+
+def continuation(model: Trained, prompt: str, *, new_tokens: int, temperature: float, seed: int) -> str:
+    """``prompt`` and its continuation by at most ``new_tokens`` tokens; stops at the end of a file."""
+    tokenizer, context = model.dataset.tokenizer, model.config.model.context
+    end = end_of_text(tokenizer)
+    start = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
+    # The model reads a window of fixed length: one compilation, filled from the left, moved on once it is full.
+    filled = min(len(start), context)
+    window = np.resize(np.array(start[-filled:], np.int32), context)
+    keys = jax.random.split(jax.random.key(seed), new_tokens)
+    tokens = np.asarray(draw(model.graphdef, model.params, window, filled, keys, temperature)).tolist()
+    tokens = tokens[: tokens.index(end)] if end in tokens else tokens
+    # Decoded with the prompt: alone, a word's leading space would be lost under SentencePiece.
+    return prompt + tokenizer.decode([*start, *tokens])[len(tokenizer.decode(start)) :]
 
 
 def evaluate(options: Evaluate) -> None:
@@ -85,7 +121,7 @@ def evaluate(options: Evaluate) -> None:
     trained = load(options.run, options.step, options.tokens)
     count = options.validation_tokens or trained.config.validation_tokens
     config = dataclasses.replace(trained.config, validation_tokens=count)
-    score = evaluation(config, trained.dataset, trained.graphdef)(trained.params)
+    score = evaluation(config, trained.dataset, trained.graphdef, make_layout())(trained.params)
     print(
         f"step {trained.step:,}: loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte "
         f"(validation text of {trained.dataset.folder})"
@@ -96,11 +132,10 @@ def generate(options: Generate) -> None:
     """Print continuations of a text."""
     check_ranges(vars(options))
     trained = load(options.run, options.step, options.tokens)
-    config, model = trained.config, (trained.graphdef, trained.params, trained.dataset.tokenizer)
-    prompt = config.prompt if options.prompt is None else options.prompt
+    prompt = trained.config.prompt if options.prompt is None else options.prompt
+    how = {"new_tokens": options.sample_tokens, "temperature": options.temperature}
     for number in range(options.samples):
-        sampling = config.model.context, options.sample_tokens, options.temperature, options.seed + number
-        text = continuation(*model, prompt, *sampling)
+        text = continuation(trained, prompt, **how, seed=options.seed + number)
         print(text if options.samples == 1 else f"--- {number + 1}\n{text}")
 
 

@@ -77,8 +77,7 @@ ALL = (
     # of three seeds). Its Muon is muon,convention=keller,learning_rate=0.02,adam_learning_rate=6e-4. It scores 200
     # random mini-batches; here they are fixed, and of nanoGPT's 12 sequences. The table is padded as in nanoGPT.
     paper(
-        *("gpt2_small", GPT2, 32, 6e-4, "openwebtext"),
-        **{"warmup_steps": 2_000, "validation_tokens": 200 * 12 * 1024},
+        *("gpt2_small", GPT2, 32, 6e-4, "openwebtext"), **{"warmup_steps": 2_000, "validation_tokens": 200 * 12 * 1024}
     ),
     # AdamW 3.1363, Muon 3.1019, MANO 3.1102, NormPre-G 3.0737, NormPre-L 3.0930.
     paper("llama_130m", ModelConfig(layers=12, width=768, heads=12, mlp_width=2048, **LLAMA), 64, 6e-4, "c4"),

@@ -24,8 +24,7 @@ from tokenizers.models import BPE
 from .config import Config, RunError
 from .prepare.command import CORPORA, prepare
 from .prepare.sources import one_line
-from .prepare.token_files import SPLITS, sha256
-from .prepare.tokenizer import byte_lengths, load_tokenizer
+from .prepare.token_files import SPLITS, byte_lengths, load_tokenizer, sha256
 
 PADDING = -1
 PART, PARTS = 2**20, 64  # tokens of a file that are checked: a fraction of a second, whatever its size

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from .mesh import BATCH, ONE_DEVICE, Layout, whole
+from .mesh import BATCH, Layout, whole
 
 EVALUATION_BATCH = 32
 
@@ -40,8 +40,8 @@ def make_evaluate(
     graphdef: nnx.GraphDef,
     sequences_NxS: np.ndarray,
     bytes_per_token_V: np.ndarray,
+    layout: Layout,
     batch_size: int = EVALUATION_BATCH,
-    layout: Layout = ONE_DEVICE,
 ) -> Callable[[optax.Params], Score]:
     """A function from parameters, placed as ``layout`` says, to their ``Score`` on ``sequences``."""
     losses_of = jax.jit(lambda params, tokens_BxS: whole(token_losses(graphdef, params, tokens_BxS).sum(axis=1)))

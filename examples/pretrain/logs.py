@@ -8,14 +8,12 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
-from rich.status import Status
 
 PACKAGES = ("normpre_optax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
 LINE_SECONDS = 30
@@ -83,24 +81,20 @@ class Progress:
     """One line on where a run is: kept up to date on a terminal; elsewhere (a file, CI) printed every 30 seconds."""
 
     def __init__(self, console: Console, steps: int):
-        self._console, self._steps, self._printed = console, steps, time.monotonic()
-        self.status: Any = console.status("compiling") if console.is_terminal else nullcontext()
+        self._console, self._steps, self._last = console, steps, time.monotonic()
+        self.status = console.status("compiling")
 
     def due(self) -> bool:
         """Whether the last line is 30 seconds old."""
-        return time.monotonic() - self._printed >= LINE_SECONDS
+        return time.monotonic() - self._last >= LINE_SECONDS
 
     def update(self, done: int, loss: float, seconds: float, tokens: int, mfu: float | None) -> None:
         """Say that ``done`` updates are done, the last ones in so many ``seconds``, with ``tokens``, each."""
         left = timedelta(seconds=round(seconds * (self._steps - done)))
-        share = f"  MFU {100 * mfu:.1f} %" if mfu else ""
-        line = (
-            f"step {done:>6,} of {self._steps:,}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s{share}  {left} left"
-        )
-        if isinstance(self.status, Status):
-            self.status.update(line)
-        elif self.due():
-            self._console.print(line)
-        else:
-            return
-        self._printed = time.monotonic()
+        share, speed = f"  MFU {100 * mfu:.1f} %" if mfu else "", f"{tokens / seconds:,.0f} tokens/s"
+        line = f"step {done:>6,} of {self._steps:,}  loss {loss:.4f}  {speed}{share}  {left} left"
+        self.status.update(line)
+        if self.due():
+            if not self._console.is_terminal:
+                self._console.print(line)
+            self._last = time.monotonic()

@@ -30,12 +30,7 @@ def options_of(kind: type) -> Callable[[Sequence[str]], Any]:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], Any], str, str]] = {
     "train": ("train a model (also without the word)", train_options, "run", "main"),
     "prepare": ("turn a corpus into token files", list, "prepare.command", "main"),
-    "compare": (
-        "train with several optimizers, learning rates and seeds",
-        read_compare,
-        "compare",
-        "main",
-    ),
+    "compare": ("train with several optimizers, learning rates and seeds", read_compare, "compare", "main"),
     "evaluate": ("score a run's model", options_of(Evaluate), "commands", "evaluate"),
     "generate": ("continue a text with a run's model", options_of(Generate), "commands", "generate"),
     "export": ("write a run's model as safetensors for transformers", options_of(Export), "commands", "export"),

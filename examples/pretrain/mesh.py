@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the arrays of a run are sharded over devices: all on one, or over a mesh with three axes.
+"""How the arrays of a run are sharded over devices: over a mesh with three axes, of one device without ``--mesh``.
 
 ``data`` and ``fsdp`` split the sequences of a batch. ``fsdp`` also splits every large parameter, with its optimizer
 state, along the width D of the model: a layer gathers its weight right before it uses it, and the gradient is scattered
@@ -7,7 +7,7 @@ back. ``tensor`` splits the work of a layer: attention by heads, an MLP by its h
 branch is split by columns, the last by rows, and a sum over ``tensor`` follows.
 
 The axes are explicit: the type of an array has its sharding, communication is written in the code (``gathered``,
-``whole``, an ``out_sharding``), and JAX refuses any other. Without a mesh all of it is the identity.
+``whole``, an ``out_sharding``), and JAX refuses any other. On one device all of it is the identity.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .config import Config, RunError, flag
 
@@ -77,29 +77,21 @@ def check(config: Config) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places arrays on the devices of ``mesh``; without one, leaves everything on one device, as it is."""
+    """Places arrays on the devices of ``mesh``."""
 
-    mesh: jax.sharding.Mesh | None = None
-
-    @property
-    def devices(self) -> int:
-        """Number of devices."""
-        return self.mesh.size if self.mesh else 1
+    mesh: jax.sharding.Mesh
 
     @property
     def batch_shares(self) -> int:
         """Number of parts that a batch is split into."""
-        return self.mesh.shape["data"] * self.mesh.shape["fsdp"] if self.mesh else 1
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
 
     def sharding(self, *axes: Any) -> NamedSharding:
         """The sharding of an array whose axes are split over these of the mesh."""
-        assert self.mesh is not None
-        return NamedSharding(self.mesh, PartitionSpec(*axes))
+        return NamedSharding(self.mesh, PartitionSpec(*axes if self.mesh.size > 1 else ()))
 
     def bound(self, function: Callable) -> Callable:
         """``function``, called with this mesh as JAX's current one."""
-        if self.mesh is None:
-            return function
 
         def run(*arguments: Any) -> Any:
             with jax.set_mesh(self.mesh):
@@ -109,15 +101,11 @@ class Layout:
 
     def parameters(self, params: Any) -> Any:
         """Shard every parameter; each process has all of them before, and its devices' shards after."""
-        if self.mesh is None:
-            return params
         shards = [self.known(np.asarray(x), *parameter_axes(name, x.ndim)) for name, x in by_name(params).items()]
         return jax.tree.structure(params).unflatten(shards)
 
     def known(self, array: np.ndarray, *axes: Any) -> Any:
         """Shard an array that every process has."""
-        if self.mesh is None:
-            return array
         return jax.make_array_from_callback(array.shape, self.sharding(*axes), lambda index: array[index])
 
     def batch_part(self, batch_size: int) -> tuple[int, int]:
@@ -126,8 +114,6 @@ class Layout:
         Raises:
             RunError: if the processes' shares are no equal parts.
         """
-        if self.mesh is None:
-            return 0, 1
         rows: dict[int, set[int]] = {}
         for device, index in self.sharding(BATCH).devices_indices_map((batch_size,)).items():
             rows.setdefault(device.process_index, set()).update(range(*index[0].indices(batch_size)))
@@ -138,35 +124,28 @@ class Layout:
 
     def batch(self, part_BxS: np.ndarray, batch_size: int) -> Any:
         """The global batch, from the part that this process has read."""
-        if self.mesh is None:
-            return part_BxS
         shape = (batch_size, *part_BxS.shape[1:])
         return jax.make_array_from_process_local_data(self.sharding(BATCH), part_BxS, shape)
 
     def local(self, tree: Any) -> Any:
         """Every array of ``tree``, unsharded, on one device of this process; all processes must call it."""
-        if self.mesh is None:
-            return tree
         replicated = jax.jit(lambda tree: jax.tree.map(whole, tree))
         return jax.tree.map(lambda leaf: leaf.addressable_data(0), self.bound(replicated)(tree))
 
 
-ONE_DEVICE = Layout()
-
-
-def make_layout(config: Config) -> Layout:
-    """The layout that ``config`` asks for.
+def make_layout(mesh: str = "") -> Layout:
+    """The layout that ``--mesh`` asks for; empty: one device, whose axes are not explicit, so that no code sees them.
 
     Raises:
         RunError: if the number of devices is not that of the mesh.
     """
-    if not config.mesh:
-        return ONE_DEVICE
-    axes = sizes(config.mesh)
+    if not mesh:
+        return Layout(jax.make_mesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, devices=jax.local_devices()[:1]))
+    axes = sizes(mesh)
     wanted, there = math.prod(axes.values()), jax.device_count()
     if wanted != there:
         hosts = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-        raise RunError(f"--mesh {config.mesh} is made of {wanted} devices, there are {there}{hosts}")
+        raise RunError(f"--mesh {mesh} is made of {wanted} devices, there are {there}{hosts}")
     return Layout(jax.make_mesh(tuple(axes.values()), tuple(axes)))
 
 
@@ -198,8 +177,8 @@ def parameter_axes(path: str, ndim: int) -> tuple[str | None, ...]:
 
 
 def on_mesh() -> bool:
-    """Whether the current computation runs, or is compiled, on a mesh."""
-    return not jax.sharding.get_abstract_mesh().empty
+    """Whether the current computation runs, or is compiled, on a mesh with explicit axes."""
+    return bool(jax.sharding.get_abstract_mesh().explicit_axes)
 
 
 def spread(x: jax.Array, *axes: Any) -> jax.Array:

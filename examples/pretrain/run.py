@@ -13,10 +13,9 @@ from rich.console import Console
 
 from . import cluster, data, logs, mesh, optimizers
 from .checkpoint import Checkpoints, Damaged
-from .commands import Trained, load
+from .commands import Trained, continuation, load
 from .config import Config, Diverged, RunError, differences, is_relative, to_dict
 from .evaluate import Score
-from .generate import generate
 from .processes import LOCK, lock, on_signals
 from .train import Trainer, compute_dtype, warmup_steps
 
@@ -144,7 +143,12 @@ def train_in_folder(
         if cluster.first():
             store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
             plot_losses(config.run_folder)
-            write_sample(config, dataset, trainer, params, console)
+            if config.sample_tokens:
+                model = Trained(config, dataset, trainer.graphdef, params, config.steps)
+                how = {"new_tokens": config.sample_tokens, "temperature": config.temperature, "seed": config.seed}
+                text = continuation(model, config.prompt, **how)
+                (config.run_folder / "sample.txt").write_text(text + "\n")
+                console.print(f"\nThe model, given {config.prompt!r}:\n\n{text}")
     except Diverged as error:
         if cluster.first():
             store_result(config, {"diverged": str(error)})
@@ -206,7 +210,7 @@ def introduce(
     logs.write_json(config.run_folder / "run.json", run)  # first: a folder without it is no run
     (config.run_folder / "parameters.txt").write_text(table + "\n")
     kind, tokens = environment["device"]["kind"], config.steps * config.batch_size * model.context
-    devices = f"{trainer.layout.devices} x {kind} ({config.mesh})" if config.mesh else kind
+    devices = f"{trainer.layout.mesh.size} x {kind} ({config.mesh})" if config.mesh else kind
     parts = f", {config.micro_batch} at a time," if config.micro_batch else ""
     adam = f", AdamW learning rate {config.adam_learning_rate:g}" if config.adam_learning_rate else ""
     step = f"relative step {config.relative_step:g}, " if is_relative(config.optimizer) else ""
@@ -253,13 +257,3 @@ def plot_losses(folder: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend(frameon=False)
     figure.savefig(folder / "loss.png", dpi=150)
-
-
-def write_sample(config: Config, dataset: data.Dataset, trainer: Trainer, params: Any, console: Console) -> None:
-    """Let the model continue ``--prompt``."""
-    if not config.sample_tokens:
-        return
-    options = config.model.context, config.sample_tokens, config.temperature, config.seed
-    text = generate(trainer.graphdef, params, dataset.tokenizer, config.prompt, *options)
-    (config.run_folder / "sample.txt").write_text(text + "\n")
-    console.print(f"\nThe model, given {config.prompt!r}:\n\n{text}")

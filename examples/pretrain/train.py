@@ -17,15 +17,21 @@ from rich.console import Console
 from . import data, models
 from .checkpoint import Checkpoints, difference, leaves_of
 from .cluster import Vote, alone
-from .config import Config, Diverged, RunError
+from .config import Config, Diverged, ModelConfig, RunError
 from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token_losses
 from .logs import Log, Progress
-from .mesh import ONE_DEVICE, Layout, in_parts, make_layout
+from .mesh import Layout, in_parts, make_layout
 from .optimizers import make_optimizer, norms
 from .processes import Stopped
-from .throughput import flops_per_token, peak_flops
 
 FINAL_FRACTION = 0.1
+# Dense bfloat16 FLOP/s that the manufacturers state, by JAX's name of the device (the first that it contains).
+PEAK_FLOPS = {
+    **{"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12},
+    **{"L40S": 362e12, "L40": 181e12, "L4": 121e12},
+    "V100": 125e12,  # float16
+    **{"TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12},
+}
 
 
 class TrainState(NamedTuple):
@@ -97,6 +103,23 @@ def initialise(config: Config, dataset: data.Dataset) -> tuple[nnx.GraphDef, dic
     return graphdef, nnx.to_pure_dict(variables)
 
 
+def peak_flops(device_kind: str) -> float | None:
+    """FLOP/s of one device, None where unknown (CPUs among others)."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_kind), None)
+
+
+def flops_per_token(model: ModelConfig, params: Any) -> float:
+    """FLOPs of a forward and backward pass: 6 per weight of a product, and attention's 12 L T (H K), both triangles.
+
+    Look-ups (positions, a table that is not the head, too) have no product. Recomputation (remat) is not counted.
+    """
+    weights = sum(leaf.size for leaf in jax.tree.leaves(params))
+    looked_up = params["positions"]["embedding"].size if "positions" in params else 0
+    looked_up += 0 if model.tied_head else params["tokens"]["embedding"].size
+    attention_width = model.heads * (model.head_width or model.width // model.heads)
+    return 6.0 * (weights - looked_up) + 12.0 * model.layers * model.context * attention_width
+
+
 def loss_and_gradients(
     graphdef: nnx.GraphDef, micro_batches: int = 1
 ) -> Callable[[optax.Params, jax.Array], tuple[jax.Array, optax.Updates]]:
@@ -138,12 +161,12 @@ def make_train_step(
 
 
 def evaluation(
-    config: Config, dataset: data.Dataset, graphdef: nnx.GraphDef, layout: Layout = ONE_DEVICE
+    config: Config, dataset: data.Dataset, graphdef: nnx.GraphDef, layout: Layout
 ) -> Callable[[optax.Params], Score]:
     """The score on the validation set, computed in batches no larger than those of training."""
     count, largest = config.validation_tokens, config.micro_batch or config.batch_size
     sequences = data.validation_sequences(dataset, context=config.model.context, count=count)
-    return make_evaluate(graphdef, sequences, data.bytes_per_token(dataset), min(EVALUATION_BATCH, largest), layout)
+    return make_evaluate(graphdef, sequences, data.bytes_per_token(dataset), layout, min(EVALUATION_BATCH, largest))
 
 
 class Trainer:
@@ -151,7 +174,7 @@ class Trainer:
 
     def __init__(self, config: Config, dataset: data.Dataset, weights: optax.Params | None = None):
         self.config = config
-        self.layout = make_layout(config)
+        self.layout = make_layout(config.mesh)
         host, hosts = self.layout.batch_part(config.batch_size)
         sizes = {"context": config.model.context, "batch_size": config.batch_size}
         self.batches = data.training_batches(dataset, **sizes, seed=config.seed, host=host, hosts=hosts)
@@ -169,7 +192,7 @@ class Trainer:
         self.evaluate = evaluation(config, dataset, self.graphdef, self.layout)
         self.norms = bound(norms)
         self.flops = flops_per_token(config.model, params)
-        self.peak_flops = (peak_flops(jax.devices()[0].device_kind) or 0) * self.layout.devices
+        self.peak_flops = (peak_flops(jax.devices()[0].device_kind) or 0) * self.layout.mesh.size
         self.start = 0
         self.stopping: int | None = None
 
@@ -179,7 +202,8 @@ class Trainer:
         Raises:
             RunError: as ``Checkpoints.restore``.
         """
-        self.state, data_state = checkpoints.restore(step, self.state)
+        found, data_state = checkpoints.restore(step, **self.state._asdict())
+        self.state = TrainState(**found)
         self.batches.set_state(data_state)
         self.start = step
 
@@ -223,7 +247,7 @@ class Trainer:
                     if evaluates:
                         score = self._evaluate(done, log, console)
                     if saves:
-                        checkpoints.save(done, self.state, self.batches.get_state())
+                        checkpoints.save(done, self.batches.get_state(), **self.state._asdict())
                     clock += time.perf_counter() - before
                 if stopping is not None and not last:
                     way_on = "the same command with --resume continues from there"

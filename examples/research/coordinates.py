@@ -27,7 +27,7 @@ from rich.console import Console
 from examples.pretrain import configs, data
 from examples.pretrain.compare import LINE_STYLES, NAMES, frame
 from examples.pretrain.config import Config, check, is_relative
-from examples.pretrain.models.layers import apply_blocks
+from examples.pretrain.models.transformer import apply_blocks
 from examples.pretrain.optimizers import make_optimizer
 from examples.pretrain.train import TrainState, initialise, make_train_step
 from examples.research import command, report
@@ -125,8 +125,8 @@ def main(arguments: Sequence[str]) -> None:
     for name, (optimizer, transferred) in VARIANTS.items():
         for width in options.widths:
             own = f"--model.width {width} --model.heads {width // HEAD_WIDTH} --model.mlp-width {4 * width}"
-            own += f" --optimizer {optimizer} --learning-rate {options.learning_rate} --relative-step {options.learning_rate} --steps {options.steps}"
-            own += " --warmup-steps 0 --weight-decay 0"
+            own += f" --optimizer {optimizer} --learning-rate {options.learning_rate} --steps {options.steps}"
+            own += f" --relative-step {options.learning_rate} --warmup-steps 0 --weight-decay 0"
             own += f" --base-width {named.model.width}" if transferred else ""
             config = configs.parse(["--config", options.config, *own.split()])
             check(config)

@@ -85,7 +85,7 @@ def corpus(config: Config, console: Console) -> data.Dataset:
 
 def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Timed:
     """Model, optimizer and compiled step."""
-    layout = mesh.make_layout(config)
+    layout = mesh.make_layout(config.mesh)
     graphdef, params = initialise(config, dataset)
     params = layout.parameters(params)
     tx = make_optimizer(config, schedule(config))

@@ -194,9 +194,9 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
 def restored(run: OpenRun) -> Iterator[tuple[int, TrainState, np.ndarray]]:
     """Step, state and next batch of every checkpoint, oldest first."""
     for step in run.steps:
-        state, data_state = run.checkpoints.restore(step, run.trainer.state)
+        found, data_state = run.checkpoints.restore(step, **run.trainer.state._asdict())
         run.trainer.batches.set_state(data_state)
-        yield step, state, next(run.trainer.batches)
+        yield step, TrainState(**found), next(run.trainer.batches)
 
 
 def make_next_update(trainer: Trainer) -> Callable[[TrainState, np.ndarray], Update]:

@@ -36,8 +36,7 @@ from examples.pretrain import configs, models
 from examples.pretrain.config import Config, ModelConfig, check
 from examples.pretrain.evaluate import predictions, token_losses
 from examples.pretrain.optimizers import make_optimizer
-from examples.pretrain.throughput import flops_per_token, peak_flops
-from examples.pretrain.train import TrainState, compute_dtype, make_train_step, schedule
+from examples.pretrain.train import TrainState, compute_dtype, flops_per_token, make_train_step, peak_flops, schedule
 from examples.research import report
 from examples.research.torch_gpt2 import Trainer
 

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from examples.pretrain import models
 from examples.pretrain.compare import LINE_STYLES, NAMES, frame, save, swept
 from examples.pretrain.config import Config, RunError, from_dict
-from examples.pretrain.models.layers import residual_std
+from examples.pretrain.models.transformer import residual_std
 from examples.pretrain.optimizers import by_name, hidden_matrices, kind_of, settings_of
 from examples.pretrain.train import schedule
 from examples.research import command, report

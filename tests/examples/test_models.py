@@ -15,7 +15,7 @@ from examples.pretrain import configs, models
 from examples.pretrain.config import ModelConfig, RunError
 from examples.pretrain.evaluate import token_losses
 from examples.pretrain.mesh import by_name
-from examples.pretrain.models import layers
+from examples.pretrain.models import transformer as layers
 from normpre_optax import explain
 
 SMALL = ModelConfig(layers=2, width=32, heads=4, mlp_width=48, context=16)

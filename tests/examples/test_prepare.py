@@ -14,7 +14,7 @@ from examples.pretrain import data
 from examples.pretrain.config import RunError
 from examples.pretrain.prepare import command, sources, token_files
 from examples.pretrain.prepare.sources import sample
-from examples.pretrain.prepare.tokenizer import END_OF_TEXT, byte_lengths, end_of_text, train_tokenizer
+from examples.pretrain.prepare.token_files import END_OF_TEXT, byte_lengths, end_of_text, train_tokenizer
 
 
 def put(folder: Path, path: str, content: bytes):

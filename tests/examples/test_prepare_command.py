@@ -19,8 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from examples.pretrain import data
 from examples.pretrain.config import RunError
 from examples.pretrain.prepare import command, sources, token_files
-from examples.pretrain.prepare import tokenizer as tokenizers
-from examples.pretrain.prepare.tokenizer import byte_lengths, end_of_text, find_tokenizer, train_tokenizer
+from examples.pretrain.prepare.token_files import byte_lengths, end_of_text, find_tokenizer, train_tokenizer
 from examples.pretrain.processes import Stopped
 
 WORDS = ["the", "and", "model", "größe", "雪", "matrix", "row", "3.14", "step", "falls", "rises", "loss\n"]
@@ -404,7 +403,7 @@ def test_an_unreachable_hub_is_said_in_one_line(monkeypatch, tmp_path, out, byte
         run("c4", "--tokenizer", byte_level, "--output", out)
     assert "\n" not in str(error.value)
     fake = type("T", (), {"from_pretrained": staticmethod(unreachable)})
-    monkeypatch.setattr(tokenizers, "Tokenizer", fake)
+    monkeypatch.setattr(token_files, "Tokenizer", fake)
     with pytest.raises(RunError, match=r"tokenizer gpt2 \(Couldn't reach it\): .* the path .* check the network"):
         find_tokenizer("gpt2")
 

@@ -17,13 +17,12 @@ from flax import nnx
 import examples
 import normpre_optax
 from examples.pretrain import configs, models, optimizers, train
+from examples.pretrain.commands import Trained, continuation
 from examples.pretrain.config import Config, ModelConfig, RunError
 from examples.pretrain.data import PADDING
 from examples.pretrain.evaluate import EVALUATION_BATCH, make_evaluate
-from examples.pretrain.generate import generate
-from examples.pretrain.mesh import by_name
-from examples.pretrain.prepare.tokenizer import end_of_text
-from examples.pretrain.throughput import flops_per_token, peak_flops
+from examples.pretrain.mesh import by_name, make_layout
+from examples.pretrain.prepare.token_files import end_of_text
 
 MODEL = ModelConfig(layers=1, width=16, heads=2, mlp_width=32, context=8)
 VOCABULARY = 32
@@ -219,7 +218,7 @@ def test_evaluate_is_the_mean_over_every_prediction(count):
     sequences = batch(count, seed=count)
     sequences[0, 4:] = PADDING
     lengths = np.random.default_rng(0).integers(1, 9, size=VOCABULARY)
-    score = make_evaluate(graphdef, sequences, lengths)(params)
+    score = make_evaluate(graphdef, sequences, lengths, make_layout())(params)
     inputs, targets = np.maximum(sequences[:, :-1], 0), sequences[:, 1:]
     logits = np.asarray(jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))(inputs), np.float64)
     chosen = np.take_along_axis(logits, np.maximum(targets, 0)[..., None].astype(int), -1)[..., 0]
@@ -273,26 +272,27 @@ class Successor(nnx.Module):
 # A window that fills up on the way, a prompt longer than it, greedy and drawn.
 @pytest.mark.parametrize(("prompt", "temperature"), [("x", 0.7), ("a longer prompt than the context holds", 0.0)])
 def test_generate_feeds_the_model_its_own_tokens(dataset, prompt, temperature):
-    tokenizer, options = dataset.tokenizer, {"context": 8, "temperature": temperature, "seed": 0}
+    tokenizer, model = dataset.tokenizer, Trained(Config(model=MODEL), dataset, nnx.split(Successor())[0], {}, 0)
     start = tokenizer.encode(prompt).ids[-1]
-    text = generate(nnx.split(Successor())[0], {}, tokenizer, prompt, new_tokens=20, **options)
+    text = continuation(model, prompt, new_tokens=20, temperature=temperature, seed=0)
     assert text == prompt + tokenizer.decode(list(range(start + 1, start + 21)))
 
 
 def test_generate_stops_at_the_end_of_a_text(dataset):
     tokenizer, graphdef = dataset.tokenizer, nnx.split(Successor(end_of_text(dataset.tokenizer)))[0]
     start = tokenizer.encode("x").ids[-1]
-    text = generate(graphdef, {}, tokenizer, "x", context=8, new_tokens=6, temperature=0.0, seed=0)
+    model = Trained(Config(model=MODEL), dataset, graphdef, {}, 0)
+    text = continuation(model, "x", new_tokens=6, temperature=0.0, seed=0)
     assert text == "x" + tokenizer.decode([start + 1, start + 2])
 
 
 def test_flops():
     kinds = ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "TPU v5p", "TPU v5 lite", "NVIDIA L40S", "cpu")
-    assert [*map(peak_flops, kinds)] == [989e12, 312e12, 459e12, 197e12, 362e12, None]
+    assert [*map(train.peak_flops, kinds)] == [989e12, 312e12, 459e12, 197e12, 362e12, None]
     config = configs.load("gpt2_small").model
     hidden, table, norms = 12 * 12 * 768**2, 50_304 * 768, 25 * 768
     expected = 6 * (hidden + table + norms) + 12 * 12 * 1024 * 768  # six per weight, and attention
-    assert flops_per_token(config, models.shapes(config, 50_304)) == expected
+    assert train.flops_per_token(config, models.shapes(config, 50_304)) == expected
 
 
 def test_only_optimizers_imports_the_library_its_public_names_and_nothing_imports_research():

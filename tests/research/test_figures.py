@@ -62,7 +62,7 @@ def make_run(folder: Path, dataset, optimizer: str) -> Path:
     for step in (4, 8, 12):
         for _ in range(4):
             next(trainer.batches)
-        checkpoints.save(step, shaken(trainer.state, step), trainer.batches.get_state())
+        checkpoints.save(step, trainer.batches.get_state(), **shaken(trainer.state, step)._asdict())
     checkpoints.close()
     lines = [{"step": step, "loss": 6 - step / 10, "grad_norm": 1 / step} for step in range(1, 13)]
     lines += [{"step": step, "validation_loss": 6 - step / 10} for step in (0, 6, 12)]
@@ -104,7 +104,8 @@ def float64(tree) -> dict[str, np.ndarray]:
 def state_and_gradients(folder: Path, step: int, kind) -> tuple:
     """A checkpoint's weights and node of that kind; clipped gradients of the batch that follows, from the first on."""
     opened = figure_data.open_run(folder)
-    state, _ = opened.checkpoints.restore(step, opened.trainer.state)
+    found, _ = opened.checkpoints.restore(step, **opened.trainer.state._asdict())
+    state = train.TrainState(**found)
     opened.checkpoints.close()
     batches = training_batches(load(Path(opened.record["data"]["folder"])), context=32, batch_size=4, seed=0)
     tokens = jnp.asarray([next(batches) for _ in range(step + 1)][-1])

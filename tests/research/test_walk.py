@@ -64,5 +64,6 @@ def test_the_coordinate_checks_exponent_of_the_width():
 @pytest.mark.slow
 def test_a_step_that_changes_nothing_moves_nothing(dataset):
     """A rate near zero: the streams of two programs, compared by the code that compares any."""
-    flags = "--config tiny --optimizer normpre_g --model.family gpt2 --learning-rate 1e-30 --steps 2 --warmup-steps 0 --weight-decay 0"
+    flags = "--config tiny --optimizer normpre_g --model.family gpt2 --learning-rate 1e-30 --steps 2 --warmup-steps 0"
+    flags += " --weight-decay 0"
     assert coordinates.moves(configs.parse(flags.split()), dataset) == [0.0, 0.0]

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from ..config import ModelConfig
-from .layers import head_width
+from .transformer import head_width
 
 Params = dict[str, Any]
 
@@ -102,37 +102,21 @@ def flat(tree: Params, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def hf_config(config: ModelConfig, vocabulary: int) -> dict[str, Any]:
     """``config.json`` of the model. Special tokens are the tokenizer's and stay unset."""
     shared = {
-        "model_type": config.family,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": config.tied_head,
-        "dtype": "float32",
-        "bos_token_id": None,
-        "eos_token_id": None,
+        **{"model_type": config.family, "vocab_size": vocabulary, "tie_word_embeddings": config.tied_head},
+        **{"dtype": "float32", "bos_token_id": None, "eos_token_id": None},
     }
     if config.family == "gpt2":
         return shared | {
-            "architectures": ["GPT2LMHeadModel"],
-            "n_positions": config.context,
-            "n_embd": config.width,
-            "n_layer": config.layers,
-            "n_head": config.heads,
-            "n_inner": config.mlp_width,
-            "activation_function": "gelu",
-            "layer_norm_epsilon": config.norm_epsilon,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            **{"architectures": ["GPT2LMHeadModel"], "activation_function": "gelu", "n_inner": config.mlp_width},
+            **{"n_positions": config.context, "n_embd": config.width, "n_layer": config.layers, "n_head": config.heads},
+            **{"layer_norm_epsilon": config.norm_epsilon, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
         }
     return shared | {
         "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[config.family]],
-        "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads or config.heads,
-        "head_dim": head_width(config),
-        "hidden_act": "silu",
-        "max_position_embeddings": config.context,
-        "rms_norm_eps": config.norm_epsilon,
+        **{"hidden_size": config.width, "intermediate_size": config.mlp_width, "num_hidden_layers": config.layers},
+        **{"num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads or config.heads},
+        **{"head_dim": head_width(config), "hidden_act": "silu", "max_position_embeddings": config.context},
+        **{"rms_norm_eps": config.norm_epsilon, "attention_bias": False},
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
         "rope_theta": config.rotary_base,  # where transformers 4 reads it
-        "attention_bias": False,
     }

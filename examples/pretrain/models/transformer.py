@@ -6,119 +6,248 @@
   approximation, ``gelu_new`` in transformers).
 - LLaMA: RMSNorm, rotary positions, a gated MLP, no biases.
 - Qwen3: LLaMA with fewer heads of keys and values, heads of any width, and RMSNorm over every query and key.
+
+Shape letters: B batch, T time, D width, H heads, G heads of keys and values, K head width, F MLP width, V vocabulary,
+L layers. Parameters are float32; ``dtype`` is the type of the arithmetic. A residual projection, the last matrix of a
+branch that is added to the stream, is initialized smaller by sqrt(2 L) with ``scaled_residuals``, so that the stream's
+variance does not grow with depth. On a mesh (``..mesh``) a layer gathers its weight over ``fsdp`` before it uses it.
 """
+
+import functools
+import math
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..config import ModelConfig
-from .layers import (
-    Implementation,
-    apply_blocks,
-    attend,
-    attention_implementation,
-    embedding,
-    head_width,
-    linear,
-    make_blocks,
-    norm,
-    residual_std,
-    rotate,
-)
+from ..config import ModelConfig, RunError
+from ..mesh import BATCH, gather_again, gathered, on_mesh, product, spread, whole
+
+INIT_STD = 0.02
+CUDNN_HEAD_WIDTH = 128
+Implementation = Literal["xla", "cudnn"]
 
 
-class FusedAttention(nnx.Module):
-    """GPT-2's causal self-attention; the columns of qkv (D, 3D) are the queries', then the keys', then the values'."""
+class Linear(nnx.Linear):
+    """``nnx.Linear`` with the leading axes flattened: on CPU, XLA computes a 2-D weight gradient in half the time."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        width, std = config.width, config.hidden_std
-        self.heads = config.heads
-        self.implementation: Implementation = attention_implementation(config, dtype)
-        self.qkv = linear(width, 3 * width, std=std, bias=config.bias, dtype=dtype, rngs=rngs)
-        self.out = linear(width, width, std=residual_std(config), bias=config.bias, dtype=dtype, rngs=rngs)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(..., inputs) to (..., outputs)."""
+        return self.outputs(x, self.kernel[...], None if self.bias is None else self.bias[...])
 
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-        """(B, T, D) to the same."""
-        query_BxTxHxK, key_BxTxHxK, value_BxTxHxK = (
-            third_BxTxD.reshape(*x_BxTxD.shape[:2], self.heads, -1) for third_BxTxD in self.qkv.parts(x_BxTxD, 3)
+    def parts(self, x: jax.Array, count: int) -> list[jax.Array]:
+        """The outputs as ``count`` arrays of equal size, each split over ``tensor`` by itself."""
+        if not on_mesh():
+            return jnp.split(self(x), count, axis=-1)
+        kernel = whole(self.kernel[...].astype(self.dtype))
+        kernels = [spread(part, None, "tensor") for part in jnp.split(kernel, count, axis=1)]
+        biases = [None] * count if self.bias is None else jnp.split(self.bias[...], count)
+        return [self.outputs(x, kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
+
+    def outputs(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """The sum x @ kernel + bias in ``dtype``."""
+        x, kernel, bias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
+        y = product(x.reshape(-1, x.shape[-1]), kernel)
+        return (y if bias is None else y + bias.reshape(1, -1)).reshape(*x.shape[:-1], -1)
+
+
+class Embedding(nnx.Embed):
+    """A table (V, D); with a tied head it is also the output matrix."""
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """(B, T) to (B, T, D)."""
+        if not on_mesh():
+            return super().__call__(tokens)
+        out = jax.sharding.PartitionSpec(BATCH, None, None)
+        return self.table().at[tokens].get(out_sharding=out)
+
+    def table(self) -> jax.Array:
+        """The table in ``dtype``, gathered over ``fsdp``."""
+        return gathered(self.embedding[...].astype(self.dtype))
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """(..., D) to logits (..., V); flattened as in ``Linear``."""
+        table_DxV = self.embedding[...].astype(self.dtype).T
+        return product(x.astype(self.dtype).reshape(-1, x.shape[-1]), table_DxV).reshape(*x.shape[:-1], -1)
+
+
+def linear(
+    inputs: int, outputs: int, *, std: float = INIT_STD, bias: bool = False, dtype: jnp.dtype, rngs: nnx.Rngs
+) -> Linear:
+    """A linear layer; kernel (inputs, outputs), normal with standard deviation ``std``, and a bias of zeros or none."""
+    init = nnx.initializers.normal(std)
+    return Linear(inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=jnp.float32, kernel_init=init, rngs=rngs)
+
+
+def embedding(entries: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> Embedding:
+    """A table (entries, width), normal as the linear layers."""
+    init = nnx.initializers.normal(INIT_STD)
+    return Embedding(entries, width, dtype=dtype, param_dtype=jnp.float32, embedding_init=init, rngs=rngs)
+
+
+def norm(config: ModelConfig, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Module:
+    """RMSNorm with a scale, or GPT-2's LayerNorm; Flax computes the moments in float32 for every ``dtype``."""
+    common: dict[str, Any] = {"epsilon": config.norm_epsilon, "dtype": dtype, "param_dtype": jnp.float32, "rngs": rngs}
+    if config.family != "gpt2":
+        return nnx.RMSNorm(width, **common)
+    # The fast variance is a difference of squares, which cancels.
+    return nnx.LayerNorm(width, use_bias=config.bias, use_fast_variance=False, **common)
+
+
+def residual_std(config: ModelConfig) -> float:
+    """Initial standard deviation of a residual projection; every block has two."""
+    return config.hidden_std / math.sqrt(2 * config.layers) if config.scaled_residuals else config.hidden_std
+
+
+def rotate(x_BxTxHxK: jax.Array, base: float) -> jax.Array:
+    """Rotary positions: dimensions i and i + K/2 are rotated by the angle t base^(-2i/K); computed in float32."""
+    time, half = x_BxTxHxK.shape[1], x_BxTxHxK.shape[3] // 2
+    frequencies_K = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles_Tx1xK = jnp.arange(time, dtype=jnp.float32)[:, None, None] * frequencies_K
+    cosine, sine = jnp.cos(angles_Tx1xK), jnp.sin(angles_Tx1xK)
+    first, second = jnp.split(x_BxTxHxK.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return rotated.astype(x_BxTxHxK.dtype)
+
+
+def head_width(config: ModelConfig) -> int:
+    """Size K of a head."""
+    return config.head_width or config.width // config.heads
+
+
+def attention_implementation(config: ModelConfig, dtype: jnp.dtype) -> Implementation:
+    """What computes attention: as configured, and for "auto" cuDNN where it runs.
+
+    Raises:
+        RunError: if cuDNN is asked for and cannot run.
+    """
+    runs = cudnn_runs(head_width(config), dtype)
+    if config.attention == "cudnn" and not runs:
+        raise RunError(
+            "--model.attention cudnn cannot run: it needs an NVIDIA GPU of compute capability 8.0 or higher, --dtype "
+            f"bfloat16, and heads of a multiple of 8 up to {CUDNN_HEAD_WIDTH}; auto takes XLA's attention then"
         )
-        mixed_BxTxHxK = attend(query_BxTxHxK, key_BxTxHxK, value_BxTxHxK, self.implementation)
-        return self.out(mixed_BxTxHxK.reshape(x_BxTxD.shape))
+    return "cudnn" if runs and config.attention != "xla" else "xla"
 
 
-class RotaryAttention(nnx.Module):
-    """Causal self-attention with rotary positions; H / G heads of queries share a head of keys and values.
+def cudnn_runs(width: int, dtype: jnp.dtype) -> bool:
+    """Whether cuDNN's attention runs here on heads of ``width``; JAX allows wider ones on some GPUs."""
+    device = jax.local_devices()[0]
+    # compute_capability is no number on AMD's GPUs, whose platform is "gpu", too.
+    cuda = "cuda" in device.client.platform_version and float(device.compute_capability) >= 8
+    return cuda and dtype in (jnp.bfloat16, jnp.float16) and width <= CUDNN_HEAD_WIDTH and width % 8 == 0
 
-    The matrices are query (D, HK), key and value (D, GK), and out (HK, D).
+
+def attend(
+    query_BxTxHxK: jax.Array, key_BxTxGxK: jax.Array, value_BxTxGxK: jax.Array, implementation: Implementation
+) -> jax.Array:
+    """Causal attention, (B, T, H, K); on a mesh every device computes its own sequences and heads."""
+    function = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+    if on_mesh():
+        axes = jax.sharding.PartitionSpec(BATCH, None, "tensor", None)
+        function = jax.shard_map(function, in_specs=(axes, axes, axes), out_specs=axes)
+    return function(query_BxTxHxK, key_BxTxGxK, value_BxTxGxK)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention; H / G heads of queries share a head of keys and values.
+
+    The matrices are query (D, HK), key and value (D, GK), and out (HK, D). GPT-2 has one matrix qkv (D, 3D) for the
+    first three, whose columns are the queries', then the keys', then the values'.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.head_width, self.rotary_base = head_width(config), config.rotary_base
+        self.config = config
         self.implementation: Implementation = attention_implementation(config, dtype)
-        inside, shared = config.heads * self.head_width, (config.kv_heads or config.heads) * self.head_width
-        self.query = linear(config.width, inside, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.key = linear(config.width, shared, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.value = linear(config.width, shared, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.out = linear(inside, config.width, std=residual_std(config), dtype=dtype, rngs=rngs)
-        self.normalizes = config.family == "qwen3"
-        if self.normalizes:
-            self.query_norm = norm(config, self.head_width, dtype=dtype, rngs=rngs)
-            self.key_norm = norm(config, self.head_width, dtype=dtype, rngs=rngs)
+        queries, keys = (heads * head_width(config) for heads in (config.heads, config.kv_heads or config.heads))
+        matrix = functools.partial(linear, bias=config.bias, dtype=dtype, rngs=rngs)
+        if config.family == "gpt2":
+            self.qkv = matrix(config.width, 3 * config.width, std=config.hidden_std)
+        else:
+            self.query = matrix(config.width, queries, std=config.hidden_std)
+            self.key = matrix(config.width, keys, std=config.hidden_std)
+            self.value = matrix(config.width, keys, std=config.hidden_std)
+        self.out = matrix(queries, config.width, std=residual_std(config))
+        if config.family == "qwen3":
+            self.query_norm = norm(config, head_width(config), dtype=dtype, rngs=rngs)
+            self.key_norm = norm(config, head_width(config), dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """(B, T, D) to the same."""
-        query_BxTxHxK, key_BxTxGxK, value_BxTxGxK = (
-            projection(x_BxTxD).reshape(*x_BxTxD.shape[:2], -1, self.head_width)
-            for projection in (self.query, self.key, self.value)
-        )
-        if self.normalizes:
+        family, base, shape = self.config.family, self.config.rotary_base, x_BxTxD.shape[:2]
+        gpt2 = family == "gpt2"
+        parts = self.qkv.parts(x_BxTxD, 3) if gpt2 else [f(x_BxTxD) for f in (self.query, self.key, self.value)]
+        query_BxTxHxK, key_BxTxGxK, value_BxTxGxK = (x.reshape(*shape, -1, head_width(self.config)) for x in parts)
+        if family == "qwen3":
             query_BxTxHxK, key_BxTxGxK = self.query_norm(query_BxTxHxK), self.key_norm(key_BxTxGxK)
-        query_BxTxHxK, key_BxTxGxK = rotate(query_BxTxHxK, self.rotary_base), rotate(key_BxTxGxK, self.rotary_base)
+        if not gpt2:
+            query_BxTxHxK, key_BxTxGxK = rotate(query_BxTxHxK, base), rotate(key_BxTxGxK, base)
         mixed_BxTxHxK = attend(query_BxTxHxK, key_BxTxGxK, value_BxTxGxK, self.implementation)
-        return self.out(mixed_BxTxHxK.reshape(*x_BxTxD.shape[:2], -1))
+        return self.out(mixed_BxTxHxK.reshape(*shape, -1))
 
 
 class MLP(nnx.Module):
-    """GPT-2's down(gelu(up(x))), with matrices (D, F) and (F, D)."""
+    """GPT-2's down(gelu(up(x))), else SwiGLU, down(silu(gate(x)) * up(x)); matrices (D, F), and down (F, D)."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        width, hidden, bias = config.width, config.mlp_width, config.bias
-        self.up = linear(width, hidden, std=config.hidden_std, bias=bias, dtype=dtype, rngs=rngs)
-        self.down = linear(hidden, width, std=residual_std(config), bias=bias, dtype=dtype, rngs=rngs)
+        matrix = functools.partial(linear, bias=config.bias, dtype=dtype, rngs=rngs)
+        self.gated = config.family != "gpt2"
+        if self.gated:
+            self.gate = matrix(config.width, config.mlp_width, std=config.hidden_std)
+        self.up = matrix(config.width, config.mlp_width, std=config.hidden_std)
+        self.down = matrix(config.mlp_width, config.width, std=residual_std(config))
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """(B, T, D) to the same."""
+        if self.gated:
+            return self.down(jax.nn.silu(self.gate(x_BxTxD)) * self.up(x_BxTxD))
         return self.down(jax.nn.gelu(self.up(x_BxTxD), approximate=False))
-
-
-class GatedMLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), with matrices (D, F), (D, F) and (F, D)."""
-
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.gate = linear(config.width, config.mlp_width, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.up = linear(config.width, config.mlp_width, std=config.hidden_std, dtype=dtype, rngs=rngs)
-        self.down = linear(config.mlp_width, config.width, std=residual_std(config), dtype=dtype, rngs=rngs)
-
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-        """(B, T, D) to the same."""
-        return self.down(jax.nn.silu(self.gate(x_BxTxD)) * self.up(x_BxTxD))
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        attention, mlp = (FusedAttention, MLP) if config.family == "gpt2" else (RotaryAttention, GatedMLP)
         self.attention_norm = norm(config, config.width, dtype=dtype, rngs=rngs)
-        self.attention = attention(config, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = norm(config, config.width, dtype=dtype, rngs=rngs)
-        self.mlp = mlp(config, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """(B, T, D) to the same."""
         x_BxTxD = x_BxTxD + self.attention(self.attention_norm(x_BxTxD))
         return x_BxTxD + self.mlp(self.mlp_norm(x_BxTxD))
+
+
+def make_blocks(config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Module:
+    """The blocks of a model: a list, or with ``scan_layers`` one block whose every parameter has an axis L in front.
+
+    The stack is made of the list's blocks, so both forms have the same initial parameters.
+    """
+    blocks = [Block(config, dtype=dtype, rngs=rngs) for _ in range(config.layers)]
+    if not config.scan_layers:
+        return nnx.List(blocks)
+    states = [nnx.state(block) for block in blocks]
+    return nnx.merge(nnx.graphdef(blocks[0]), jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+
+
+def apply_blocks(blocks: nnx.Module, x_BxTxD: jax.Array, config: ModelConfig) -> jax.Array:
+    """One block after the other, as ``make_blocks`` made them; (B, T, D) to the same."""
+
+    def apply(graphdef: nnx.GraphDef, state: nnx.State, x_BxTxD: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, state)(x_BxTxD)
+
+    if config.remat or on_mesh():  # on a mesh, gathered weights are not kept until the backward pass
+        policy = None if config.remat else gather_again
+        # A scan's body is compiled alone, so nothing outside could undo the recomputation.
+        apply = jax.checkpoint(apply, static_argnums=0, prevent_cse=not config.scan_layers, policy=policy)
+    if not config.scan_layers:
+        for block in blocks:  # pyright: ignore[reportGeneralTypeIssues]
+            x_BxTxD = apply(*nnx.split(block), x_BxTxD)
+        return x_BxTxD
+    graphdef, stack = nnx.split(blocks)
+    return jax.lax.scan(lambda x_BxTxD, state: (apply(graphdef, state, x_BxTxD), None), x_BxTxD, stack)[0]
 
 
 class Transformer(nnx.Module):
@@ -129,7 +258,7 @@ class Transformer(nnx.Module):
         self.tokens = embedding(vocabulary, config.width, dtype=dtype, rngs=rngs)
         if config.family == "gpt2":
             self.positions = embedding(config.context, config.width, dtype=dtype, rngs=rngs)
-        self.blocks = make_blocks(lambda: Block(config, dtype=dtype, rngs=rngs), config)
+        self.blocks = make_blocks(config, dtype=dtype, rngs=rngs)
         self.final_norm = norm(config, config.width, dtype=dtype, rngs=rngs)
         if not config.tied_head:
             self.head = linear(config.width, vocabulary, dtype=dtype, rngs=rngs)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to token files: one module per corpus, ``tokenizer`` and ``token_files`` shared by all."""
+"""Text to token files: ``command`` has the corpora, ``sources`` reads, ``token_files`` writes."""

@@ -22,7 +22,7 @@ from ..config import RunError, flag, read_options
 from ..processes import Stopped, on_signals
 from . import sources, token_files
 from .sources import HubStream, Problems, Stream, find_files, one_line
-from .tokenizer import find_tokenizer, train_on
+from .token_files import find_tokenizer, train_on
 
 
 @dataclass(frozen=True)

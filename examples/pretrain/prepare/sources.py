@@ -76,23 +76,22 @@ class Problems:
 
     def __init__(self, skip: bool):
         self.skip = skip
-        self._found: dict[str, dict[str, tuple[int, int]]] = {}
+        self._found: dict[tuple[str, str], tuple[int, int]] = {}
 
     def begin(self, name: str) -> None:
         """Count a file from its beginning."""
-        self._found[name] = {}
+        self._found = {key: found for key, found in self._found.items() if key[0] != name}
 
     def note(self, name: str, what: str, number: int = 0) -> None:
         """Count something in line ``number`` of a file; 0: in the file as a whole."""
-        found = self._found.setdefault(name, {})
-        count, first = found.get(what, (0, number))
-        found[what] = count + 1, first
+        count, first = self._found.get((name, what), (0, number))
+        self._found[name, what] = count + 1, first
 
     def bad(self, name: str, what: str, number: int, detail: str) -> None:
         """Count a line that is skipped.
 
         Raises:
-            RunError: where bad lines are not skipped.
+            RunError: if bad lines are not skipped.
         """
         if not self.skip:
             where = f"{name}, line {number}" if number else name
@@ -101,9 +100,8 @@ class Problems:
 
     def lines(self) -> Iterator[str]:
         """One line for every file and problem."""
-        for name, found in self._found.items():
-            for what, (count, first) in found.items():
-                yield f"{name}: {what}" + (f" (lines: {count:,}, the first is {first:,})" if first else "")
+        for (name, what), (count, first) in self._found.items():
+            yield f"{name}: {what}" + (f" (lines: {count:,}, the first is {first:,})" if first else "")
 
 
 class HubStream(Stream):
