@@ -213,7 +213,7 @@ def introduce(
     devices = f"{trainer.layout.mesh.size} x {kind} ({config.mesh})" if config.mesh else kind
     parts = f", {config.micro_batch} at a time," if config.micro_batch else ""
     adam = f", AdamW learning rate {config.adam_learning_rate:g}" if config.adam_learning_rate else ""
-    step = f"relative step {config.relative_step:g}, " if is_relative(config.optimizer) else ""
+    step = f"relative update {config.relative_step:g}, " if is_relative(config.optimizer) else ""
     console.print(
         f"Text       {texts['source']}: {texts['train']['documents']:,} training documents "
         f"({texts['train']['tokens']:,} tokens), {texts['validation']['documents']:,} validation documents; "
