@@ -30,16 +30,11 @@ Matrix = np.ndarray
 class Options:
     """Measure the accuracy of the spectral stage."""
 
-    rows: int = 384
-    """Shorter side of the matrices."""
-    columns: int = 1536
-    """Longer side."""
-    rank: int = 32
-    """Modes that are clipped."""
-    oversample: int = 8
-    """Further directions of the sketch."""
-    out: Path = Path("docs/results")
-    """Folder for the reports."""
+    rows: int = 384  # Shorter side of the matrices.
+    columns: int = 1536  # Longer side.
+    rank: int = 32  # Modes that are clipped.
+    oversample: int = 8  # Further directions of the sketch.
+    out: Path = Path("docs/results")  # Folder for the reports.
 
 
 def spectra(rows: int, columns: int) -> dict[str, Matrix]:

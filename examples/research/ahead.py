@@ -59,23 +59,19 @@ TPU_ENVIRONMENT = {
 class Options:
     """Estimate optimizer steps on TPUs and GPUs that are not there."""
 
-    target: tuple[str, ...] = ("v5e",)
-    """Chips: v5e, v5p, v6e, tpu7x, a100, h100, b200."""
-    model: str = "gpt2_small"
-    """Shapes: a name in ``shapes.MODELS``."""
-    layers: int | None = None
-    """Only so many layers; None: all."""
+    target: tuple[str, ...] = ("v5e",)  # Chips: v5e, v5p, v6e, tpu7x, a100, h100, b200.
+    model: str = "gpt2_small"  # Shapes: a name in ``shapes.MODELS``.
+    layers: int | None = None  # Only so many layers; None: all.
+    # Which, in which order; others are those of ``optimizer_step --help``.
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = (
         *(PRODUCT, "adamw", BASELINE),
         *("muon", "mano", "normpre_g", "normpre_l"),
     )
-    """Which, in which order; others are those of ``optimizer_step --help``."""
+    # A configuration of examples.pretrain, such as gpt2_small: its whole step instead of the optimizer's.
     train_step: str = ""
-    """A configuration of examples.pretrain, such as gpt2_small: its whole step instead of the optimizer's."""
+    # Sequences whose gradients are taken at once in that step, as fit into memory; None: as configured.
     micro_batch: int | None = None
-    """Sequences whose gradients are taken at once in that step, as fit into memory; None: as configured."""
-    out: Path = Path("docs/results")
-    """Folder for the reports."""
+    out: Path = Path("docs/results")  # Folder for the reports.
 
 
 def missing(target: str) -> str:

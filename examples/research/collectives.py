@@ -65,24 +65,16 @@ OPTIMIZERS = {
 class Options:
     """Count what optimizers move on meshes."""
 
+    # Names in ``shapes.MODELS``: their hidden matrices.
     models: tuple[str, ...] = ("gpt2_small", "llama_1p3b", "qwen3_1p7b")
-    """Names in ``shapes.MODELS``: their hidden matrices."""
-    devices: tuple[int, ...] = (1, 8, 64, 512)
-    """Numbers of devices."""
-    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
-    """Which of them."""
-    target: str = ""
-    """Machine whose compiler is asked: v5e, v6e, h100, ...; empty: virtual devices on the CPU."""
-    slices: int = 1
-    """TPUs: groups with a fast network each, between which parameters are replicated."""
-    fsdp: int = 64
-    """Over how many devices parameters are sharded at most."""
-    expert: int = 1
-    """Over how many more devices the experts of a mixture are, on an axis of their own."""
-    axis: Literal["first", "longest"] = "first"
-    """Which axis of a parameter is sharded, of those that divide."""
-    out: Path = Path("docs/results")
-    """Folder for the report."""
+    devices: tuple[int, ...] = (1, 8, 64, 512)  # Numbers of devices.
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)  # Which of them.
+    target: str = ""  # Machine whose compiler is asked: v5e, v6e, h100, ...; empty: virtual devices on the CPU.
+    slices: int = 1  # TPUs: groups with a fast network each, between which parameters are replicated.
+    fsdp: int = 64  # Over how many devices parameters are sharded at most.
+    expert: int = 1  # Over how many more devices the experts of a mixture are, on an axis of their own.
+    axis: Literal["first", "longest"] = "first"  # Which axis of a parameter is sharded, of those that divide.
+    out: Path = Path("docs/results")  # Folder for the report.
 
 
 def spec_of(x, mesh: jax.sharding.Mesh, longest: bool) -> PartitionSpec:

@@ -47,16 +47,12 @@ VARIANTS = {
 class Options:
     """Measure how far a few steps move models of several widths."""
 
-    config: str = "nano"
-    """Named configuration, of the family gpt2; its width is the one that rates were tuned on."""
+    config: str = "nano"  # Named configuration, of the family gpt2; its width is the one that rates were tuned on.
+    # Widths of the residual stream; heads of 16, the MLP four times as wide.
     widths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="WIDTH ...")] = (64, 128, 256, 512)
-    """Widths of the residual stream; heads of 16, the MLP four times as wide."""
-    learning_rate: float = 1.6e-2
-    """Peak rate at the configuration's width, held."""
-    steps: int = 8
-    """Steps to take."""
-    out: Path = Path("docs/results/coordinates")
-    """Folder for the report."""
+    learning_rate: float = 1.6e-2  # Peak rate at the configuration's width, held.
+    steps: int = 8  # Steps to take.
+    out: Path = Path("docs/results/coordinates")  # Folder for the report.
 
 
 def moves(config: Config, dataset: data.Dataset) -> list[float]:

@@ -28,10 +28,8 @@ from examples.research import diagnostics
 from examples.research.ablations import modes
 from normpre_optax import MatrixDims
 
-PAPER_SHARES = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""The paper's checkpoints, as shares of its 10,000 steps."""
-SMOOTHED_STEPS = 50
-"""Length of the paper's moving averages."""
+PAPER_SHARES = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0)  # The paper's checkpoints, as shares of its 10,000 steps.
+SMOOTHED_STEPS = 50  # Length of the paper's moving averages.
 
 
 class Update(NamedTuple):

@@ -20,12 +20,12 @@ Run = dict[str, Any]
 STEPS_MAP = matplotlib.colormaps["viridis"]  # sequential, and in order for the colour-blind, too
 STEPS_MAP_END = 0.9  # its last tenth is too light on white
 LOWEST_EIGENVALUE = 1e-4
+# Component -> legend, colour (distinguishable with every common colour blindness), hatching (and without colour).
 ENERGIES = {
     "top": ("{rank} largest above one", "#0072B2", ""),
     "remain": ("others above one", "#E69F00", "//"),
     "sub": ("below one", "#BBBBBB", ""),
 }
-"""Component -> legend, colour (distinguishable with every common colour blindness), hatching (and without colour)."""
 LINES = ("gradient_norm", "alignment", "losses")
 
 

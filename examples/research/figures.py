@@ -20,8 +20,8 @@ from examples.pretrain.config import RunError
 from examples.research import command, figure_data, figure_drawing, report
 from examples.research.figure_drawing import ENERGIES
 
+# Share of the top 32 modes in %, over the checkpoints of NormPre-L on GPT-2 Small, width 768.
 PAPER_SHARES_OF_ENERGY = {"rows": "62-67", "columns": "55-60"}
-"""Share of the top 32 modes in %, over the checkpoints of NormPre-L on GPT-2 Small, width 768."""
 CAPTIONS = {
     "spectra": "Eigenvalues of the momentum's Gram matrix after the relaxed tangent, {orientation} active, before "
     "(solid; scaled to the same trace) and after normalization (dotted): mean over matrices and, shaded, from the 25th "
@@ -44,17 +44,14 @@ SOURCES = {
 class Options:
     """Draw the paper's figures from the checkpoints and logs of runs."""
 
-    run: tuple[Path, ...] = ()
-    """Folders of runs: runs/<name>."""
-    out: Path = Path("figures")
-    """Folder for the figures, figures.json and README.md."""
+    run: tuple[Path, ...] = ()  # Folders of runs: runs/<name>.
+    out: Path = Path("figures")  # Folder for the figures, figures.json and README.md.
+    # Modes that local preconditioning clips; the first is drawn, the table has all. None given: the run's own.
     rank: tuple[int, ...] = ()
-    """Modes that local preconditioning clips; the first is drawn, the table has all. None given: the run's own."""
+    # Checkpoints whose spectra and energies are drawn; none given: those nearest to 1, 5, 10, 20, 50 and 100 % of
+    # the run, as in the paper.
     steps: tuple[int, ...] = ()
-    """Checkpoints whose spectra and energies are drawn; none given: those nearest to 1, 5, 10, 20, 50 and 100 % of the
-    run, as in the paper."""
-    tokens: Path | None = None
-    """Folder of the token files, if it has moved."""
+    tokens: Path | None = None  # Folder of the token files, if it has moved.
 
 
 def check(options: Options) -> None:

@@ -269,8 +269,7 @@ def corollary_signal(step: Step) -> Sides | None:
     return Sides(inner(step.gradient, step.update), rate * step.side**-0.5 * np.linalg.norm(step.gradient))
 
 
-Inequality = Callable[[Step], Sides | None]
-"""None where it does not apply."""
+Inequality = Callable[[Step], Sides | None]  # None where it does not apply.
 
 LEMMAS: tuple[Inequality, ...] = (
     lemma_1_rows,

@@ -56,12 +56,9 @@ class Tpu(Memory):
 
     name: str
     topology: str
-    clock: float
-    """Hz: the published peak over the operations that the matrix units do in a cycle."""
-    bandwidth: float
-    """Bytes a second of HBM."""
-    peak: float
-    """bfloat16 operations a second."""
+    clock: float  # Hz: the published peak over the operations that the matrix units do in a cycle.
+    bandwidth: float  # Bytes a second of HBM.
+    peak: float  # bfloat16 operations a second.
 
     platform = "tpu"
 
@@ -108,14 +105,10 @@ class Gpu(Memory):
     """An NVIDIA GPU; ``config`` is what the compiler is told of it (a ``GpuTargetConfig``)."""
 
     name: str
-    bandwidth: float
-    """Bytes a second of main memory."""
-    bfloat16: float
-    """Dense operations a second of the tensor cores."""
-    tensor_float: float
-    """Those on float32 operands cut to TF32."""
-    float32: float
-    """Those without tensor cores."""
+    bandwidth: float  # Bytes a second of main memory.
+    bfloat16: float  # Dense operations a second of the tensor cores.
+    tensor_float: float  # Those on float32 operands cut to TF32.
+    float32: float  # Those without tensor cores.
     config: str
 
     platform = "cuda"

@@ -25,8 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
 
 ROWS, SECOND, MODES, QUIET = "#1f5fa8", "#b5541c", "#f2b25c", "#8a8a8a"
-RANK = 2
-"""Modes that NormPre-L clips in the second picture."""
+RANK = 2  # Modes that NormPre-L clips in the second picture.
 Array = np.ndarray
 
 

@@ -30,22 +30,17 @@ RECOMMENDED = "normpre_h"
 class Options:
     """Measure on this machine's accelerator."""
 
-    minutes: float = 8.0
-    """Time for all parts. What has begun is stopped at the end."""
+    minutes: float = 8.0  # Time for all parts. What has begun is stopped at the end.
+    # Models of the steps, names in ``shapes.MODELS``.
     models: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("gpt2_small", "llama_1p3b", "qwen3_1p7b")
-    """Models of the steps, names in ``shapes.MODELS``."""
+    # Optimizers of the steps. Where memory does not suffice, the last ones are left out.
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = (
         *("optax_muon", "adamw", "normpre_g", "normpre_l", "muon"),
     )
-    """Optimizers of the steps. Where memory does not suffice, the last ones are left out."""
-    config: str = "gpt2_small_python"
-    """Named configuration of the training."""
-    steps: int = 0
-    """Training steps of each optimizer; 0: as many as fit into the time."""
-    out: Path = Path("on_chip")
-    """Folder for the results."""
-    part: str = ""
-    """Only this part: "numerics" or "steps"."""
+    config: str = "gpt2_small_python"  # Named configuration of the training.
+    steps: int = 0  # Training steps of each optimizer; 0: as many as fit into the time.
+    out: Path = Path("on_chip")  # Folder for the results.
+    part: str = ""  # Only this part: "numerics" or "steps".
 
 
 def numerics(options: Options) -> dict[str, Any]:

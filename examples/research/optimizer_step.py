@@ -68,19 +68,15 @@ KNOWN: dict[str, Callable[[float], optax.GradientTransformation]] = {
 class Options:
     """Measure one optimizer step."""
 
-    model: str = "gpt2_small"
-    """Name in ``shapes.MODELS``."""
+    model: str = "gpt2_small"  # Name in ``shapes.MODELS``.
+    # Names in ``KNOWN``, in the order of the table.
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = (
         *("adamw", BASELINE, "clean_muon"),
         *("muon", "mano", "normpre_g", "normpre_l"),
     )
-    """Names in ``KNOWN``, in the order of the table."""
-    compile_only: bool = False
-    """Compile, and run nothing."""
-    repeats: int = 5
-    """Counted rounds, after one that is not counted. Each round runs every optimizer once."""
-    out: Path = Path("docs/results")
-    """Folder for the reports."""
+    compile_only: bool = False  # Compile, and run nothing.
+    repeats: int = 5  # Counted rounds, after one that is not counted. Each round runs every optimizer once.
+    out: Path = Path("docs/results")  # Folder for the reports.
 
 
 @dataclasses.dataclass

@@ -41,16 +41,12 @@ SIZES = {
 class Options:
     """Join the learning rates of several comparisons."""
 
+    # Folders of comparisons, or of their reports, that hold a comparison.json each.
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders of comparisons, or of their reports, that hold a comparison.json each."""
-    out: Path
-    """Folder for table and figure."""
-    over: str = ""
-    """Optimizer, as the comparisons name it, whose loss is subtracted from those of the others."""
-    only: str = ""
-    """The one optimizer to show; all of them if empty."""
-    title: str = "Loss over the learning rate"
-    """First line of the report."""
+    out: Path  # Folder for table and figure.
+    over: str = ""  # Optimizer, as the comparisons name it, whose loss is subtracted from those of the others.
+    only: str = ""  # The one optimizer to show; all of them if empty.
+    title: str = "Loss over the learning rate"  # First line of the report.
 
 
 class Sweep(NamedTuple):

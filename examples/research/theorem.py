@@ -34,22 +34,14 @@ from normpre_optax import MatrixDims, precondition_globally, precondition_locall
 class Options:
     """Hold the convergence theorem against actual runs."""
 
-    horizons: tuple[int, ...] = (10, 30, 100, 300, 1000)
-    """Numbers of steps, T + 1."""
-    rows: int = 8
-    """m, the outputs of the trained matrix; at most ``columns``."""
-    columns: int = 32
-    """n, its inputs."""
-    rank: int = 6
-    """Modes that NormPre-L may clip."""
-    oversample: int = 1
-    """Further directions of the sketch."""
-    power_iterations: int = 4
-    """Passes that sharpen the sketch."""
-    seed: int = 0
-    """Of the problems and of the sketch."""
-    out: Path = Path("docs/results/theorem")
-    """Folder for the reports."""
+    horizons: tuple[int, ...] = (10, 30, 100, 300, 1000)  # Numbers of steps, T + 1.
+    rows: int = 8  # m, the outputs of the trained matrix; at most ``columns``.
+    columns: int = 32  # n, its inputs.
+    rank: int = 6  # Modes that NormPre-L may clip.
+    oversample: int = 1  # Further directions of the sketch.
+    power_iterations: int = 4  # Passes that sharpen the sketch.
+    seed: int = 0  # Of the problems and of the sketch.
+    out: Path = Path("docs/results/theorem")  # Folder for the reports.
 
 
 class Problem(NamedTuple):
@@ -113,8 +105,8 @@ def two_layers(length: float, m: int, n: int, seed: int) -> Problem:
     )
 
 
+# Of the rows of ``W_0`` and of the matrix that is looked for: the condition weakens with their squares.
 LENGTHS = (0.05, 0.3, 1.2)
-"""Of the rows of ``W_0`` and of the matrix that is looked for: the condition weakens with their squares."""
 
 PROBLEMS: dict[str, Callable[[int, int, int], Problem]] = {
     f"{title}, rows {length}": functools.partial(make, length)

@@ -54,18 +54,12 @@ WIDENED = 4  # Weights at initialisation are so small that a wrong layer would h
 class Options:
     """Measure train steps of ours and of PyTorch's in turns. Any flag of ``examples.pretrain`` may follow."""
 
-    config: str = "gpt2_10m"
-    """Named configuration, of the family gpt2."""
-    batch_size: int | None = None
-    """Sequences a step, all at once; the configuration's where none is given."""
-    repeats: int = 10
-    """Counted rounds; each runs every whole step and every part once."""
-    warmup: int = 2
-    """Rounds before them that are not counted."""
-    torch_compile: bool = True
-    """Whether torch compiles its model, if that works on this machine."""
-    out: Path = Path("docs/results")
-    """Folder for the reports."""
+    config: str = "gpt2_10m"  # Named configuration, of the family gpt2.
+    batch_size: int | None = None  # Sequences a step, all at once; the configuration's where none is given.
+    repeats: int = 10  # Counted rounds; each runs every whole step and every part once.
+    warmup: int = 2  # Rounds before them that are not counted.
+    torch_compile: bool = True  # Whether torch compiles its model, if that works on this machine.
+    out: Path = Path("docs/results")  # Folder for the reports.
 
 
 class Ours:

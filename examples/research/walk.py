@@ -37,10 +37,8 @@ INTO_THE_STREAM = ("out", "down")
 class Options:
     """Hold the lengths of rows and columns against those of a random walk."""
 
-    folder: Annotated[Path, tyro.conf.Positional]
-    """Folder with the comparison.json."""
-    out: Path
-    """Folder for table and figure."""
+    folder: Annotated[Path, tyro.conf.Positional]  # Folder with the comparison.json.
+    out: Path  # Folder for table and figure.
 
 
 class Kind(NamedTuple):
