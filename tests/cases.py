@@ -3,6 +3,7 @@
 
 import functools
 import os
+import sys
 from typing import Any
 
 import jax
@@ -168,6 +169,26 @@ def assert_same_path(got, expected, tolerance):
     for name, x in expected.items():
         error = np.linalg.norm(got[name] - x) / np.linalg.norm(x - start[name])
         assert error < tolerance, (name, error)
+
+
+def package_calls(f):
+    """(code, depth) of every named function of the package that f enters; a depth counts such functions."""
+    package, entered, depth = os.path.dirname(npo.__file__), [], 0
+
+    def profile(frame, event, _):
+        nonlocal depth
+        code = frame.f_code
+        if event in ("call", "return") and code.co_filename.startswith(package) and code.co_name[0] != "<":
+            depth += 1 if event == "call" else -1
+            if event == "call":
+                entered.append((code, depth))
+
+    sys.setprofile(profile)
+    try:
+        f()
+    finally:
+        sys.setprofile(None)
+    return entered
 
 
 def as_jax(tree, dtype=None):
