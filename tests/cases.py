@@ -63,6 +63,13 @@ def gaussian(shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape)
 
 
+def numbers(shapes, seed=0, dtype=jnp.float32):
+    """A tree of shapes as a tree of Gaussian arrays."""
+    random = np.random.default_rng(seed)
+    draw = lambda shape: jnp.asarray(random.standard_normal(shape), dtype)  # noqa: E731
+    return jax.tree.map(draw, shapes, is_leaf=lambda x: type(x) is tuple)
+
+
 def with_spectrum(m, n, singular_values, seed=0):
     """U diag(s) V^T with random orthonormal U, V."""
     u, _ = np.linalg.qr(gaussian((m, len(singular_values)), seed))
@@ -151,6 +158,21 @@ def updater(tx):
 def first_update(tx, grads, params):
     """The update of the first step, not compiled as a whole."""
     return tx.update(grads, tx.init(params), params)[0]
+
+
+def steps(update, state, params, gradients):
+    """Updates of some steps at fixed parameters, and the last state."""
+    out = []
+    for gradient in gradients:
+        updates, state = update(gradient, state, params)
+        out.append(updates)
+    return out, state
+
+
+def assert_close(a, b, **tolerance):
+    """Compare two trees of one structure."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
 
 
 def path(tx, gradients, shapes=SHAPES, dtype=jnp.float32):
