@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import normpre_optax as npo
 from normpre_optax.linalg import sketch
@@ -211,6 +212,10 @@ def package_calls(f):
     finally:
         sys.setprofile(None)
     return entered
+
+
+def put(tree, mesh, *spec):
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def as_jax(tree, dtype=None):
