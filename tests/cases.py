@@ -78,9 +78,9 @@ def with_spectrum(m, n, singular_values, seed=0):
     return u @ np.diag(singular_values) @ v.T
 
 
-def to_layout(matrices):
+def to_layout(matrices, dtype=None):
     """(..., out, in) to the layout of the parameters, (..., in, out)."""
-    return {name: np.swapaxes(x, -1, -2) for name, x in matrices.items()}
+    return {name: jnp.asarray(np.swapaxes(x, -1, -2), dtype) for name, x in matrices.items()}
 
 
 def from_layout(params):
@@ -134,14 +134,9 @@ def omega(seed, step, path, index, shape, width):
 # Without LLVM's optimizations, compilation is two to three times faster.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 # As users compile: `conftest` sets other flags for all other programs.
-USERS = {
-    "xla_backend_optimization_level": 3,
-    "xla_cpu_use_fusion_emitters": True,
-    "xla_cpu_parallel_codegen_split_count": 32,
-}
-users_jit = functools.partial(
-    jax.jit, compiler_options={flag: value for flag, value in USERS.items() if flag in os.environ.get("XLA_FLAGS", "")}
-)
+USERS = {"backend_optimization_level": 3, "cpu_use_fusion_emitters": True, "cpu_parallel_codegen_split_count": 32}
+OPTIONS = {f"xla_{flag}": value for flag, value in USERS.items() if flag in os.environ.get("XLA_FLAGS", "")}
+users_jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 # For programs that are traced for accelerators but run on a CPU: their batched LAPACK calls can deadlock a CPU
 # (docs/cpu_hang.md) unless operations run one after the other.
 one_by_one_jit = functools.partial(
@@ -178,10 +173,10 @@ def assert_close(a, b, **tolerance):
 
 def path(tx, gradients, shapes=SHAPES, dtype=jnp.float32):
     """Weights (..., out, in) after steps from ``weights``."""
-    params = as_jax(to_layout(weights(shapes=shapes)), dtype)
+    params = to_layout(weights(shapes=shapes), dtype)
     state = tx.init(params)
     for gradient in gradients:
-        updates, state = tx.update(as_jax(to_layout(gradient), dtype), state, params)
+        updates, state = tx.update(to_layout(gradient, dtype), state, params)
         params = optax.apply_updates(params, updates)
     return from_layout(params)
 
@@ -216,7 +211,3 @@ def package_calls(f):
 
 def put(tree, mesh, *spec):
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*spec)))
-
-
-def as_jax(tree, dtype=None):
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)

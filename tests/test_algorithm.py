@@ -117,11 +117,11 @@ def test_steps_agree_with_the_reference(stage, orientation, tangent, platform):
     w, gradients = cases.weights(), cases.gradients(STEPS)
     for gradient in gradients:
         gradient["wide"][2] = gradient["twin"][:] = gradient["stack"][1] = 0
-    state = tx.init(cases.as_jax(cases.to_layout(w)))
+    state = tx.init(cases.to_layout(w))
     update = on(platform, cases.one_by_one_jit(tx.update))
     for step, (before, psi, after) in enumerate(run_reference(oracle, w, gradients, np.float32)):
-        params = cases.as_jax(cases.to_layout(before), jnp.float32)
-        updates, state = update(cases.as_jax(cases.to_layout(gradients[step])), state, params)
+        params = cases.to_layout(before, jnp.float32)
+        updates, state = update(cases.to_layout(gradients[step]), state, params)
 
         def check(name, index, new, old, moved, p, t=step):
             error = np.linalg.norm(moved - (new - old)) / np.linalg.norm(new - old)
@@ -155,7 +155,7 @@ def test_free_steps_agree_in_float64(monkeypatch, stage):
 
 def first_directions(tx):
     w, (gradient,) = cases.weights(), cases.gradients(1)
-    params, grads = (cases.as_jax(cases.to_layout(x)) for x in (w, gradient))
+    params, grads = (cases.to_layout(x) for x in (w, gradient))
     return w, gradient, cases.from_layout(cases.first_update(tx, grads, params))
 
 
@@ -193,12 +193,12 @@ def test_shares_and_thresholds_reach_the_spectral_stage(method, rank, level):
 
 @pytest.mark.parametrize("name", ["normpre_l-small", "muon-hyperball"])
 def test_groups_on_a_tpu_change_neither_updates_nor_state(monkeypatch, name):
-    params, found = cases.as_jax(cases.to_layout(cases.weights())), []
+    params, found = cases.to_layout(cases.weights()), []
     for limit in (base.GROUP_BYTES, 300):  # all at once; one or two parameters at a time
         monkeypatch.setattr(base, "GROUP_BYTES", limit)
         tx = cases.make(name, 0.1, matrix_dims=cases.DIMS)  # jax traces one function once
         update, gradients = on("tpu", cases.one_by_one_jit(tx.update)), map(cases.to_layout, cases.gradients(2))
-        found.append(cases.steps(update, tx.init(params), params, map(cases.as_jax, gradients)))
+        found.append(cases.steps(update, tx.init(params), params, gradients))
     # Small problems are solved in other batches: rounding, times the condition of the sketch's basis, below 1e2.
     cases.assert_close(*found, rtol=0, atol=2e-6)
 
