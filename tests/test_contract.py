@@ -283,22 +283,6 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_would_have_drawn():
     jax.tree.map(np.testing.assert_array_equal, run(again, params, gradients[2:], restored)[0], expected[2:])
 
 
-@pytest.mark.parametrize(("tangent", "norm"), [("relaxed", 1.0), ("none", 2**0.5)])
-def test_the_published_tangent_stops_at_unit_rows(tangent, norm):
-    """Squared distance from (1, -1), in a column of the kernel: without the tangent this optimum is reached."""
-    target, rate = jnp.array([[1.0, 0.0], [-1.0, 0.5]]), optax.cosine_decay_schedule(0.1, 300)
-    tx = npo.normpre_g(rate, weight_decay=0.0, orientation="rows", momentum=0.9, tangent=tangent)
-
-    def step(carry, _):
-        w, state = carry
-        updates, state = tx.update(2 * (w - target), state, w)
-        return (w + updates, state), None
-
-    start = jnp.full((2, 2), 0.5)
-    (w, _), _ = cases.quick_jit(lambda w: jax.lax.scan(step, (w, tx.init(w)), length=300))(start)
-    np.testing.assert_allclose(w, target * jnp.array([norm / 2**0.5, 1.0]), atol=0.03)
-
-
 # Trees.
 
 

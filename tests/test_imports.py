@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the package imports which: one table, bottom up, compared with the source."""
+"""Which part of the package imports which: one table, bottom up. And how many functions run in an update."""
 
 import ast
 import inspect
@@ -8,7 +8,11 @@ import sys
 import types
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+
 import normpre_optax as npo
+from tests import cases
 
 PACKAGE = Path(__file__).parents[1] / "normpre_optax"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
@@ -108,3 +112,16 @@ def test_importing_the_library_loads_nothing_else():
     heavy |= {"haiku", "equinox", "hypothesis", "pytest", "datasets", "transformers", "tensorboardX"}
     assert not loaded & heavy
     assert {"jax", "optax", "normpre_optax"} <= loaded
+
+
+def test_the_update_is_traced_through_few_functions():
+    """What is reached; optax.contrib.muon has 6 functions, 1 file and 6 frames above a matrix product."""
+    params = {"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}, "down": {"kernel": jnp.ones((8, 4))}}
+    jax.clear_caches()
+    tx = npo.normpre_g(1e-3)
+    state = jax.eval_shape(tx.init, params)
+    entered = cases.package_calls(lambda: jax.make_jaxpr(tx.update)(params, state, params))
+    named = {code for code, _ in entered}
+    assert 0 < len(named) <= 61, sorted(f"{code.co_filename}:{code.co_name}" for code in named)
+    assert len({code.co_filename for code in named}) <= 12
+    assert 0 < max(depth for code, depth in entered if code.co_name == "product") <= 15
