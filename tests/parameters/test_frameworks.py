@@ -61,16 +61,14 @@ class LinenBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x, _=None):
-        def dense(x, features, names, axis=-1, **options):
+        def kernel(*names):
             init = nn.initializers.lecun_normal()
-            init = nn.with_partitioning(init, names) if self.names else init
-            return nn.DenseGeneral(features, axis=axis, kernel_init=init, **options)(x)
+            return nn.with_partitioning(init, names) if self.names else init
 
-        y, shape = nn.LayerNorm()(x), (HEADS, WIDTH // HEADS)
-        q, k, v = (dense(y, shape, ("embed", "heads", "kv"), name=name) for name in ("query", "key", "value"))
-        x = x + dense(nn.dot_product_attention(q, k, v), WIDTH, ("heads", "kv", "embed"), (-2, -1), name="out")
-        up = dense(nn.RMSNorm()(x), HIDDEN, ("embed", "mlp"), name="up")
-        return x + dense(up, WIDTH, ("mlp", "embed"), use_bias=False, name="down"), None
+        heads, out = kernel("embed", "heads", "kv"), kernel("heads", "kv", "embed")
+        x = x + nn.MultiHeadAttention(HEADS, kernel_init=heads, out_kernel_init=out, name="attn")(nn.LayerNorm()(x))
+        up = nn.Dense(HIDDEN, kernel_init=kernel("embed", "mlp"))(nn.RMSNorm()(x))
+        return x + nn.Dense(WIDTH, use_bias=False, kernel_init=kernel("mlp", "embed"))(up), None
 
 
 class LinenModel(nn.Module):
@@ -95,8 +93,8 @@ def test_linen(axis, names):
         with pytest.raises(ValueError, match=NOT_FRONT):
             assign(variables["params"])
         return
-    block = ATTENTION.replace("attn/", "") + "; {up,down}/kernel () 0>1"
-    block += "; {up,LayerNorm_0}/bias (); {LayerNorm_0,RMSNorm_0}/scale ()"
+    block = ATTENTION + "; {Dense_0,Dense_1}/kernel () 0>1"
+    block += "; {Dense_0,LayerNorm_0}/bias (); {LayerNorm_0,RMSNorm_0}/scale ()"
     want = blocks("LinenBlock_0" if axis is None else "ScanLinenBlock_0", block, axis)
     want |= {"Embed_0/embedding": None, "LayerNorm_0/scale": None, "pos_embedding": None, "Dense_0/kernel": IN_OUT}
     assert chosen(variables["params"]) == want
