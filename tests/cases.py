@@ -3,12 +3,14 @@
 
 import functools
 import os
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import normpre_optax as npo
 from normpre_optax.linalg import sketch
@@ -62,6 +64,13 @@ def gaussian(shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape)
 
 
+def numbers(shapes, seed=0, dtype=jnp.float32):
+    """A tree of shapes as a tree of Gaussian arrays."""
+    random = np.random.default_rng(seed)
+    draw = lambda shape: jnp.asarray(random.standard_normal(shape), dtype)  # noqa: E731
+    return jax.tree.map(draw, shapes, is_leaf=lambda x: type(x) is tuple)
+
+
 def with_spectrum(m, n, singular_values, seed=0):
     """U diag(s) V^T with random orthonormal U, V."""
     u, _ = np.linalg.qr(gaussian((m, len(singular_values)), seed))
@@ -69,9 +78,9 @@ def with_spectrum(m, n, singular_values, seed=0):
     return u @ np.diag(singular_values) @ v.T
 
 
-def to_layout(matrices):
+def to_layout(matrices, dtype=None):
     """(..., out, in) to the layout of the parameters, (..., in, out)."""
-    return {name: np.swapaxes(x, -1, -2) for name, x in matrices.items()}
+    return {name: jnp.asarray(np.swapaxes(x, -1, -2), dtype) for name, x in matrices.items()}
 
 
 def from_layout(params):
@@ -125,14 +134,9 @@ def omega(seed, step, path, index, shape, width):
 # Without LLVM's optimizations, compilation is two to three times faster.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 # As users compile: `conftest` sets other flags for all other programs.
-USERS = {
-    "xla_backend_optimization_level": 3,
-    "xla_cpu_use_fusion_emitters": True,
-    "xla_cpu_parallel_codegen_split_count": 32,
-}
-users_jit = functools.partial(
-    jax.jit, compiler_options={flag: value for flag, value in USERS.items() if flag in os.environ.get("XLA_FLAGS", "")}
-)
+USERS = {"backend_optimization_level": 3, "cpu_use_fusion_emitters": True, "cpu_parallel_codegen_split_count": 32}
+OPTIONS = {f"xla_{flag}": value for flag, value in USERS.items() if flag in os.environ.get("XLA_FLAGS", "")}
+users_jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 # For programs that are traced for accelerators but run on a CPU: their batched LAPACK calls can deadlock a CPU
 # (docs/cpu_hang.md) unless operations run one after the other.
 one_by_one_jit = functools.partial(
@@ -152,12 +156,27 @@ def first_update(tx, grads, params):
     return tx.update(grads, tx.init(params), params)[0]
 
 
+def steps(update, state, params, gradients):
+    """Updates of some steps at fixed parameters, and the last state."""
+    out = []
+    for gradient in gradients:
+        updates, state = update(gradient, state, params)
+        out.append(updates)
+    return out, state
+
+
+def assert_close(a, b, **tolerance):
+    """Compare two trees of one structure."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+
 def path(tx, gradients, shapes=SHAPES, dtype=jnp.float32):
     """Weights (..., out, in) after steps from ``weights``."""
-    params = as_jax(to_layout(weights(shapes=shapes)), dtype)
+    params = to_layout(weights(shapes=shapes), dtype)
     state = tx.init(params)
     for gradient in gradients:
-        updates, state = tx.update(as_jax(to_layout(gradient), dtype), state, params)
+        updates, state = tx.update(to_layout(gradient, dtype), state, params)
         params = optax.apply_updates(params, updates)
     return from_layout(params)
 
@@ -170,5 +189,25 @@ def assert_same_path(got, expected, tolerance):
         assert error < tolerance, (name, error)
 
 
-def as_jax(tree, dtype=None):
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+def package_calls(f):
+    """(code, depth) of every named function of the package that f enters; a depth counts such functions."""
+    package, entered, depth = os.path.dirname(npo.__file__), [], 0
+
+    def profile(frame, event, _):
+        nonlocal depth
+        code = frame.f_code
+        if event in ("call", "return") and code.co_filename.startswith(package) and code.co_name[0] != "<":
+            depth += 1 if event == "call" else -1
+            if event == "call":
+                entered.append((code, depth))
+
+    sys.setprofile(profile)
+    try:
+        f()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def put(tree, mesh, *spec):
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*spec)))

@@ -135,46 +135,23 @@ def precondition_adaptively(psi: Array, rank: int, factor: float) -> Array:
     return (u * s) @ vt
 
 
-def interaction_sketch(psi: Array, omega: Array, rank: int, power_iterations: int) -> tuple[Array, Array]:
-    """Algorithm 2, with its Gaussian draws given: (U_C, Lambda_C)."""
+def precondition_sketch(psi: Array, omega: Array, rank: int, power_iterations: int) -> Array:
+    """T^L by Algorithm 2 on the smaller dimension (rows when square), with its draws omega (larger dimension, l)."""
+    if psi.shape[0] > psi.shape[1]:
+        return precondition_sketch(psi.T, omega, rank, power_iterations).T
     y = psi @ omega
     for _ in range(power_iterations):
         y = psi @ (psi.T @ y)
     q, _ = np.linalg.qr(y)
     b = q.T @ psi
     z, values = active_modes(b @ b.T, rank)
-    return q @ z, values
-
-
-def precondition_sketch(psi: Array, omega: Array, rank: int, power_iterations: int) -> Array:
-    """T^L with the sketched modes, on the smaller dimension (rows when square); omega is (larger dimension, l)."""
-    if psi.shape[0] > psi.shape[1]:
-        return precondition_sketch(psi.T, omega, rank, power_iterations).T
-    return local_preconditioner(*interaction_sketch(psi, omega, rank, power_iterations)) @ psi
+    return local_preconditioner(q @ z, values) @ psi
 
 
 def projection_on_unit_ball(psi: Array) -> Array:
     """Proposition 1: all singular values above one become one."""
     u, s, vt = np.linalg.svd(psi, full_matrices=False)
     return (u * np.minimum(s, 1)) @ vt
-
-
-def proposition_1_objective(t: Array, psi: Array) -> float:
-    """||T - Psi||_F^2 / 2, to be minimised over ||T||_op <= 1."""
-    return float(0.5 * np.sum(np.square(t - psi)))
-
-
-def proposition_2_objective(delta: Array, psi: Array) -> float:
-    """||(Delta - Delta_A) Psi||_F^2 / 2, to be minimised over rank(Delta) <= r; Delta_A is the full clipping."""
-    u, values = active_modes(psi @ psi.T, psi.shape[0])
-    full = local_preconditioner(u, values) - np.eye(psi.shape[0])
-    return float(0.5 * np.sum(np.square((delta - full) @ psi)))
-
-
-def proposition_2_optimum(psi: Array, rank: int) -> float:
-    """Eckart-Young: half the squared singular values (sigma_i - 1) of the refinement that no rank-r matrix reaches."""
-    excess = np.maximum(np.linalg.svd(psi, compute_uv=False) - 1, 0)
-    return float(0.5 * np.sum(np.square(excess[rank:])))
 
 
 def root_mean_square(t: Array) -> float:

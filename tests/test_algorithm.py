@@ -93,12 +93,10 @@ def tolerance(stage, psi, step, name, index, eps):
 
 PLAIN = ("alternating", "relaxed")
 COMBINATIONS = [
-    *((stage, *PLAIN, "cpu") for stage in OPTIMIZERS if stage != "sketch-usual"),
-    *(("newton_schulz", *PLAIN, platform) for platform in ("tpu", "gpu")),
-    ("sketch", *PLAIN, "tpu"),
-    ("sketch-usual", *PLAIN, "gpu"),
+    *(("newton_schulz", *PLAIN, platform) for platform in ("cpu", "tpu", "gpu")),
     *(("newton_schulz", *how, "cpu") for how in (("rows", "strict"), ("columns", "none"))),
-    ("sketch", "both", "strict", "cpu"),
+    *((stage, *PLAIN, "cpu") for stage in ("msign", "exact")),
+    *(("sketch", "both", "strict", "cpu"), ("sketch", *PLAIN, "tpu"), ("sketch-usual", *PLAIN, "gpu")),
 ]
 SIDES, TANGENTS = ("alternating", "rows", "columns", "both"), ("relaxed", "strict", "none")
 THOROUGH = itertools.product(list(OPTIMIZERS)[:4], SIDES, TANGENTS, ("cpu", "tpu", "gpu"))
@@ -119,15 +117,14 @@ def test_steps_agree_with_the_reference(stage, orientation, tangent, platform):
     w, gradients = cases.weights(), cases.gradients(STEPS)
     for gradient in gradients:
         gradient["wide"][2] = gradient["twin"][:] = gradient["stack"][1] = 0
-    state = tx.init(cases.as_jax(cases.to_layout(w)))
+    state = tx.init(cases.to_layout(w))
     update = on(platform, cases.one_by_one_jit(tx.update))
     for step, (before, psi, after) in enumerate(run_reference(oracle, w, gradients, np.float32)):
-        params = cases.as_jax(cases.to_layout(before), jnp.float32)
-        updates, state = update(cases.as_jax(cases.to_layout(gradients[step])), state, params)
+        params = cases.to_layout(before, jnp.float32)
+        updates, state = update(cases.to_layout(gradients[step]), state, params)
 
         def check(name, index, new, old, moved, p, t=step):
-            expected = new - old
-            error = np.linalg.norm(moved - expected) / np.linalg.norm(expected)
+            error = np.linalg.norm(moved - (new - old)) / np.linalg.norm(new - old)
             some = p if kind == "sketch" else p[p.any(axis=1)]  # a zero row has no part in the conditioning
             bound = tolerance(kind, some, t, name, index, EPS32) if p.any() else 4 * EPS32  # weight decay alone
             assert error <= bound + rounding, (t, name, index, error / bound)
@@ -136,23 +133,20 @@ def test_steps_agree_with_the_reference(stage, orientation, tangent, platform):
         cases.each_matrix(check, after, before, cases.from_layout(updates), psi)
 
 
-@pytest.mark.parametrize(
-    ("stage", "orientation", "tangent"),
-    [*((stage, *PLAIN) for stage in list(OPTIMIZERS)[:4]), ("exact", "both", "strict")],
-)
-def test_free_steps_agree_in_float64(monkeypatch, stage, orientation, tangent):
+@pytest.mark.parametrize("stage", list(OPTIMIZERS)[:4])
+def test_free_steps_agree_in_float64(monkeypatch, stage):
     # Normal draws are float32 and may differ by a unit in the last place between two compiled programs, far above
     # 1e-10. Rounded to sixteenths they are the same for both.
     fine = sketch.draws
     monkeypatch.setattr(sketch, "draws", lambda *given: [jnp.round(16 * x) / 16 for x in fine(*given)])
     cases.omega.cache_clear()
-    oracle = reference.NormPre(stage, orientation, tangent, rank=RANK, eps=EPS64)
+    oracle = reference.NormPre(stage, rank=RANK, eps=EPS64)
     gradients = cases.gradients(STEPS)
     *_, (_, _, expected) = run_reference(oracle, cases.weights(), gradients)
     cases.omega.cache_clear()
     with jax.enable_x64(True):
         options = {"compute_dtype": jnp.float64} if stage == "sketch" else {}
-        tx = OPTIMIZERS[stage](LEARNING_RATE, orientation=orientation, tangent=tangent, **DECAY, **options)
+        tx = OPTIMIZERS[stage](LEARNING_RATE, **DECAY, **options)
         got = cases.path(tx._replace(update=cases.quick_jit(tx.update)), gradients, dtype=jnp.float64)
     for name, x in expected.items():
         # eps64 times an amplification of at most 1e4 a step (see `tolerance`), over steps of size 0.006.
@@ -161,7 +155,7 @@ def test_free_steps_agree_in_float64(monkeypatch, stage, orientation, tangent):
 
 def first_directions(tx):
     w, (gradient,) = cases.weights(), cases.gradients(1)
-    params, grads = (cases.as_jax(cases.to_layout(x)) for x in (w, gradient))
+    params, grads = (cases.to_layout(x) for x in (w, gradient))
     return w, gradient, cases.from_layout(cases.first_update(tx, grads, params))
 
 
@@ -178,13 +172,7 @@ def test_coefficients_and_steps_reach_the_spectral_stage(name, steps, headroom):
 
 @pytest.mark.parametrize(
     ("method", "rank", "level"),
-    [
-        ("exact", 0.25, None),
-        ("exact", 99, 0.5),
-        ("sketch", 0.25, 0.5),
-        ("sketch", 3, None),
-        ("products", 3, None),
-    ],
+    [("exact", 0.25, None), ("exact", 99, 0.5), ("sketch", 0.25, 0.5), ("products", 3, None)],
 )
 def test_shares_and_thresholds_reach_the_spectral_stage(method, rank, level):
     """With a sketch of the whole smaller dimension; ``products`` clips every mode that the sketch sees."""
@@ -194,8 +182,7 @@ def test_shares_and_thresholds_reach_the_spectral_stage(method, rank, level):
 
     def expected(name, index, g, x):
         psi = reference.unit_rows(reference.tangent_rows(np.float64(g), np.float64(x)))
-        side = min(psi.shape)
-        kept = side if method == "products" else max(1, round(rank * side)) if isinstance(rank, float) else rank
+        kept = max(1, round(rank * min(psi.shape))) if isinstance(rank, float) else 99 if method == "products" else rank
         return reference.precondition_adaptively(psi, kept, level) if level else reference.precondition_exact(psi, kept)
 
     for name, x in cases.each_matrix(expected, gradient, w).items():
@@ -206,17 +193,14 @@ def test_shares_and_thresholds_reach_the_spectral_stage(method, rank, level):
 
 @pytest.mark.parametrize("name", ["normpre_l-small", "muon-hyperball"])
 def test_groups_on_a_tpu_change_neither_updates_nor_state(monkeypatch, name):
-    params, found = cases.as_jax(cases.to_layout(cases.weights())), []
+    params, found = cases.to_layout(cases.weights()), []
     for limit in (base.GROUP_BYTES, 300):  # all at once; one or two parameters at a time
         monkeypatch.setattr(base, "GROUP_BYTES", limit)
         tx = cases.make(name, 0.1, matrix_dims=cases.DIMS)  # jax traces one function once
-        state, update = tx.init(params), on("tpu", cases.one_by_one_jit(tx.update))
-        for gradient in cases.gradients(2):
-            updates, state = update(cases.as_jax(cases.to_layout(gradient)), state, params)
-        found.append((updates, state))
+        update, gradients = on("tpu", cases.one_by_one_jit(tx.update)), map(cases.to_layout, cases.gradients(2))
+        found.append(cases.steps(update, tx.init(params), params, gradients))
     # Small problems are solved in other batches: rounding, times the condition of the sketch's basis, below 1e2.
-    assert jax.tree.structure(found[0]) == jax.tree.structure(found[1])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), *found)
+    cases.assert_close(*found, rtol=0, atol=2e-6)
 
 
 def test_where_a_sketch_is_computed_in_bfloat16(x64):
@@ -244,9 +228,7 @@ def test_the_stages_in_a_chain_are_algorithm_1():
 # The AdamW group.
 
 
-def mixed(seed=0):
-    shapes = {"kernel": (5, 8), "bias": (8,), "scale": (8,)}
-    return {"up": {name: jnp.asarray(cases.gaussian(shape, seed), jnp.float32) for name, shape in shapes.items()}}
+mixed = functools.partial(cases.numbers, {"up": {"kernel": (5, 8), "bias": (8,), "scale": (8,)}})
 
 
 def test_everything_that_is_not_a_matrix_uses_adamw():
@@ -255,7 +237,7 @@ def test_everything_that_is_not_a_matrix_uses_adamw():
     own = {"adam_learning_rate": 0.03, "adam_b1": 0.8, "adam_b2": 0.9, "adam_eps": 1e-3, "adam_weight_decay": 0.2}
 
     def roll(tx):
-        params = mixed()
+        params = mixed(0)
         state = tx.init(params)
         for step in range(3):
             updates, state = tx.update(mixed(step + 1), state, params)
@@ -276,7 +258,7 @@ def test_weight_decay_is_decoupled_and_its_mask_is_read_on_the_whole_tree(masked
     def mask(params):
         return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != masked, params)
 
-    params, grads = mixed(), mixed(1)
+    params, grads = mixed(0), mixed(1)
     given = mask if as_callable else mask(params)
     free, half = (
         cases.first_update(npo.rmnp(0.1, weight_decay=decay, weight_decay_mask=given), grads, params)["up"]

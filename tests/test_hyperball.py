@@ -46,9 +46,7 @@ def test_every_block_layer_and_flattened_matrix_has_its_norm():
     shapes = {"qkv": (4, 18), "layers": (2, 4, 6), "bias": (6,), "heads": (4, 2, 3)}
     axes = {"qkv": npo.MatrixDims(0, 1, 3), "layers": npo.MatrixDims(1, 2), "heads": npo.MatrixDims(0, (1, 2))}
     tx = npo.rmnp(0.1, matrix_dims={**axes, "bias": None}, **cases.HYPERBALL)
-    params, grads = (
-        {name: jnp.asarray(cases.gaussian(s, seed), jnp.float32) for name, s in shapes.items()} for seed in (0, 1)
-    )
+    params, grads = (cases.numbers(shapes, seed) for seed in (0, 1))
     new = optax.apply_updates(params, cases.first_update(tx, grads, params))
     blocks = [*np.split(np.asarray(new["qkv"], np.float64), 3, axis=1), *new["layers"], new["heads"]]
     np.testing.assert_allclose([np.linalg.norm(x) for x in blocks], 0.7 * np.sqrt(6), rtol=2e-6)
@@ -57,14 +55,12 @@ def test_every_block_layer_and_flattened_matrix_has_its_norm():
 @pytest.mark.parametrize("size", [0.0, 1e-12, 1.0, 1e12])
 def test_the_initial_norm_has_no_effect(size):
     """A zero matrix takes the direction of its first step; a zero gradient only sets the norm."""
-    tx, u = npo.hyperball(0.1, row_norms=0.5), {"kernel": jnp.ones((4, 4))}
-    start = {"kernel": size * jnp.eye(4)}
-    zero = jax.tree.map(jnp.zeros_like, u)
-    for gradient, direction in ((u, jnp.eye(4) / 2 - 0.1 * u["kernel"] / 4), (zero, jnp.eye(4))):
-        direction = direction if size else -gradient["kernel"]
-        updates, _ = tx.update(gradient, tx.init(start), start)
-        expected = direction / max(float(jnp.linalg.norm(direction)), 1e-30)
-        new = np.asarray(start["kernel"], np.float64) + np.asarray(updates["kernel"], np.float64)
+    tx, start = npo.hyperball(0.1, row_norms=0.5), {"kernel": size * jnp.eye(4)}
+    for u, direction in ((np.ones((4, 4)), np.eye(4) / 2 - 0.1 / 4), (np.zeros((4, 4)), np.eye(4))):
+        direction = direction if size else -u
+        updates = cases.first_update(tx, {"kernel": jnp.float32(u)}, start)
+        new = np.float64(start["kernel"]) + np.float64(updates["kernel"])
+        expected = direction / max(np.linalg.norm(direction), 1e-30)
         np.testing.assert_allclose(new, expected, atol=3e-7 * max(1, size))  # float32 cancels 1e12 to 1
 
 
@@ -80,14 +76,13 @@ def test_matrices_do_not_decay_but_the_adamw_group_does():
 
 def test_normpre_h_is_its_parts():
     """Nesterov, no tangent, Hyperball by roles, AdamW with its own learning rate: the same as from the options."""
-    params = {"layers": [{"up": jnp.eye(4, 8), "down": jnp.eye(8, 4)}], "bias": jnp.ones(3)}
-    grads = jax.tree.map(lambda x: jnp.asarray(cases.gaussian(x.shape), jnp.float32), params)
+    params, grads = (cases.numbers({"layers": [{"up": (4, 8), "down": (8, 4)}], "bias": (3,)}, s) for s in (0, 1))
     by_hand = npo.normpre_g(
         0.02, nesterov=True, tangent="none", norm_control="hyperball", adam_learning_rate=1e-3, adam_weight_decay=0.1
     )
     for tx in (npo.normpre_h(0.02, 1e-3), npo.normpre_h(0.02, adam_learning_rate=lambda step: 1e-3)):
         got, expected = (cases.first_update(tx, grads, params) for tx in (tx, by_hand))
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, expected)
+        cases.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     new = optax.apply_updates(params, got)
     for name, norm in (("up", 8**0.5), ("down", 2**0.5 * 2)):  # one matrix writes: sqrt(8 / 4) is its row norm
         np.testing.assert_allclose(jnp.linalg.norm(new["layers"][0][name]), norm, rtol=1e-5)

@@ -15,11 +15,7 @@ from tests import cases
 
 def kernels(width, seed=0):
     shapes = {"up": (width, 4 * width), "down": (4 * width, width), "square": (width, width)}  # (in, out)
-    random = np.random.default_rng(seed)
-    return {
-        name: {"kernel": jnp.asarray(random.standard_normal(shape) / np.sqrt(shape[0]), jnp.float32)}
-        for name, shape in shapes.items()
-    }
+    return {name: {"kernel": x / np.sqrt(len(x))} for name, x in cases.numbers(shapes, seed).items()}
 
 
 def coherent(matrix_dims):
@@ -74,11 +70,9 @@ def test_the_adamw_group_keeps_its_learning_rate_but_for_heads():
 
 def test_dimensions_that_grow_alone():
     """``sqrt(m / (n t))``, t = max(m, n): one matrix gets four times the inputs, the other four times the outputs."""
-    base, wide = arrays([(64, 32), (16, 64)]), arrays([(256, 32), (16, 256)])
-    dims = npo.MatrixDims(0, 1)
-    for update, expected in {"orthogonal": (0.25, 1.0), "relative": (1.0, 1.0), "elementwise": (0.25, 1.0)}.items():
-        found = npo.multipliers_by_width(wide, base, update=update, matrix_dims=[dims, dims])
-        np.testing.assert_allclose(found, expected)
+    base, wide = arrays({"w": [(64, 32), (16, 64)]}), arrays({"w": [(256, 32), (16, 256)]})
+    for update, expected in {"orthogonal": [0.25, 1.0], "relative": [1.0, 1.0], "elementwise": [0.25, 1.0]}.items():
+        assert npo.multipliers_by_width(wide, base, update=update) == {"w": pytest.approx(expected)}
 
 
 def test_of_unequal_blocks_the_largest_decides():
@@ -91,7 +85,7 @@ def test_of_unequal_blocks_the_largest_decides():
 
 
 PARAMS = {"up": {"kernel": jnp.eye(4) / 2, "bias": jnp.ones(4)}, "down": {"kernel": jnp.eye(4) / 2}}
-GRADS = jax.tree.map(lambda x: jnp.asarray(cases.gaussian(x.shape), jnp.float32), PARAMS)
+GRADS = cases.numbers(jax.tree.map(jnp.shape, PARAMS))
 
 
 @pytest.mark.parametrize("control", ["none", "hyperball"])
@@ -106,14 +100,9 @@ def test_multipliers_apply_to_updates_and_not_to_weight_decay(control):
     single, double = (first_update(GRADS, None, rate) for rate in (1e-3, 2e-3))
     times = {"up": {"kernel": 2.0, "bias": 3.0}, "down": {"kernel": jnp.float32(1.0)}}
     expected = {"up": {"kernel": double["up"]["kernel"], "bias": 3 * single["up"]["bias"]}, "down": single["down"]}
-    prefix = {"up": 2.0, "down": 1.0}
-    for given, wanted in (
-        (times, expected),
-        (lambda params: times, expected),
-        (prefix, {"up": double["up"], "down": single["down"]}),
-    ):
-        found = first_update(GRADS, given)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), found, wanted)
+    by_prefix = {"up": double["up"], "down": single["down"]}
+    for given, wanted in ((lambda params: times, expected), ({"up": 2.0, "down": 1.0}, by_prefix)):
+        cases.assert_close(first_update(GRADS, given), wanted, rtol=1e-5, atol=1e-9)
     zero = jax.tree.map(jnp.zeros_like, GRADS)
     jax.tree.map(np.testing.assert_array_equal, *(first_update(zero, given, 0.1, 0.5) for given in (None, times)))
     traced = jax.eval_shape(lambda two: first_update(GRADS, {"up": two, "down": 1.0}), 2.0)
@@ -124,40 +113,34 @@ LIKE = "must be a tree like the parameters"
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("option", "given", "message"),
     [
-        *(
-            ({"learning_rate_multipliers": given}, f"learning_rate_multipliers {said}")
-            for given, said in (
-                ("x", "must be a tree of numbers"),
-                ({"first": 5.0, "second": 1.0}, LIKE),
-                ([5.0, 1.0], LIKE),
-                (lambda params: None, LIKE),
-                ({"up": {"kernel": -1.0, "bias": 1.0}, "down": 1.0}, r"of 'up/kernel' must be in \[0, inf\)"),
-                ({"up": {"kernel": float("nan"), "bias": 1.0}, "down": 1.0}, r"of 'up/kernel' must be in \[0, inf\)"),
-            )
-        ),
-        ({"weight_decay_mask": "x"}, "weight_decay_mask must be a tree of bools"),
-        ({"weight_decay_mask": {"up": True}}, f"weight_decay_mask {LIKE}"),
+        ("learning_rate_multipliers", "x", "must be a tree of numbers"),
+        ("learning_rate_multipliers", {"first": 5.0, "second": 1.0}, LIKE),
+        ("learning_rate_multipliers", [5.0, 1.0], LIKE),
+        ("learning_rate_multipliers", lambda params: None, LIKE),
+        ("learning_rate_multipliers", {"up": -1.0, "down": 1.0}, r"of 'up/\w+' must be in \[0, inf\)"),
+        ("learning_rate_multipliers", {"up": float("nan"), "down": 1.0}, r"of 'up/\w+' must be in \[0, inf\)"),
+        ("weight_decay_mask", "x", "must be a tree of bools"),
+        ("weight_decay_mask", {"up": True}, LIKE),
     ],
 )
-def test_an_option_that_is_no_tree_like_the_parameters_is_named(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        npo.muon(1e-3, **options).init(PARAMS)
+def test_an_option_that_is_no_tree_like_the_parameters_is_named(option, given, message):
+    with pytest.raises((TypeError, ValueError), match=f"{option} {message}"):
+        npo.muon(1e-3, **{option: given}).init(PARAMS)
 
 
 def test_what_does_not_fit_is_named():
-    vector, matrix = {"a": jnp.zeros(3)}, {"a": jnp.zeros((6, 5))}
-    with pytest.raises(ValueError, match="different trees"):
-        npo.multipliers_by_width(vector, {"b": jnp.zeros(3)}, update="relative")
-    with pytest.raises(ValueError, match="update='spectral' is not one of"):
-        npo.multipliers_by_width({}, {}, update="spectral")
-    with pytest.raises(ValueError, match=r"parameter 'a' has shape \(6, 5\), in base \(3,\)"):
-        npo.multipliers_by_width(matrix, vector, update="relative")
-    with pytest.raises(ValueError, match="convention='kimi' is not"):
-        npo.learning_rate_from_muon(0.02, 0.1, convention="kimi")
-    with pytest.raises(ValueError, match=r"convention='keller' depends on the shape .*shape=\(outputs, inputs\)"):
-        npo.learning_rate_from_muon(0.02, 0.1, convention="keller")
+    a, b, matrix = {"a": jnp.zeros(3)}, {"b": jnp.zeros(3)}, {"a": jnp.zeros((6, 5))}
+    for call, said in (
+        (lambda: npo.multipliers_by_width(a, b, update="relative"), "different trees"),
+        (lambda: npo.multipliers_by_width({}, {}, update="spectral"), "update='spectral' is not one of"),
+        (lambda: npo.multipliers_by_width(matrix, a, update="relative"), r"'a' has shape \(6, 5\), in base \(3,\)"),
+        (lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="kimi"), "convention='kimi' is not"),
+        (lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="keller"), r"shape .*shape=\(outputs, inputs\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
 
 
 # The classical iteration to convergence: the five steps of Muon leave singular values between 0.7 and 1.2.

@@ -21,15 +21,10 @@ import jax, jax.numpy as jnp, optax
 SCRIPT = """
 from normpre_optax import MatrixDims, normpre_g, normpre_l
 
-def dims(path, leaf):
-    return MatrixDims(inputs=leaf.ndim - 2, outputs=leaf.ndim - 1)
-
-tx = {optimizer}
-shapes = {shapes}
-params = {{
-    name: {{"kernel": jax.random.normal(jax.random.key(i), shape) / shape[-2] ** 0.5}}
-    for i, (name, shape) in enumerate(shapes.items())
-}}
+dims = lambda path, leaf: MatrixDims(inputs=leaf.ndim - 2, outputs=leaf.ndim - 1)
+tx, params = {optimizer}, {{}}
+for i, shape in enumerate({shapes}):
+    params[f"layer_{{i}}"] = jax.random.normal(jax.random.key(i), shape) / shape[-2] ** 0.5
 
 def step(params, state):
     grads = jax.tree.map(lambda p: p + 0.1 * jnp.sin(17 * p), params)
@@ -49,11 +44,10 @@ print("returned")
 """
 
 # 48 matrices: three stacks of eight, two of four, and sixteen that stand alone, in eight shapes.
-MANY = {"a": (8, 128, 128), "b": (8, 64, 128), "c": (8, 128, 48), "d": (4, 96, 96), "e": (4, 32, 64)}
-MANY |= {f"f{i}": (128, 64) for i in range(8)}
-MANY |= {f"{name}{i}": shape for name, shape in {"g": (40, 128), "h": (72, 72)}.items() for i in range(4)}
+MANY = [(8, 128, 128), (8, 64, 128), (8, 128, 48), (4, 96, 96), (4, 32, 64)]
+MANY += [(128, 64)] * 8 + [(40, 128)] * 4 + [(72, 72)] * 4
 # Three stacks of eight: with a batched svd in place of ours this hung within ten steps.
-FEW = {"a": (8, 128, 128), "b": (8, 192, 192), "c": (8, 256, 256)}
+FEW = [(8, 128, 128), (8, 192, 192), (8, 256, 256)]
 
 # The program of docs/cpu_hang.md with each factorization of the library; with `jnp.linalg.eigh` it never returns.
 KERNEL_SCRIPT = """
@@ -92,8 +86,6 @@ def test_the_factorizations_return():
 
 EXACT, G = "normpre_g(0.01, ns_steps=None, matrix_dims=dims)", "normpre_g(0.01, matrix_dims=dims)"
 SKETCH, EXACT_L = "normpre_l(0.01, matrix_dims=dims)", "normpre_l(0.01, method='exact', matrix_dims=dims)"
-
-
 # CI runs these; the first two are a short form, for methods that factor matrices. The others are thorough.
 RUNS = [(SKETCH, FEW, 10, 0), (EXACT, FEW, 10, 0), (SKETCH, MANY, 200, 0)]
 THOROUGH = [(one, MANY, 200, 0) for one in (G, EXACT, EXACT_L)]

@@ -65,12 +65,8 @@ def test_the_inverse_root_of_zero_is_zero_and_nan_stays():
 
 def choice(x):
     """Three branches, and three of them inside each."""
-
-    def deeper(x):
-        number = {"cpu": 1, "tpu": 2, "gpu": 3}[platform()]
-        return by_platform(lambda y: y + number * {"cpu": 1, "tpu": 10, "gpu": 100}[platform()], x)
-
-    return by_platform(deeper, x)
+    number = lambda: {"cpu": 1, "tpu": 20, "gpu": 300}[platform()]  # noqa: E731
+    return by_platform(lambda x: by_platform(lambda y: y + number(), x), x)
 
 
 @pytest.mark.every_platform

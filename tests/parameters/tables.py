@@ -86,7 +86,3 @@ def with_layers(shape, dims, layers, axis):
     """A shape and its dims with a layer axis inserted at ``axis``."""
     sides = () if dims is None else ([a + (a >= axis) for a in np.atleast_1d(s)] for s in (dims.inputs, dims.outputs))
     return (*shape[:axis], layers, *shape[axis:]), dims and MatrixDims(*sides)
-
-
-def under(prefix, entries):
-    return {f"{prefix}/{path}": entry for path, entry in entries.items()}

@@ -2,9 +2,9 @@
 """The default rule on names and shapes, the ways to override it, and its errors."""
 
 import collections
+import functools
+import itertools
 import re
-import sys
-from typing import NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
@@ -27,12 +27,14 @@ from normpre_optax.parameters.rules import (
     default_matrix_dims,
 )
 from normpre_optax.parameters.tree import leaf_paths, without_boxes
+from tests import cases
 from tests.parameters.tables import (
     FROM_HEADS,
     IN_OUT,
     OUT_IN,
     STACKED,
     TO_HEADS,
+    NamedArray,
     array,
     chosen,
     dims_of,
@@ -205,29 +207,22 @@ def test_leaves_are_read_together(name):
     assert chosen(tree(SEEN_TOGETHER[name])) == dims_of(SEEN_TOGETHER[name])
 
 
-def block(d, heads, size, hidden, kv, biases, by_head, norms):
-    """A transformer block: path -> (shape, dims)."""
-    found = {"attn/out/kernel": ((heads, size, d), FROM_HEADS) if by_head else ((heads * size, d), IN_OUT)}
-    for name, count in (("query", heads), ("key", kv), ("value", kv)):
-        shape = (count, size) if by_head else (count * size,)
-        found[f"attn/{name}/kernel"] = (d, *shape), TO_HEADS if by_head else IN_OUT
-        found |= {f"attn/{name}/bias": (shape, None)} if biases else {}
-    found |= {"mlp/up/kernel": ((d, hidden), IN_OUT), "mlp/down/kernel": ((hidden, d), IN_OUT)}
-    found |= {"mlp/up/bias": ((hidden,), None), "attn/out/bias": ((d,), None)} if biases else {}
-    return found | ({"ln/scale": ((d,), None), "attn/q_norm/scale": ((size,), None)} if norms else {})
-
-
 SIZES = st.sampled_from([2, 3, 4, 6, 8])
 
 
 @hypothesis.settings(max_examples=200)
-@hypothesis.given(st.tuples(*[SIZES] * 5), SIZES, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0, 1]))
-def test_a_block_stacked_in_front_is_right_and_elsewhere_an_error(sizes, layers, biases, by_head, norms, axis):
+@hypothesis.given(st.tuples(*[SIZES] * 6), *[st.booleans()] * 3, st.sampled_from([0, 1]))
+def test_a_block_stacked_in_front_is_right_and_elsewhere_an_error(sizes, biases, by_head, norms, axis):
     """Whatever sizes coincide, except square kernels everywhere, which look the same with the layers on axis 1."""
-    d, _, _, hidden, _ = sizes
+    d, heads, size, hidden, kv, layers = sizes
     hypothesis.assume(axis == 0 or d != hidden)
-    entries = block(*sizes, biases, by_head, norms).items()
-    entries = {f"blocks/{path}": with_layers(*entry, layers, axis) for path, entry in entries}
+    q, k = (f"{n}x{size}" if by_head else n * size for n in (heads, kv))
+    to_heads, from_heads = ("0>12", "01>2") if by_head else ("0>1", "0>1")
+    text = f"""mlp/up/kernel {d}x{hidden} 0>1; mlp/down/kernel {hidden}x{d} 0>1; attn/query/kernel {d}x{q} {to_heads}
+        attn/{{key,value}}/kernel {d}x{k} {to_heads}; attn/out/kernel {q}x{d} {from_heads}"""
+    text += f"; attn/query/bias {q}; attn/{{key,value}}/bias {k}; attn/out/bias {d}; mlp/up/bias {hidden}" * biases
+    text += f"; ln/scale {d}; attn/q_norm/scale {size}" * norms
+    entries = {f"blocks/{path}": with_layers(x.shape, dims, layers, axis) for path, (x, dims) in table(text).items()}
     params = tree({"ln_f/scale": array(d)} | {path: array(*shape) for path, (shape, _) in entries.items()})
     if axis == 0:
         assert chosen(params) == {path: dims for path, (_, dims) in entries.items()} | {"ln_f/scale": None}
@@ -266,35 +261,20 @@ def test_names_of_axes_that_do_not_show_the_layers():
 # Paths and leaves.
 
 
-class Pair(NamedTuple):
-    left: jax.Array
-    right: jax.Array
-
-
-@jax.tree_util.register_pytree_node_class
-class Bag:
-    def __init__(self, *items):
-        self.items = items
-
-    def tree_flatten(self):
-        return self.items, None
-
-    @classmethod
-    def tree_unflatten(cls, _, items):
-        return cls(*items)
-
-
-class Projections(eqx.Module):
+class Module(eqx.Module):
     query: object
     value: object
+
+    def __call__(self, x):
+        raise AssertionError("a callable tree is a tree")
 
 
 def test_paths_and_order_follow_jax():
     x = jnp.zeros(2)
     boxes = {"box": nn.Partitioned(x, names=("embed",)), "var": nnx.Param(x)}
     gaps = (None, optax.MaskedNode(), x, nn.Partitioned(optax.MaskedNode(), names=("embed",)))
-    params = {"b": [x, Pair(1.0, {"k": x})], "a": Bag(x, x), "out": gaps, **boxes}
-    paths = ["a/0", "a/1", "b/0", "b/1/left", "b/1/right/k", "box", "out/2", "var"]
+    params = {"b": [x, Module(1.0, {"k": x})], "a": NamedArray(x, ()), "out": gaps, **boxes}
+    paths = ["a", "b/0", "b/1/query", "b/1/value/k", "box", "out/2", "var"]
     found = assign(params)
     assert leaf_paths(params) == list(found) == [spec.path for spec in found.values()] == paths
     assert without_boxes(boxes) == {"box": x, "var": x}
@@ -305,18 +285,23 @@ def test_paths_and_order_follow_jax():
 
 
 def test_an_attribute_called_value_is_no_box():
-    want, kernel = {"attn/query": TO_HEADS, "attn/value": TO_HEADS}, array(8, 2, 4)
-    assert chosen({"attn": Projections(kernel, kernel)}) == want
-    assert chosen({"attn": Projections(optax.MaskedNode(), kernel)}) == {"attn/value": TO_HEADS}
+    kernel = array(8, 2, 4)
+    for query in (kernel, optax.MaskedNode()):
+        found = chosen({"attn": Module(query, kernel)})
+        assert found == {f"attn/{name}": TO_HEADS for name in (["query", "value"] if query is kernel else ["value"])}
 
 
-def test_wrong_leaves_are_errors():
-    with pytest.raises(ValueError, match="two parameters have the path 'a/b'"):
-        assign({"a/b": array(2, 3), "a": {"b": array(2, 3)}})
-    with pytest.raises(TypeError, match=r"parameter 'noise' has dtype key<fry>"):
-        assign({"noise": jax.random.key(0)})
-    with pytest.raises(TypeError, match=r"parameter 'activation' is .* not an array.*eqx.filter"):
-        assign({"activation": jnp.tanh, "w": array(2, 3)})
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({"a/b": array(2, 3), "a": {"b": array(2, 3)}}, ValueError, "two parameters have the path 'a/b'"),
+        ({"noise": jax.random.key(0)}, TypeError, "parameter 'noise' has dtype key<fry>"),
+        ({"activation": jnp.tanh, "w": array(2, 3)}, TypeError, "parameter 'activation' is .*not an array.*eqx.filter"),
+    ],
+)
+def test_wrong_leaves_are_errors(params, error, message):
+    with pytest.raises(error, match=message):
+        assign(params)
 
 
 # Overrides.
@@ -328,34 +313,24 @@ UP = {"up": {"bias": None, "kernel": IN_OUT}}
 FULL = {"blocks": {"0": UP, "1": UP}, "cube": MuonDimensionNumbers(reduction_axis=1, output_axis=0), "wte": None}
 
 
-class Rule:
-    def method(self, path, leaf, strict=True):
-        return CUBE if path == "cube" else default_matrix_dims(path, leaf)
+def rule(path, leaf, strict=True):
+    return MuonDimensionNumbers(1, 0) if path == "cube" else default_matrix_dims(path, leaf)
 
 
 @pytest.mark.parametrize(
     "matrix_dims",
     [
-        lambda path, leaf: MuonDimensionNumbers(1, 0) if leaf.ndim == 3 else default_matrix_dims(path, leaf),
-        Rule().method,
-        jax.tree_util.Partial(Rule().method),
-        lambda params: FULL,
-        lambda params, flag=True: jax.tree.map(lambda x: {1: None, 2: IN_OUT, 3: CUBE}[x.ndim], params) | {"wte": None},
+        rule,
+        jax.tree_util.Partial(rule),
+        lambda params, flag=True: FULL,
+        lambda params: jax.tree.map(lambda x: {1: None, 2: IN_OUT, 3: CUBE}[x.ndim], params) | {"wte": None},
         FULL,
         assign({**PARAMS, "more": array(3)}, FULL | {"more": None}),
     ],
-    ids=["rule", "method", "jax partial", "callable", "tree_map", "tree", "assignment"],
+    ids=["rule", "jax partial", "callable", "tree_map", "tree", "assignment"],
 )
 def test_overrides(matrix_dims):
     assert chosen(PARAMS, matrix_dims) == WANT
-
-
-class Callable(eqx.Module):
-    weight: object
-    scale: object
-
-    def __call__(self, x):
-        raise AssertionError("a tree is tested for before a callable")
 
 
 def test_trees_are_matched_by_names_and_may_be_prefixes():
@@ -363,19 +338,18 @@ def test_trees_are_matched_by_names_and_may_be_prefixes():
     assert chosen(PARAMS, prefix) == {**WANT, "blocks/1/up/kernel": None, "wte": IN_OUT}
     assert set(chosen(PARAMS, lambda params: None).values()) == {None}
     assert chosen({"a": array(2, 3), "b": [array(4, 5)]}, OUT_IN) == {"a": OUT_IN, "b/0": OUT_IN}
-    params = Callable(array(2, 3), array(4, 5))
-    assert chosen(params, Callable(IN_OUT, None)) == {"weight": IN_OUT, "scale": None}
-    assert chosen(params, Callable(None, None)) == {"weight": None, "scale": None}
+    for dims in (IN_OUT, None):
+        assert chosen(Module(array(2, 3), array(4, 5)), Module(dims, None)) == {"query": dims, "value": None}
     masked = {**PARAMS, "cube": optax.MaskedNode(), "wte": None}
     assert chosen(masked, FULL) == {path: dims for path, dims in WANT.items() if path not in ("cube", "wte")}
 
 
 def test_a_tree_fits_parameters_with_and_without_boxes():
     bare, dims = {"blocks": {"up": array(8, 3, 32)}, "ln": array(8)}, MatrixDims(inputs=0, outputs=2)
-    boxed = {"blocks": {"up": nn.Partitioned(array(8, 3, 32), names=(None, None, None))}, "ln": nnx.Param(jnp.zeros(8))}
-    for params in (bare, boxed):
-        for entry in (dims, nn.Partitioned(dims, names=(None, None, None))):
-            assert chosen(params, {"blocks": {"up": entry}, "ln": None}) == {"blocks/up": dims, "ln": None}
+    box = functools.partial(nn.Partitioned, names=(None, None, None))
+    boxed = {"blocks": {"up": box(array(8, 3, 32))}, "ln": nnx.Param(jnp.zeros(8))}
+    for params, entry in itertools.product((bare, boxed), (dims, box(dims))):
+        assert chosen(params, {"blocks": {"up": entry}, "ln": None}) == {"blocks/up": dims, "ln": None}
 
 
 def test_rules_see_shape_dtype_and_axis_names():
@@ -426,24 +400,12 @@ def test_decay_matrices_only():
 
 
 def test_assign_enters_few_functions_and_scales_with_the_tree():
-    calls, folder = collections.Counter(), default_matrix_dims.__code__.co_filename.rpartition("/")[0]
-
-    def profile(frame, event, _):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(folder) and code.co_name not in ("<listcomp>", "<genexpr>"):
-            calls[code] += 1
-
     def calls_of(params):
-        calls.clear()
-        sys.setprofile(profile)
-        try:
-            assign(params)
-        finally:
-            sys.setprofile(None)
-        return calls.total()
+        return collections.Counter(code for code, _ in cases.package_calls(lambda: assign(params)))
 
-    calls_of(tree("up/kernel 4x8; up/bias 8; down/kernel 8x4"))
+    calls = calls_of(tree("up/kernel 4x8; up/bias 8; down/kernel 8x4"))
     assert len(calls) <= 16, sorted(code.co_qualname for code in calls)
     assert len({code.co_filename for code in calls}) <= 4
-    gpt2 = {f"h_{i}": tree(SEEN_TOGETHER["GPT-2 of Hugging Face"]) for i in range(40)}
-    assert calls_of(gpt2) <= 2.1 * calls_of(dict(list(gpt2.items())[:20]))
+    one = tree(SEEN_TOGETHER["GPT-2 of Hugging Face"])
+    forty, twenty = (calls_of({f"h_{i}": one for i in range(count)}).total() for count in (40, 20))
+    assert forty <= 2.1 * twenty

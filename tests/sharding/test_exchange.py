@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import normpre_optax as npo
 from normpre_optax.linalg.precision import on
@@ -96,9 +96,8 @@ def test_each_matrix_arrives_whole_and_results_return():
         ((4, 8, 6), npo.MatrixDims(1, 2), ("fsdp", "data", None)),  # a sharded batch axis
         strict=True,
     )
-    specs = [PartitionSpec(*spec) for spec in specs]
-    arrays = [jnp.asarray(cases.gaussian(shape, i), jnp.float32) for i, shape in enumerate(shapes)]
-    there = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    specs, arrays = [PartitionSpec(*spec) for spec in specs], cases.numbers(list(shapes))
+    there = [cases.put(x, mesh, *spec) for x, spec in zip(arrays, specs, strict=True)]
 
     def compute(stacks, one):
         return [one * s / jnp.linalg.norm(s, axis=(-2, -1), keepdims=True) for s in stacks]
@@ -112,12 +111,7 @@ def test_each_matrix_arrives_whole_and_results_return():
 
 @pytest.mark.parametrize(("compute_dtype", "rounds"), [(None, True), (jnp.float32, False)])
 def test_a_tpu_communicates_in_bfloat16_where_its_products_round(compute_dtype, rounds):
-    mesh = jax.make_mesh((8,), ("fsdp",))
-    there = {
-        "up": jax.device_put(
-            jnp.asarray(cases.gaussian((64, 48)), jnp.float32), NamedSharding(mesh, PartitionSpec("fsdp"))
-        )
-    }
+    there = {"up": cases.put(cases.numbers((64, 48)), jax.make_mesh((8,), ("fsdp",)), "fsdp")}
     tx = npo.precondition_globally(compute_dtype=compute_dtype, matrix_dims=DIMS)
     both = cases.quick_jit(lambda x: [on(kind, tx.update)(x, tx.init(x))[0]["up"] for kind in ("gpu", "tpu")])
     plain, tpu = both(there)
@@ -128,12 +122,10 @@ def test_a_tpu_communicates_in_bfloat16_where_its_products_round(compute_dtype, 
 
 @pytest.mark.parametrize(("kind", "gathers"), [("gpu", True), ("tpu", False)])
 def test_replicated_matrices_are_shared_out_except_on_a_tpu(kind, gathers):
-    mesh = jax.make_mesh((8,), ("data",))
-    params = {f"up_{i}": jnp.asarray(cases.gaussian((16, 24), i), jnp.float32) for i in range(4)}
-    there = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    params = cases.numbers({f"up_{i}": (16, 24) for i in range(4)})
+    there = cases.put(params, jax.make_mesh((8,), ("data",)))
     tx = npo.precondition_globally(ns_steps=1, matrix_dims=DIMS)
     lowered = jax.jit(on(kind, tx.update)).lower(there, tx.init(there))
     assert ("all_gather" in lowered.as_text()) == gathers
     found, expected = lowered.compile()(there, tx.init(there))[0], tx.update(params, tx.init(params))[0]
-    for name, x in expected.items():
-        np.testing.assert_allclose(found[name], x, atol=1e-5)  # sums in another order, entries near one
+    cases.assert_close(found, expected, atol=1e-5)  # sums in another order, entries near one

@@ -2,6 +2,7 @@
 """Every optimizer on every mesh: the update of one device within rounding, sharded as the parameters."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -44,54 +45,39 @@ def slow_but(*often):
     return [pytest.param(name, marks=() if name in often else pytest.mark.slow) for name in FACTORIES]
 
 
+SPECIAL = {"query": (1, (2, 3)), "experts": (2, 3), "qkv": (0, 1, (16, 4, 4))}
+
+
 def rule(path, leaf):
-    if not path.endswith("kernel"):
-        return None
-    special = {
-        "query": npo.MatrixDims(1, (2, 3)),
-        "experts": npo.MatrixDims(2, 3),
-        "qkv": npo.MatrixDims(0, 1, output_blocks=(16, 4, 4)),
-    }
-    return special.get(path.split("/")[-2], npo.MatrixDims(0, 1))
+    return npo.MatrixDims(*SPECIAL.get(path.split("/")[-2], (0, 1))) if path.endswith("kernel") else None
 
 
 def numbers(seed, layouts=tuple(SHAPES)):
-    random = np.random.default_rng(seed)
-    draw = lambda shape: jnp.asarray(0.2 * random.standard_normal(shape), jnp.float32)  # noqa: E731
-    return jax.tree.map(draw, {name: SHAPES[name] for name in layouts}, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(lambda x: 0.2 * x, cases.numbers({name: SHAPES[name] for name in layouts}, seed))
 
 
 def spec_of(layout, mesh, x):
     """How a parameter is sharded. A layout that does not divide an axis leaves it unsharded."""
     names = mesh.axis_names
-    tensor = "tensor" if "tensor" in names else None
-    data = "data" if "data" in names else None
-    last = {
-        "rows": ("fsdp", None),
-        "columns": (None, names if len(names) < 3 else ("fsdp", "tensor")),
-        "both": ("fsdp", tensor or data),
-        "experts": (data, None),
-    }
-    if x.ndim == 1 or layout not in (*last, "layers"):
-        return PartitionSpec()
-    if layout == "layers":
-        entries = ("fsdp", *(None,) * (x.ndim - 2), tensor) if x.ndim > 2 else ("fsdp", None)
-    else:
-        front = (None, "fsdp") if layout == "experts" else (None,) * (x.ndim > 2)
-        entries = front + last[layout] + (None,) * (x.ndim - 2 - len(front))
-    sizes = [int(np.prod([mesh.shape[a] for a in ([e] if isinstance(e, str) else e or [])])) for e in entries]
-    return PartitionSpec(*(e if n % size == 0 else None for e, n, size in zip(entries, x.shape, sizes, strict=True)))
+    data, tensor = (name if name in names else None for name in ("data", "tensor"))
+    many = names if len(names) < 3 else ("fsdp", "tensor")
+    matrix, stack = {
+        "rows": (("fsdp",), (None, "fsdp")),
+        "columns": ((None, many), (None, None, many)),
+        "both": (("fsdp", tensor or data), (None, "fsdp", tensor or data)),
+        "layers": (("fsdp",), ("fsdp", None, None, tensor)),
+        "experts": ((), (None, "fsdp", data)),
+    }.get(layout, ((), ()))
+    entries = {2: matrix, 4: stack}.get(x.ndim, ())
+    size = lambda entry: math.prod(mesh.shape[axis] for axis in np.atleast_1d(entry or []).tolist())  # noqa: E731
+    return PartitionSpec(*(e if n % size(e) == 0 else None for e, n in zip(entries, x.shape, strict=False)))
 
 
 @functools.cache
 def alone(name, layouts):
     """Two updates on one device."""
     tx, params = FACTORIES[name](0.01, matrix_dims=rule), numbers(0, layouts)
-    state, found = tx.init(params), []
-    for step in (1, 2):
-        updates, state = cases.updater(tx)(numbers(step, layouts), state, params)
-        found.append(updates)
-    return found
+    return cases.steps(cases.updater(tx), tx.init(params), params, [numbers(step, layouts) for step in (1, 2)])[0]
 
 
 def check(name, mesh_name, kind=AxisType.Explicit, known=False, layouts=tuple(SHAPES)):
@@ -99,25 +85,20 @@ def check(name, mesh_name, kind=AxisType.Explicit, known=False, layouts=tuple(SH
     mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes))
 
     def place(tree):
-        def put(path, x):
-            return jax.device_put(x, NamedSharding(mesh, spec_of(path[0].key.partition("_")[0], mesh, x)))
-
+        put = lambda path, x: cases.put(x, mesh, *spec_of(path[0].key.partition("_")[0], mesh, x))  # noqa: E731
         return jax.tree_util.tree_map_with_path(put, tree)
 
     params = place(numbers(0, layouts))
     options = {"shardings": jax.tree.map(lambda x: x.sharding, params)} if known else {}
     tx = FACTORIES[name](0.01, matrix_dims=rule, **options)
-    state, update = tx.init(params), cases.quick_jit(tx.update)
-    for step, expected in zip((1, 2), alone(name, layouts), strict=True):
-        updates, state = update(place(numbers(step, layouts)), state, params)
-        # Sums in another order: a few roundings of updates of 0.002, more where Newton-Schulz amplifies them; SWAN is
-        # not scaled to an RMS of 0.2.
-        scale = 10.0 if name == "swan" else 1.0
-        for found, wanted in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(found, wanted, atol=scale * 2e-7, rtol=0)
+    gradients = [place(numbers(step, layouts)) for step in (1, 2)]
+    found, state = cases.steps(cases.quick_jit(tx.update), tx.init(params), params, gradients)
+    # Sums in another order: a few roundings of updates of 0.002, more where Newton-Schulz amplifies them; SWAN is not
+    # scaled to an RMS of 0.2.
+    cases.assert_close(found, alone(name, layouts), atol=2e-6 if name == "swan" else 2e-7, rtol=0)
     if kind == AxisType.Explicit or known:
-        for found, x in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
-            assert found.sharding.is_equivalent_to(x.sharding, x.ndim)
+        for u, x in zip(jax.tree.leaves(found[-1]), jax.tree.leaves(params), strict=True):
+            assert u.sharding.is_equivalent_to(x.sharding, x.ndim)
     if kind == AxisType.Explicit:
         for path, x in jax.tree_util.tree_leaves_with_path(state):
             if "trace" in str(path) and x.shape == (16, 32):
@@ -172,18 +153,17 @@ def test_auto_axes(name, known):
 
 
 def test_injected_hyperparameters_are_on_the_mesh_from_the_second_step_on():
-    here, grads = ({"up": {"kernel": jnp.asarray(cases.gaussian((8, 16), seed), jnp.float32)}} for seed in (0, 1))
-    sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
-    there, grads_there = jax.device_put((here, grads), sharding)
-    static = npo.static_args(npo.normuon)
-    tx = optax.inject_hyperparams(npo.normuon, static_args=static)(learning_rate=0.01, ns_steps=1)
-    plain = npo.normuon(0.01, ns_steps=1)
-    state, plain_state, update = tx.init(there), plain.init(here), cases.quick_jit(tx.update)
-    for _ in range(2):
-        updates, state = update(grads_there, state, there)
-        expected, plain_state = cases.updater(plain)(grads, plain_state, here)
-        # A few roundings of updates of 0.01.
-        np.testing.assert_allclose(updates["up"]["kernel"], expected["up"]["kernel"], atol=2e-8)
+    here, grads = (cases.numbers({"up": {"kernel": (8, 16)}}, seed) for seed in (0, 1))
+    there = jax.device_put((here, grads), NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp")))
+    inject = optax.inject_hyperparams(npo.normuon, static_args=npo.static_args(npo.normuon))
+    found, expected = (
+        cases.steps(cases.quick_jit(tx.update), tx.init(params), params, [gradient] * 2)[0]
+        for tx, (params, gradient) in (
+            (inject(learning_rate=0.01, ns_steps=1), there),
+            (npo.normuon(0.01, ns_steps=1), (here, grads)),
+        )
+    )
+    cases.assert_close(found, expected, atol=2e-8)  # a few roundings of updates of 0.01
 
 
 @pytest.mark.parametrize("name", slow_but("normpre_l", "normuon"))
@@ -197,13 +177,8 @@ def test_inside_shard_map_every_device_computes_its_own_update(name):
         updates, _ = tx.update(grads, tx.init(params), params)
         return jax.tree.map(lambda x: x[None], updates)
 
-    def tree(seed):
-        x = lambda *shape: jnp.asarray(cases.gaussian((2, *shape), seed), jnp.float32)  # noqa: E731
-        return {"a": {"kernel": x(6, 10), "bias": x(10)}, "b": {"kernel": x(6, 10)}, "layers": {"up": x(2, 6, 6)}}
-
-    params, grads = tree(0), tree(1)
-    spec = PartitionSpec("replica")
+    shapes = {"a": {"kernel": (2, 6, 10), "bias": (2, 10)}, "b": (2, 6, 10), "layers": {"up": (2, 2, 6, 6)}}
+    params, grads = (cases.numbers(shapes, seed) for seed in (0, 1))
+    spec, second = PartitionSpec("replica"), functools.partial(jax.tree.map, lambda x: x[1:])
     found = cases.quick_jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec))(params, grads)
-    expected = cases.quick_jit(step)(*jax.tree.map(lambda x: x[1:], (params, grads)))
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x[1:], y, atol=1e-6)
+    cases.assert_close(second(found), cases.quick_jit(step)(*second((params, grads))), atol=1e-6)

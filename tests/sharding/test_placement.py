@@ -10,16 +10,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import normpre_optax as npo
 from normpre_optax.sharding.placement import axes_in_use, mesh_of, sharded_like
 from tests import cases
+from tests.cases import put
 
 KERNEL = jnp.asarray(cases.gaussian((8, 16)), jnp.float32)
 
 
 def mesh_2x4(kind=AxisType.Explicit):
     return jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(kind,) * 2)
-
-
-def put(x, mesh, *spec):
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 @pytest.mark.parametrize(
