@@ -37,7 +37,8 @@ def normpre_h(
     ``M = mu M + G``, ``U = G + mu M``; rows of ``U`` (columns at every other step) are divided by their norms, and
     ``T = msign(U)`` by Newton-Schulz iterations. Then ``W <- R N(N(W) - lr N(T))``, see ``hyperball``: the first
     update sets the norm ``R`` of every matrix, so the result does not depend on the scale of the initialization.
-    Everything that is not a hidden matrix uses AdamW.
+    Everything that is not a hidden matrix uses AdamW. It is for training from scratch: the first update would change
+    the norms of trained weights.
 
     Args:
         learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule. 1.6e-2 is a good
