@@ -62,6 +62,20 @@ def test_what_the_pages_link_and_name_exists():
             assert not test or f"def {test}(" in (ROOT / file).read_text(), (page.name, test)
 
 
+RECOMMENDING = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "get_started", "choosing", "moving"))]
+RECOMMENDING += [DOCS / "frameworks.md", ROOT / "examples/quickstart.py", ROOT / "examples/notebooks/nnx_switch.ipynb"]
+
+
+def test_every_page_recommends_the_same_optimizer_first():
+    """And the same peaks of its learning rate: 1.6e-2, or 1e-2 for toy models; others are AdamW's."""
+    called = re.compile(rf"\b({'|'.join(['normpre_h', *npo.families()])})\(")
+    for page in RECOMMENDING:
+        text = page.read_text()
+        assert called.search(text)[1] == "normpre_h", page
+        peaks = {float(x) for x in re.findall(r"schedule\(0\.0, ([\d.e-]+)", text)}
+        assert {x for x in peaks if x > 5e-3} <= {1.6e-2, 1e-2}, page
+
+
 def test_names_that_the_paper_map_gives_exist():
     text = (DOCS / "paper_map.md").read_text()
     found = re.findall(r"`((?:normpre_optax|examples)(?:\.\w+)+)`", text)
