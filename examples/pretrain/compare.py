@@ -31,7 +31,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from rich.console import Console
 
 from . import cluster, configs, data, mesh
-from .config import Compare, Config, RunError, check, is_relative, join_name, split_name
+from .config import Compare, Config, RunError, is_relative, join_name, split_name
 from .logs import read_lines, write_json
 from .optimizers import make_optimizer
 from .processes import Stopped, begin_as_child, lock, on_signals
@@ -201,7 +201,6 @@ def make_study(kind: str, options: Any) -> Study:
         RunError: naming the flag and its valid values.
     """
     config = configs.parse(options.rest)
-    check(config)
     mesh.check(config)
     cluster.refuse_several(config, kind)
     if config.resume or config.overwrite:
@@ -240,9 +239,9 @@ def learning_rates(options: Compare, study: Study) -> dict[str, list[float]]:
             if rate in tried:
                 raise RunError(f"--optimizers: {text} is there twice")
             tried.append(rate)
-            checked = configs.parse([*options.rest, *Arm(join_name(name, settings), rate, 0).flags])
-            check(checked)
-            make_optimizer(checked, lambda t: 1.0)
+            make_optimizer(
+                configs.parse([*options.rest, *Arm(join_name(name, settings), rate, 0).flags]), lambda t: 1.0
+            )
     if not rates:
         raise RunError("--optimizers must name at least one")
     return {optimizer: sorted(tried) for optimizer, tried in rates.items()}
