@@ -75,9 +75,8 @@ def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> T
             if failed and failed[0] == chosen:
                 raise RunError(f"{failed[1]}: --step names another, there are {listed}")
             try:
-                return Trained(
-                    config, dataset, graphdef, checkpoints.restore(chosen, params=params)[0]["params"], chosen
-                )
+                found, _ = checkpoints.restore(chosen, params=params)
+                return Trained(config, dataset, graphdef, found["params"], chosen)
             except Damaged as error:
                 failed = chosen, error
 

@@ -31,7 +31,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from rich.console import Console
 
 from . import cluster, configs, data, mesh
-from .config import Compare, Config, RunError, check, is_relative, join_name, split_name
+from .config import Compare, Config, RunError, is_relative, join_name, split_name
 from .logs import read_lines, write_json
 from .optimizers import make_optimizer
 from .processes import Stopped, begin_as_child, lock, on_signals
@@ -156,6 +156,10 @@ class Study:
             said = f"{result['best_validation_loss']:.4f} ({result['train_seconds']:.0f} s of training)"
         self.console.print(f"{arm.name}  {prefix}{said}")
 
+    def records(self) -> list[Result]:
+        """The results, with the settings of each arm."""
+        return [{**arm._asdict(), **result} for arm, result in self.results.items()]
+
     def facts(self, command: str) -> dict[str, Any]:
         """What a report says about all arms: settings, command, date, machine, versions, text."""
         example = next(arm for arm, result in self.results.items() if result["status"] != "failed")
@@ -183,12 +187,12 @@ def main(options: Compare) -> None:
             f"{study.config.steps:,} steps each, in {study.folder}/"
         )
         study.run(sorted(sweep, key=lambda arm: arm.learning_rate))
-        best = best_arms(study.results, first).values()
+        best = {name: arms[0]["learning_rate"] for name, arms in best_runs({"arms": study.records()}).items()}
         if not best:
             raise RunError("no arm finished: every learning rate was too high, or see the reasons above")
-        study.run([arm._replace(seed=first + i) for i in range(1, options.seeds) for arm in best])
+        study.run([Arm(name, rate, first + i) for i in range(1, options.seeds) for name, rate in best.items()])
         content = study.facts(shlex.join(["python", "-m", "examples.pretrain", *sys.argv[1:]]))
-        content["arms"] = [{**arm._asdict(), **result} for arm, result in study.results.items()]
+        content["arms"] = study.records()
         folder = study.folder / "report"
         folder.mkdir(exist_ok=True)
         study.console.print(f"\n{write(folder, content)}\nReport, data and figures: {folder}/")
@@ -201,7 +205,6 @@ def make_study(kind: str, options: Any) -> Study:
         RunError: naming the flag and its valid values.
     """
     config = configs.parse(options.rest)
-    check(config)
     mesh.check(config)
     cluster.refuse_several(config, kind)
     if config.resume or config.overwrite:
@@ -240,19 +243,12 @@ def learning_rates(options: Compare, study: Study) -> dict[str, list[float]]:
             if rate in tried:
                 raise RunError(f"--optimizers: {text} is there twice")
             tried.append(rate)
-            checked = configs.parse([*options.rest, *Arm(join_name(name, settings), rate, 0).flags])
-            check(checked)
-            make_optimizer(checked, lambda t: 1.0)
+            make_optimizer(
+                configs.parse([*options.rest, *Arm(join_name(name, settings), rate, 0).flags]), lambda t: 1.0
+            )
     if not rates:
         raise RunError("--optimizers must name at least one")
     return {optimizer: sorted(tried) for optimizer, tried in rates.items()}
-
-
-def best_arms(results: dict[Arm, Result], first: int) -> dict[str, Arm]:
-    """For every optimizer with a finished arm, the one of seed ``first`` with the lowest loss."""
-    finished = {arm: x["best_validation_loss"] for arm, x in results.items() if x["status"] == "finished"}
-    ranked = sorted((arm for arm in finished if arm.seed == first), key=lambda arm: -finished[arm])
-    return {arm.optimizer: arm for arm in ranked}
 
 
 def stop(number: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import Common, Config, ModelConfig, RunError, apply_name, read_options
+from .config import Common, Config, ModelConfig, RunError, apply_name, check, read_options
 
 LLAMA: dict[str, Any] = {
     **{"family": "llama", "context": 1024, "vocabulary": 32_000, "tied_head": False},
@@ -107,9 +107,15 @@ def load(name: str) -> Config:
 
 
 def parse(arguments: Sequence[str]) -> Config:
-    """The configuration that ``--config`` names, with every other option put over it."""
+    """The configuration that ``--config`` names, with every other option put over it.
+
+    Raises:
+        RunError: if it cannot run.
+    """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", nargs="?", default="first_run")
     config = load(first.parse_known_args(arguments)[0].config)
     shown = Common(**{option.name: getattr(config, option.name) for option in dataclasses.fields(Common)})
-    return apply_name(read_options(Config, arguments, "train", config, shown))
+    config = apply_name(read_options(Config, arguments, "train", config, shown))
+    check(config)
+    return config

@@ -19,12 +19,11 @@ import grain
 import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
-from tokenizers.models import BPE
 
 from .config import Config, RunError
 from .prepare.command import CORPORA, prepare
 from .prepare.sources import one_line
-from .prepare.token_files import SPLITS, byte_lengths, load_tokenizer, sha256
+from .prepare.token_files import SPLITS, load_tokenizer, sha256
 
 PADDING = -1
 PART, PARTS = 2**20, 64  # tokens of a file that are checked: a fraction of a second, whatever its size
@@ -68,14 +67,6 @@ def open_corpus(config: Config, console: Console) -> Dataset:
     return load(corpus.folder)
 
 
-def random_corpus(vocabulary: int, tokens: int) -> Dataset:
-    """Random tokens, to measure time; a fourth as many for validation."""
-    random = np.random.default_rng(0)
-    train, validation = (random.integers(vocabulary, size=size, dtype=np.int32) for size in (tokens, tokens // 4))
-    manifest = {"vocabulary": vocabulary, "largest_token": vocabulary - 1, "layout": "packed"}
-    return Dataset(Path("random tokens"), manifest, train, validation, Tokenizer(BPE()))
-
-
 def load(folder: Path) -> Dataset:
     """Map the token files of ``folder``, checking their sizes and ids.
 
@@ -116,11 +107,6 @@ def largest_id(tokens: np.ndarray) -> int:
     count = min(math.ceil(len(tokens) / PART), PARTS)
     starts = np.linspace(0, max(len(tokens) - PART, 0), count).astype(int)
     return max((int(tokens[start : start + PART].max()) for start in starts), default=0)
-
-
-def bytes_per_token(dataset: Dataset) -> np.ndarray:
-    """Bytes of text (float64) that each token stands for; for tokenizers without bytes an estimate."""
-    return byte_lengths(dataset.tokenizer)
 
 
 class Sequences:

@@ -10,15 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import configs
-from .config import Evaluate, Export, Generate, RunError, check, read_compare, read_options
+from .config import Evaluate, Export, Generate, RunError, read_compare, read_options
 from .processes import Stopped
-
-
-def train_options(arguments: Sequence[str]) -> Any:
-    """The checked configuration of a run."""
-    config = configs.parse(arguments)
-    check(config)
-    return config
 
 
 def options_of(kind: type) -> Callable[[Sequence[str]], Any]:
@@ -28,7 +21,7 @@ def options_of(kind: type) -> Callable[[Sequence[str]], Any]:
 
 # Name: what it does, how its arguments are read, where it is.
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], Any], str, str]] = {
-    "train": ("train a model (also without the word)", train_options, "run", "main"),
+    "train": ("train a model (also without the word)", configs.parse, "run", "main"),
     "prepare": ("turn a corpus into token files", list, "prepare.command", "main"),
     "compare": ("train with several optimizers, learning rates and seeds", read_compare, "compare", "main"),
     "evaluate": ("score a run's model", options_of(Evaluate), "commands", "evaluate"),
@@ -39,15 +32,10 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], Any], str, str]] = {
 
 def usage() -> str:
     """The commands, one a line."""
-    lines = (f"  {name:<12}{what}" for name, (what, *_) in COMMANDS.items())
-    return "\n".join(
-        (
-            "usage: python -m examples.pretrain [COMMAND] ...\n",
-            *lines,
-            "\n`python -m examples.pretrain COMMAND --help` lists the options of a command.",
-            f"Configurations of train and compare: {', '.join(configs.CONFIGS)}.",
-        )
-    )
+    lines = "\n".join(f"  {name:<12}{what}" for name, (what, *_) in COMMANDS.items())
+    help_of = "`python -m examples.pretrain COMMAND --help` lists the options of a command."
+    named = f"Configurations of train and compare: {', '.join(configs.CONFIGS)}."
+    return f"usage: python -m examples.pretrain [COMMAND] ...\n\n{lines}\n\n{help_of}\n{named}"
 
 
 def exit_status(run: Callable[[], Any], stopped: str = "stopped") -> int:

@@ -81,11 +81,6 @@ class Layout:
 
     mesh: jax.sharding.Mesh
 
-    @property
-    def batch_shares(self) -> int:
-        """Number of parts that a batch is split into."""
-        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-
     def sharding(self, *axes: Any) -> NamedSharding:
         """The sharding of an array whose axes are split over these of the mesh."""
         return NamedSharding(self.mesh, PartitionSpec(*axes if self.mesh.size > 1 else ()))

@@ -172,27 +172,19 @@ def hidden_matrices(params: Any) -> dict[str, MatrixDims]:
 def norms(params: Any) -> dict[str, jax.Array]:
     """Norms of the hidden matrices' rows (output neurons) and columns.
 
-    ``row_norm``, ``row_norm_max`` and ``rows_beyond_1`` are mean, largest and the share above one, where the relaxed
-    tangent reverses the radial part of a step; ``column_norm`` and ``columns_beyond_1`` those of columns;
-    ``row_norm/mlp/up``, ``column_norm/mlp/up`` and so on are the means of each kind of layer.
+    ``row_norm`` and ``rows_beyond_1`` are their mean and the share above one, where the relaxed tangent reverses the
+    radial part of a step. ``row_norm/mlp/up`` and so on are the means of each kind of layer.
     """
-    leaves = by_name(params)
-    kinds: dict[str, tuple[list, list]] = {}
-    for name, dims in hidden_matrices(params).items():
-        rows, columns = kinds.setdefault(kind_of(name), ([], []))
-        squares = jnp.square(leaves[name])
-        rows.append(whole(jnp.sqrt(jnp.sum(squares, axis=dims.inputs))).ravel())
-        columns.append(whole(jnp.sqrt(jnp.sum(squares, axis=dims.outputs))).ravel())
-    rows, columns = (jnp.concatenate([x for kind in kinds.values() for x in kind[side]]) for side in (0, 1))
-    return {
-        "row_norm": rows.mean(),
-        "row_norm_max": rows.max(),
-        "rows_beyond_1": (rows > 1).mean(),
-        "column_norm": columns.mean(),
-        "columns_beyond_1": (columns > 1).mean(),
-        **{f"row_norm/{name}": jnp.concatenate(rows).mean() for name, (rows, _) in kinds.items()},
-        **{f"column_norm/{name}": jnp.concatenate(columns).mean() for name, (_, columns) in kinds.items()},
-    }
+    leaves, found = by_name(params), {}
+    for side, summed in (("row", "inputs"), ("column", "outputs")):
+        kinds: dict[str, list[jax.Array]] = {}
+        for name, dims in hidden_matrices(params).items():
+            squares = jnp.sum(jnp.square(leaves[name]), axis=getattr(dims, summed))
+            kinds.setdefault(kind_of(name), []).append(whole(jnp.sqrt(squares)).ravel())
+        every = jnp.concatenate([x for kind in kinds.values() for x in kind])
+        found |= {f"{side}_norm": every.mean(), f"{side}s_beyond_1": (every > 1).mean()}
+        found |= {f"{side}_norm/{name}": jnp.concatenate(parts).mean() for name, parts in kinds.items()}
+    return found
 
 
 def kind_of(name: str) -> str:

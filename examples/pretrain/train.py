@@ -22,6 +22,7 @@ from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token
 from .logs import Log, Progress
 from .mesh import Layout, in_parts, make_layout
 from .optimizers import make_optimizer, norms
+from .prepare.token_files import byte_lengths
 from .processes import Stopped
 
 FINAL_FRACTION = 0.1
@@ -166,7 +167,7 @@ def evaluation(
     """The score on the validation set, computed in batches no larger than those of training."""
     count, largest = config.validation_tokens, config.micro_batch or config.batch_size
     sequences = data.validation_sequences(dataset, context=config.model.context, count=count)
-    return make_evaluate(graphdef, sequences, data.bytes_per_token(dataset), layout, min(EVALUATION_BATCH, largest))
+    return make_evaluate(graphdef, sequences, byte_lengths(dataset.tokenizer), layout, min(EVALUATION_BATCH, largest))
 
 
 class Trainer:

@@ -13,7 +13,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from examples.pretrain.compare import NAMES, frame, save
+from examples.pretrain.compare import NAMES, frame, save, setting
 from examples.research.report import markdown_table, panels
 
 # Two means count as different where they are this many standard errors of their difference apart.
@@ -113,23 +113,17 @@ def verdicts(content: dict[str, Any]) -> list[str]:
 
 def page(content: dict[str, Any], shown: str) -> str:
     """The ablation as Markdown."""
-    config, machine, versions, name = content["config"], content["machine"], content["versions"], content["name"]
-    tokens = config["steps"] * config["batch_size"] * config["model.context"]
-    seeds = len({arm["seed"] for arm in content["arms"]})
+    seeds, rate = len({arm["seed"] for arm in content["arms"]}), content["config"]["learning_rate"]
     parts = [
         f"# {content['title']}: {content['settings']}\n",
-        f"`{content['command']}`, {content['date']}. {content['parameters']:,} parameters "
-        f"({config['model.family']}, {config['model.layers']} layers, width {config['model.width']}), "
-        f"{config['steps']:,} steps of {config['batch_size']} x {config['model.context']} tokens "
-        f"({tokens / 1e6:,.1f} M) of {content['text']['source']}; learning rate {config['learning_rate']:g}, "
-        f"{seeds} seed(s). {machine['kind']}, {machine['cores']} core(s) a run, Python {versions['python']}, "
-        f"jax {versions['jax']}.\n",
-        "Best validation loss in nats per token, mean over seeds and sample standard deviation; bold: as published."
+        setting(content),
+        f"Best validation loss in nats per token, mean over {seeds} seed(s) and sample standard deviation, at learning "
+        f"rate {rate:g}; bold: as published."
         + (" The paper's is GPT-2 Small on OpenWebText, one seed." if content["paper"] else "")
         + "\n",
         shown,
         "".join(f"- {verdict}\n" for verdict in verdicts(content)),
-        f"![{content['title']}]({name}.png)\n",
+        f"![{content['title']}]({content['name']}.png)\n",
     ]
     return "\n".join(part for part in parts if part)
 

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from examples.pretrain import configs, data
 from examples.pretrain.compare import LINE_STYLES, NAMES, frame
-from examples.pretrain.config import Config, check, is_relative
+from examples.pretrain.config import Config, is_relative
 from examples.pretrain.models.transformer import apply_blocks
 from examples.pretrain.optimizers import make_optimizer
 from examples.pretrain.train import TrainState, initialise, make_train_step
@@ -125,7 +125,6 @@ def main(arguments: Sequence[str]) -> None:
             own += f" --relative-step {options.learning_rate} --warmup-steps 0 --weight-decay 0"
             own += f" --base-width {named.model.width}" if transferred else ""
             config = configs.parse(["--config", options.config, *own.split()])
-            check(config)
             found.setdefault(name, {})[str(width)] = moves(config, dataset)
             console.print(f"{name}, width {width}: {found[name][str(width)][-1]:.3f}")
     content = report.header(report.command("coordinates", options), jax.devices()[0])

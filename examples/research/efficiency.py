@@ -28,9 +28,11 @@ import numpy as np
 import optax
 import tyro
 from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from examples.pretrain import cluster, compare, configs, data, mesh
-from examples.pretrain.config import Config, RunError, check, read_compare
+from examples.pretrain.config import Config, RunError, read_compare
 from examples.pretrain.logs import environment, write_json
 from examples.pretrain.optimizers import make_optimizer
 from examples.pretrain.train import TrainState, compute_dtype, initialise, make_train_step, micro_batches, schedule
@@ -80,7 +82,10 @@ def corpus(config: Config, console: Console) -> data.Dataset:
     if folder is None or vocabulary is None or (folder / "manifest.json").exists():
         return data.open_corpus(config, console)
     console.print(f"There are no token files in {folder}: measuring on random tokens")
-    return data.random_corpus(vocabulary, 4 * config.batch_size * config.model.context + 1)
+    random, count = np.random.default_rng(0), 4 * config.batch_size * config.model.context + 1
+    tokens = random.integers(vocabulary, size=count, dtype=np.int32)
+    manifest = {"vocabulary": vocabulary, "largest_token": vocabulary - 1, "layout": "packed"}
+    return data.Dataset(Path("random tokens"), manifest, tokens, tokens, Tokenizer(BPE()))
 
 
 def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Timed:
@@ -162,7 +167,6 @@ def main(arguments: Sequence[str]) -> None:
     """The command line."""
     options = read_compare(arguments, Options, "examples.research.efficiency")
     config = configs.parse(options.rest)
-    check(config)
     mesh.check(config)
     cluster.refuse_several(config, "efficiency")
     if options.steps < 1:

@@ -129,9 +129,3 @@ def test_python_source_is_prepared_on_first_use(corpus, dataset, tmp_path, monke
     assert first.folder == Path(f"data/python-{platform.python_version()}-v300")
     assert [path.name for path in Path("data").iterdir()] == [first.folder.name]
     assert data.open_corpus(Config(tokens=dataset.folder), Console()).manifest == dataset.manifest
-
-
-def test_random_tokens():
-    random = data.random_corpus(50_304, 4 * 1024 + 1)
-    assert random.largest_token < random.vocabulary == 50_304
-    assert next(data.training_batches(random, context=1024, batch_size=2, seed=0)).shape == (2, 1025)

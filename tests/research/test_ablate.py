@@ -211,7 +211,10 @@ def test_the_report_compares_with_the_papers_table_pair_by_pair(tmp_path):
     found["arms"][0]["best_validation_loss"] = 3.0 + 0.78
     assert "none - relaxed -0.0100 (within the noise)" in ablation_report.verdicts(found)[0]
     assert {path.name for path in tmp_path.iterdir()} == {f"tangent.{suffix}" for suffix in ("json", "md", "png")}
-    assert "learning rate 0.1, 2 seed(s)" in (tmp_path / "tangent.md").read_text()
+    assert (
+        "mean over 2 seed(s) and sample standard deviation, at learning rate 0.1;"
+        in (tmp_path / "tangent.md").read_text()
+    )
 
 
 def test_rows_that_are_numbers_with_their_cost():

@@ -12,7 +12,9 @@ from examples.research import command, efficiency
 
 
 def test_random_tokens_replace_a_corpus_that_is_not_prepared(tmp_path):
-    config = configs.parse(["--config", "gpt2_small", "--tokens", str(tmp_path), "--batch-size", "2"])
+    config = configs.parse(
+        ["--config", "gpt2_small", "--tokens", str(tmp_path), "--batch-size", "2", "--micro-batch", "2"]
+    )
     said = io.StringIO()
     dataset = efficiency.corpus(config, Console(file=said))
     assert "random tokens" in said.getvalue()

@@ -10,6 +10,7 @@ of the files counts; what a killed process wrote after that is cut off by the ne
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -105,13 +106,11 @@ class Writer:
         for number, stream in enumerate(streams[start["stream"] :], start["stream"]):
             if number == start["stream"] and start["texts"] is not None:
                 stream.load_state_dict(start["texts"])
-            for texts in () if self.full(stream) else batches(stream):
+            for texts in itertools.takewhile(lambda _, stream=stream: not self.full(stream), batches(stream)):
                 self.append([(stream.split_of(text), text) for text in texts])
                 self.state["position"] = {"stream": number, "texts": stream.state_dict()}
                 self.save()
                 report(self.counts)
-                if self.full(stream):
-                    break
 
     def room(self, split: str) -> int | None:
         """Documents that a split may still get; None: any number."""
