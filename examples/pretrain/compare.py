@@ -31,7 +31,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from rich.console import Console
 
 from . import cluster, configs, data, mesh
-from .config import Compare, Config, RunError, is_relative, join_name, split_name
+from .config import Compare, Config, RunError, join_name, split_name
 from .logs import read_lines, write_json
 from .optimizers import make_optimizer
 from .processes import Stopped, begin_as_child, lock, on_signals
@@ -56,8 +56,7 @@ class Arm(NamedTuple):
     @property
     def flags(self) -> list[str]:
         """Flags of ``train`` that distinguish it from the others."""
-        rate = "--relative-step" if is_relative(self.optimizer) else "--learning-rate"
-        return ["--optimizer", self.optimizer, rate, repr(self.learning_rate), "--seed", str(self.seed)]
+        return ["--optimizer", self.optimizer, "--learning-rate", repr(self.learning_rate), "--seed", str(self.seed)]
 
 
 @dataclass
@@ -237,9 +236,9 @@ def learning_rates(options: Compare, study: Study) -> dict[str, list[float]]:
     for text in split_names(options.optimizers):
         config = configs.parse([*options.rest, "--optimizer", text])
         name, settings = split_name(text)
-        own = [config.learning_rate] if settings.pop("learning_rate", None) else []
+        own = settings.pop("learning_rate", None)
         tried = rates.setdefault(join_name(name, settings), [])
-        for rate in own or common or [config.relative_step if is_relative(text) else config.learning_rate]:
+        for rate in [config.learning_rate] if own else common or [config.learning_rate]:
             if rate in tried:
                 raise RunError(f"--optimizers: {text} is there twice")
             tried.append(rate)

@@ -66,13 +66,14 @@ class Common:
     name: str = ""  # Name of the run, whose folder is runs/<name>; empty: <config>-<optimizer>.
     resume: bool = False  # Continue the run from its last checkpoint, exactly; repeat the other options as they were.
     overwrite: bool = False  # Delete a run of the same name first.
+    seed: int = 0  # Seed of initialization, data order and sampling.
     # Optimizer of the hidden matrices: normpre_h, adamw, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon, moga,
     # swan, normpre_g or normpre_l, with settings of its own after commas: normpre_l,rank=0.25. Embeddings, norms and
     # biases use AdamW under all of them.
     optimizer: str = "normpre_h"
-    learning_rate: float = 4e-3  # Peak learning rate, of AdamW's size; normpre_h uses it for the AdamW group only.
-    # normpre_h (and norm_control=hyperball): peak size of a step of hidden matrices relative to the weights.
-    relative_step: float = 1.6e-2
+    # Peak learning rate. Not given, it is that of --config; for normpre_h, whose steps have a size relative to the
+    # weights, 1.6e-2.
+    learning_rate: float = 4e-3
     steps: int = 800  # Number of updates.
     batch_size: int = 16  # Sequences per update.
     # Devices to train on, such as data=2,fsdp=4: axes data (the batch is split), fsdp (batch, parameters and
@@ -89,7 +90,6 @@ class Config(Common):
     checkpoints/, loss.png and sample.txt.
     """
 
-    seed: int = 0  # Seed of initialization, data order and sampling.
     runs_folder: Path = Path("runs")  # Where the folder of the run is made.
     # Folder of another run, runs/<name>, whose newest weights initialize this one; optimizer, schedule and data
     # start anew.
@@ -257,7 +257,7 @@ def split_name(optimizer: str) -> tuple[str, dict[str, str]]:
 
 
 def is_relative(optimizer: str) -> bool:
-    """Whether steps of hidden matrices have a size relative to the weights: ``--relative-step``."""
+    """Whether steps of hidden matrices have a size relative to the weights."""
     name, settings = split_name(optimizer)
     return name == "normpre_h" or settings.get("norm_control") == "hyperball"
 

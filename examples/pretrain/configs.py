@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import Common, Config, ModelConfig, RunError, apply_name, check, read_options
+from .config import Common, Config, ModelConfig, RunError, apply_name, check, is_relative, read_options
 
 LLAMA: dict[str, Any] = {
     **{"family": "llama", "context": 1024, "vocabulary": 32_000, "tied_head": False},
@@ -17,6 +17,7 @@ QWEN3: dict[str, Any] = {
     **{"family": "qwen3", "layers": 28, "heads": 16, "kv_heads": 8, "head_width": 128, "context": 1024},
     **{"vocabulary": 151_936, "rotary_base": 1e6, "scaled_residuals": False, "scan_layers": True, "remat": True},
 }
+RELATIVE_STEP = 1.6e-2  # learning rate of normpre_h and others under Hyperball
 GPT2 = ModelConfig("gpt2", 12, 768, 12, mlp_width=3072, context=1024, vocabulary=50_304, norm_epsilon=1e-5)
 
 
@@ -114,7 +115,11 @@ def parse(arguments: Sequence[str]) -> Config:
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", nargs="?", default="first_run")
-    config = load(first.parse_known_args(arguments)[0].config)
+    first.add_argument("--optimizer", nargs="?")
+    given = first.parse_known_args(arguments)[0]
+    config = load(given.config)
+    if is_relative(given.optimizer or config.optimizer):
+        config = dataclasses.replace(config, learning_rate=RELATIVE_STEP)
     shown = Common(**{option.name: getattr(config, option.name) for option in dataclasses.fields(Common)})
     config = apply_name(read_options(Config, arguments, "train", config, shown))
     check(config)

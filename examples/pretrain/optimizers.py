@@ -91,7 +91,6 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
     """
     name, settings = settings_of(config.optimizer)
     adam = config.adam_learning_rate or config.learning_rate
-    hidden = config.relative_step if is_relative(config.optimizer) else config.learning_rate
     given = {
         "adam_learning_rate": lambda t: adam / config.learning_rate * learning_rate(t),
         "adam_weight_decay": config.weight_decay,
@@ -103,7 +102,7 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
     accepted = inspect.signature(OPTIMIZERS[name]).parameters
     try:
         given = {option: value for option, value in given.items() if option in accepted}
-        optimizer = OPTIMIZERS[name](lambda t: hidden / config.learning_rate * learning_rate(t), **settings, **given)
+        optimizer = OPTIMIZERS[name](learning_rate, **settings, **given)
     except (ValueError, TypeError) as error:
         raise RunError(f"--optimizer {config.optimizer}: {error}") from error
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip == "global" else optax.identity()

@@ -14,7 +14,7 @@ from rich.console import Console
 from . import cluster, data, logs, mesh, optimizers
 from .checkpoint import Checkpoints, Damaged
 from .commands import Trained, continuation, load
-from .config import Config, Diverged, RunError, differences, is_relative, to_dict
+from .config import Config, Diverged, RunError, differences, to_dict
 from .evaluate import Score
 from .processes import LOCK, lock, on_signals
 from .train import Trainer, compute_dtype, warmup_steps
@@ -213,14 +213,13 @@ def introduce(
     devices = f"{trainer.layout.mesh.size} x {kind} ({config.mesh})" if config.mesh else kind
     parts = f", {config.micro_batch} at a time," if config.micro_batch else ""
     adam = f", AdamW learning rate {config.adam_learning_rate:g}" if config.adam_learning_rate else ""
-    step = f"relative update {config.relative_step:g}, " if is_relative(config.optimizer) else ""
     console.print(
         f"Text       {texts['source']}: {texts['train']['documents']:,} training documents "
         f"({texts['train']['tokens']:,} tokens), {texts['validation']['documents']:,} validation documents; "
         f"vocabulary {dataset.vocabulary:,}\n"
         f"Model      {model.family}, {model.layers} layers, width {model.width}, context {model.context}: "
         f"{count:,} parameters\n"
-        f"Optimizer  {config.optimizer}, {step}learning rate {config.learning_rate:g}{adam}; {totals}\n"
+        f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}{adam}; {totals}\n"
         f"Run        {config.steps:,} steps of {config.batch_size} x {model.context} tokens{parts} "
         f"({tokens / 1e6:,.2f} M) on {devices} in {run['dtype']}"
     )

@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> None:
         for width in options.widths:
             own = f"--model.width {width} --model.heads {width // HEAD_WIDTH} --model.mlp-width {4 * width}"
             own += f" --optimizer {optimizer} --learning-rate {options.learning_rate} --steps {options.steps}"
-            own += f" --relative-step {options.learning_rate} --warmup-steps 0 --weight-decay 0"
+            own += " --warmup-steps 0 --weight-decay 0"
             own += f" --base-width {named.model.width}" if transferred else ""
             config = configs.parse(["--config", options.config, *own.split()])
             found.setdefault(name, {})[str(width)] = moves(config, dataset)

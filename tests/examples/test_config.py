@@ -34,7 +34,7 @@ def test_flags_override_the_named_configuration():
         config, steps=tiny.steps, optimizer=tiny.optimizer, resume=False, model=tiny.model
     )
     assert config.run_folder == Path("runs/tiny-adamw")
-    assert configs.parse([]) == configs.load("first_run")
+    assert configs.parse([]) == dataclasses.replace(configs.load("first_run"), learning_rate=configs.RELATIVE_STEP)
 
 
 # Table 3 of the paper: layers, width, hidden layer of the MLP, heads, peak learning rate, warm-up; and of all of them
@@ -88,6 +88,9 @@ def test_the_name_of_an_optimizer_has_settings():
         "first_run-muon,norm_control=hyperball",
     )
     assert (config.weight_decay, config.model.hidden_std, config.learning_rate) == (0, 0.1, 0.02)
+    for name, rate in (("muon", 4e-3), ("muon,norm_control=hyperball", 1.6e-2), ("normpre_h", 1.6e-2)):
+        assert configs.parse(["--optimizer", name]).learning_rate == rate
+    assert configs.parse(["--learning-rate", "1e-2"]).learning_rate == 1e-2
     assert split_name("normpre_g,layers=attention/out+mlp") == ("normpre_g", {"layers": "attention/out+mlp"})
 
 
@@ -193,7 +196,7 @@ def test_differences_name_what_changes_the_losses_only():
     free = dataclasses.replace(Config(), resume=True, checkpoint_every=3, runs_folder=Path("x"))
     assert differences(stored, free) == []
     changed = differences(stored, dataclasses.replace(Config(), learning_rate=1.0, seed=5))
-    assert changed == [f"--learning-rate was {Config().learning_rate}, is 1.0", "--seed was 0, is 5"]
+    assert changed == ["--seed was 0, is 5", f"--learning-rate was {Config().learning_rate}, is 1.0"]
     assert differences({**stored, "gone": 1}, Config()) == ["--gone was 1, is None"]
     del stored["model.hidden_std"]  # as of a run from before the field, which had its default's effect
     assert from_dict(stored) == Config()

@@ -156,7 +156,7 @@ def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
     shared = {key: x for key, x in {"seed": 4, "adam_b2": 0.9, "weight_decay": 0.2}.items() if key in accepted}
     assert {key: given[key] for key in (*values, *shared)} == values | shared
     assert given.keys() <= accepted.keys()
-    assert (given["learning_rate"](0), given["adam_learning_rate"](0)) == (1.6e-2 if name == "normpre_h" else 2.0, 1.0)
+    assert (given["learning_rate"](0), given["adam_learning_rate"](0)) == (2.0, 1.0)
     given.clear()
     optimizer_of(name, 1.0)
     for key in values:
