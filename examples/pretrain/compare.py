@@ -478,14 +478,15 @@ def paint_losses(axes: Axes, content: dict[str, Any]) -> bool:
 
 def paint_learning_rates(axes: Axes, content: dict[str, Any]) -> bool:
     """Best validation loss at the first seed. The axis ends not far above every best."""
-    optima, worst, rates = [], 0.0, sorted({arm["learning_rate"] for arm in content["arms"]})
+    optima, worst, most, rates = [], 0.0, 0, sorted({arm["learning_rate"] for arm in content["arms"]})
     for name in optimizers(content):
         arms = [arm for arm in swept(content, name) if arm["status"] == "finished"]
         points = np.array([(arm["learning_rate"], arm["best_validation_loss"]) for arm in arms])
         if len(points):
             axes.plot(*points.T, **style(name, content))
             optima, worst = [*optima, points[:, 1].min()], max(worst, points[:, 1].max())
-    if not optima or len(rates) < 2:
+            most = max(most, len(points))
+    if most < 2:
         return False
     span = max(max(optima) - min(optima), 0.05)
     axes.set_ylim(min(optima) - 0.05 * span, min(worst + 0.05 * span, max(optima) + 0.3 * span))
