@@ -135,17 +135,22 @@ def precondition_adaptively(psi: Array, rank: int, factor: float) -> Array:
     return (u * s) @ vt
 
 
-def precondition_sketch(psi: Array, omega: Array, rank: int, power_iterations: int) -> Array:
-    """T^L by Algorithm 2 on the smaller dimension (rows when square), with its draws omega (larger dimension, l)."""
-    if psi.shape[0] > psi.shape[1]:
-        return precondition_sketch(psi.T, omega, rank, power_iterations).T
+def sketched_modes(psi: Array, omega: Array, rank: int, power_iterations: int) -> tuple[Array, Array]:
+    """(U_C, Lambda_C) by Algorithm 2 for a matrix with no more rows than columns, with its draws omega (columns, l)."""
     y = psi @ omega
     for _ in range(power_iterations):
         y = psi @ (psi.T @ y)
     q, _ = np.linalg.qr(y)
     b = q.T @ psi
     z, values = active_modes(b @ b.T, rank)
-    return local_preconditioner(q @ z, values) @ psi
+    return q @ z, values
+
+
+def precondition_sketch(psi: Array, omega: Array, rank: int, power_iterations: int) -> Array:
+    """T^L by Algorithm 2 on the smaller dimension (rows when square)."""
+    if psi.shape[0] > psi.shape[1]:
+        return precondition_sketch(psi.T, omega, rank, power_iterations).T
+    return local_preconditioner(*sketched_modes(psi, omega, rank, power_iterations)) @ psi
 
 
 def projection_on_unit_ball(psi: Array) -> Array:

@@ -126,7 +126,7 @@ def test_sketch_error_is_the_distance_of_the_references_preconditioners(x64, sha
     omega, rank = gaussian((4, 10), 5), 3
     found = diagnostics.sketch_error(jnp.asarray(psi), jnp.asarray(omega), rank, power_iterations)
     wide = psi if shape[0] < shape[1] else psi.T
-    u_hat, values_hat = reference.interaction_sketch(wide, omega.T, rank, power_iterations)
+    u_hat, values_hat = reference.sketched_modes(wide, omega.T, rank, power_iterations)
     u, values = reference.active_modes(wide @ wide.T, rank)
     p_hat, p = (reference.local_preconditioner(*modes) for modes in ((u_hat, values_hat), (u, values)))
     close(found.preconditioner, np.linalg.norm(p_hat - p, 2))
