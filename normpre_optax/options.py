@@ -59,12 +59,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("muon_weight_dimension_numbers", "weight_dimension_numbers"), "matrix_dims"),
     **dict.fromkeys(("consistent_rms", "adjust_lr_fn"), "convention"),
     **{"b1": "adam_b1", "b2": "adam_b2", "eps": "adam_eps", "betas": "adam_b1", "ns_coeffs": "ns_coefficients"},
-    **{
-        "weight_decay": "adam_weight_decay",
-        "wd": "weight_decay",
-        "mask": "weight_decay_mask",
-        "dtype": "compute_dtype",
-    },
+    **{"wd": "weight_decay", "weight_decay": "adam_weight_decay", "mask": "weight_decay_mask"},
+    "dtype": "compute_dtype",
 }
 
 
