@@ -88,20 +88,17 @@ def checked(factory: Callable, signature: inspect.Signature | None = None) -> Ca
             raise TypeError(f"{factory.__name__}(): {error}") from None
         check_numbers(**options, **dict(zip(parameters, args, strict=False)))
         for name, value in options.items():
-            _check_choice(name, value, parameters[name].annotation)
+            kind, traced = parameters[name].annotation, isinstance(value, jax.Array)
+            if get_origin(kind) is Literal and (traced or value not in get_args(kind)):
+                fix = " (under optax.inject_hyperparams, add it to static_args)" * traced
+                raise ValueError(f"{name}={value!r} is not one of {get_args(kind)}{fix}")
+            if kind is bool and not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
         return factory(*args, **options)
 
     complete.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     complete.__doc__ = docstring(sections(factory.__doc__), parameters)
     return complete
-
-
-def _check_choice(name: str, value: Any, kind: Any) -> None:
-    if get_origin(kind) is Literal and (isinstance(value, jax.Array) or value not in get_args(kind)):
-        traced = " (under optax.inject_hyperparams, add it to static_args)" if isinstance(value, jax.Array) else ""
-        raise ValueError(f"{name}={value!r} is not one of {get_args(kind)}{traced}")
-    if kind is bool and not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _hint(name: str, names: Iterable[str]) -> str:

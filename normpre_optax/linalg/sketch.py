@@ -19,8 +19,6 @@ import numpy as np
 from normpre_optax.linalg.newton_schulz import clipping_factor, one_at_a_time
 from normpre_optax.linalg.precision import exact_product, inverse_root, product, working_dtype
 
-Solve = Callable[..., list[Any]]
-
 
 class Clipping(NamedTuple):
     """The ``rank`` leading singular values are clipped to ``level^2 = max(least, share (total - their squares))``.
@@ -47,7 +45,7 @@ def clip_by_sketch(
     power_iterations: int = 1,
     products: bool = False,
     compute_dtype: Any = None,
-    solve: Solve | None = None,
+    solve: Callable[..., list[Any]] | None = None,
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
     """Find what clips the leading singular values of wide matrices: Algorithm 2.
 
@@ -135,7 +133,6 @@ def _factor_by_products(
     gram: jax.Array, interaction: jax.Array, total: jax.Array, least: jax.Array, share: jax.Array, rank: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The same for all modes of the subspace, by products alone."""
-    del rank
     inverse, interaction = _orthonormal(gram, interaction)
     level = jnp.maximum(least, share * (total - jnp.trace(interaction)))
     change = clipping_factor(interaction / jnp.where(level == 0, 1, level))  # zero stays zero, NaN stays NaN

@@ -112,7 +112,8 @@ def _unit_tangents(ms, ws, by_rows, axes, norms, side, tangent, kind) -> list[ja
 
         def branch(k: int, ms: list[jax.Array], ws: list) -> tuple:
             # Without the barrier, XLA moves the sums out of the branches and computes both.
-            found = factors(*jax.lax.optimization_barrier((ms, ws)), k)
+            ms, ws = jax.lax.optimization_barrier((ms, ws))
+            found = factors(ms, ws, k)
             return (zeros[0], found) if k else (found, zeros[1])
 
         both = jax.lax.cond(by_rows, functools.partial(branch, 0), functools.partial(branch, 1), ms, ws)
@@ -194,7 +195,6 @@ def normalize_rows(
         raise ValueError(f"side={side!r} is not one of 'rows', 'columns', 'both'")
 
     def normalize(x, w, dims):
-        del w
         _, outputs, inputs = split_axes(x.ndim, dims)
         if side == "both":
             return rows.unit_rows_and_columns(x, inputs, outputs)

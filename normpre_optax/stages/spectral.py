@@ -30,7 +30,7 @@ from normpre_optax.checks import check_numbers, static_int
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg import sketch
 from normpre_optax.linalg.precision import inverse_root, platform, product
-from normpre_optax.parameters.dims import MatrixDims, from_matrices, is_stored_transposed, to_matrices
+from normpre_optax.parameters.dims import from_matrices, is_stored_transposed, to_matrices
 from normpre_optax.sharding.auto import in_auto_axes, over_devices, solve_shared
 from normpre_optax.sharding.exchange import exchange
 from normpre_optax.sharding.placement import axes_in_use, is_explicit, mesh_of, spec_of
@@ -78,7 +78,12 @@ def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict
     names, dims, shardings = zip(*known, strict=True)
 
     def computed(arrays: list[jax.Array], step: Any, numbers: dict, run: Callable = _on_one_device) -> list:
-        stacks = [_stack(x, d, name) for x, d, name in zip(arrays, dims, names, strict=True)]
+        stacks = []
+        for x, d, name in zip(arrays, dims, names, strict=True):
+            transposed = is_stored_transposed(x.ndim, d)
+            x = to_matrices(x, d, transposed, flat=False)
+            ids = sketch.matrix_ids(name, math.prod(x.shape[:-2])).reshape(*x.shape[:-2], 2)
+            stacks.append(Stack(x, ids, transposed))
         new = run(functools.partial(f, step=step, **numbers), stacks)
         each = zip(new, stacks, dims, blocks, strict=True)
         return [from_matrices(t, d, x.shape, stack.transposed) for t, stack, d, x in each]
@@ -105,13 +110,6 @@ def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict
         solve = functools.partial(solve_shared, used.shared, used.matrices)
         on_mesh = functools.partial(computed, run=lambda f, stacks: f(stacks, solve=solve))
     return (in_auto_axes(on_mesh, mesh, specs) if explicit else on_mesh)(blocks, step, numbers)
-
-
-def _stack(x: jax.Array, dims: MatrixDims, name: str) -> Stack:
-    transposed = is_stored_transposed(x.ndim, dims)
-    x = to_matrices(x, dims, transposed, flat=False)
-    ids = sketch.matrix_ids(name, math.prod(x.shape[:-2])).reshape(*x.shape[:-2], 2)
-    return Stack(x, ids, transposed)
 
 
 def _on_one_device(f: Callable[[list[Stack]], list[jax.Array]], stacks: list[Stack]) -> list[jax.Array]:
@@ -159,7 +157,6 @@ class EachMatrix:
 
     def __call__(self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None) -> list[jax.Array]:
         """Compute the function of every matrix."""
-        del step, solve
         f = functools.partial(self.f, rms=rms, **dict(self.options))
         return [sketch.batched(f, stack.x.ndim)(stack.x) for stack in stacks]
 
