@@ -143,9 +143,6 @@ def static_args(factory: Callable[..., Any]) -> frozenset[str]:
         >>> from normpre_optax import muon, static_args
         >>> tx = optax.inject_hyperparams(muon, static_args=static_args(muon))(learning_rate=1e-3)
     """
-
-    def is_number(kind: Any) -> bool:
-        return kind is float or jax.Array in get_args(kind)
-
-    parameters = inspect.signature(factory).parameters.values()
-    return frozenset(p.name for p in parameters if not is_number(p.annotation))
+    parameters = inspect.signature(factory).parameters
+    numbers = {name for name, p in parameters.items() if p.annotation is float or jax.Array in get_args(p.annotation)}
+    return frozenset(parameters.keys() - numbers)

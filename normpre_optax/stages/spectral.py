@@ -121,11 +121,9 @@ def _on_one_device(f: Callable[[list[Stack]], list[jax.Array]], stacks: list[Sta
         groups.setdefault((stack.x.shape[-2:], stack.transposed, stack.x.dtype), []).append(i)
     merged = []
     for (shape, transposed, _), group in groups.items():
-        xs, ids = [stacks[i].x for i in group], [stacks[i].ids for i in group]
-        if len(group) > 1 or xs[0].ndim > 3:
-            xs, ids = [x.reshape(-1, *shape) for x in xs], [i.reshape(-1, 2) for i in ids]
-        join = jnp.concatenate if len(group) > 1 else lambda arrays: arrays[0]
-        merged.append(Stack(join(xs), join(ids), transposed))
+        x = jnp.concatenate([stacks[i].x.reshape(-1, *shape) for i in group])
+        ids = jnp.concatenate([stacks[i].ids.reshape(-1, 2) for i in group])
+        merged.append(Stack(x, ids, transposed))
     new = f(merged) if platform() == "gpu" else [_one_by_one(f, stack) for stack in merged]
     results: list[Any] = [None] * len(stacks)
     for group, t in zip(groups.values(), new, strict=True):
