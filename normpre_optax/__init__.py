@@ -23,38 +23,20 @@ from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.explain import explain
 from normpre_optax.parameters.rules import decay_matrices_only, default_matrix_dims
 from normpre_optax.recommended import normpre_h
-from normpre_optax.relatives import (
-    adamuon,
-    families,
-    mano,
-    moga,
-    muon,
-    muon_plus,
-    muoneq,
-    normuon,
-    rmnp,
-    scale_by_adamuon,
-    scale_by_mano,
-    scale_by_moga,
-    scale_by_muon,
-    scale_by_muon_plus,
-    scale_by_muoneq,
-    scale_by_normuon,
-    scale_by_rmnp,
-    scale_by_swan,
-    swan,
-)
-from normpre_optax.stages import (
-    direction,
-    normalize_rows,
-    normalize_tangent,
-    per_parameter,
-    precondition_globally,
-    precondition_locally,
-    project_to_tangent,
-    scale_by_shape,
-    scale_to_rms,
-)
+from normpre_optax.relatives import families
+from normpre_optax.relatives.adamuon import adamuon, scale_by_adamuon
+from normpre_optax.relatives.mano import mano, scale_by_mano
+from normpre_optax.relatives.moga import moga, scale_by_moga
+from normpre_optax.relatives.muon import muon, scale_by_muon
+from normpre_optax.relatives.muon_plus import muon_plus, scale_by_muon_plus
+from normpre_optax.relatives.muoneq import muoneq, scale_by_muoneq
+from normpre_optax.relatives.normuon import normuon, scale_by_normuon
+from normpre_optax.relatives.rmnp import rmnp, scale_by_rmnp
+from normpre_optax.relatives.swan import scale_by_swan, swan
+from normpre_optax.stages.base import direction, per_parameter
+from normpre_optax.stages.rows import normalize_rows, normalize_tangent, project_to_tangent
+from normpre_optax.stages.scale import scale_by_shape, scale_to_rms
+from normpre_optax.stages.spectral import precondition_globally, precondition_locally
 
 __version__ = "0.2.0"
 

@@ -45,20 +45,16 @@ def check_numbers(**options: Any) -> None:
             _check_dtype(name, value)
         if name not in RANGES or (value is None and name in OPTIONAL) or (callable(value) and name in SCHEDULES):
             continue
-        if not _is_number(value):
+        kinds = int | float | np.number | np.ndarray | jax.Array
+        number: Any = value
+        if not isinstance(number, kinds) or isinstance(number, bool) or np.ndim(number):
             other = "" if name in SCHEDULES else " (optax.inject_hyperparams makes a schedule of it)" * callable(value)
             raise TypeError(f"{name} must be a number{other}, got {reprlib.repr(value)}")
         if isinstance(value, Tracer):
             continue
-        number: Any = value
         least, below = RANGES[name]
         if not least <= number < below:
             raise ValueError(f"{name} must be in [{least:g}, {below:g}), got {value}")
-
-
-def _is_number(x: Any) -> bool:
-    kinds = int | float | np.number | np.ndarray | jax.Array
-    return isinstance(x, kinds) and not isinstance(x, bool) and not np.ndim(x)
 
 
 def _check_dtype(name: str, value: Any) -> None:

@@ -21,6 +21,8 @@ from normpre_optax.parameters.tree import numbers, whole_tree
 from normpre_optax.sharding.placement import place_state, sharded_like, specs_from
 from normpre_optax.stages.base import at_least_float32
 
+SAME_CONTAINERS = "use the same containers for both, for example flax.core.unfreeze"
+RESTORE = "restore the checkpoint with target=tx.init(params), or in orbax with restore(path, tx.init(params))"
 SAME_OPTIMIZER = (
     "The optimizer, its options and the parameters must be those that the state was created with; or start with a new "
     "state, init(params)"
@@ -138,13 +140,13 @@ def with_adamw(
     def update(updates, state, params=None, **extra_args):
         if params is None:
             raise ValueError(f"this optimizer needs the parameters: {PASS_PARAMS}")
-        _check_gradients(updates, params)
+        _check_like("gradients", updates, params, SAME_CONTAINERS, "Arguments are update(grads, state, params)")
         weights = jax.tree.map(at_least_float32, params)
         if (form := _form(params)) not in known:
             found = assign(params, matrix_dims)
             known[form] = found, jax.eval_shape(optimizer(found, params).init, weights)
         found, own = known[form]
-        _check_state(state, own)
+        _check_like("state", state, own, RESTORE, SAME_OPTIMIZER)
         tx = optimizer(found, params)
         updates = jax.tree.map(lambda u, p: at_least_float32(sharded_like(jnp.asarray(u), p)), updates, params)
         new, state = tx.update(updates, state, weights, **extra_args)
@@ -215,36 +217,17 @@ def _form(tree: Any) -> tuple:
     return treedef, tuple((jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
-def _named(tree: Any, **how: Any) -> dict[str, tuple[int, ...]]:
-    return {jax.tree_util.keystr(path, **how): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _check_gradients(updates: Any, params: Any) -> None:
-    """Raise a ValueError where the gradients are not like the parameters."""
-    given, wanted = (_named(tree, simple=True, separator="/") for tree in (updates, params))
-    for name in given | wanted:
-        if given.get(name) != wanted.get(name):
-            shapes = [f"has shape {x[name]}" if name in x else "is missing" for x in (given, wanted)]
-            raise ValueError(
-                f"gradients and parameters differ at {name!r}: the gradient {shapes[0]}, the parameter {shapes[1]}. "
-                "Arguments are update(grads, state, params)"
-            )
-    _check_containers("gradients", updates, params, "use the same containers for both, for example flax.core.unfreeze")
-
-
-def _check_state(state: Any, own: Any) -> None:
-    """Raise a ValueError where a state is not what ``init`` returns."""
-    _check_containers(
-        "state",
-        state,
-        own,
-        "restore the checkpoint with target=tx.init(params), or in orbax with restore(path, tx.init(params))",
+def _check_like(what: str, given: Any, wanted: Any, containers: str, arguments: str) -> None:
+    """Raise a ValueError at the first container of another type, or the first array of another shape."""
+    _check_containers(what, given, wanted, containers)
+    here, there = (
+        {jax.tree_util.keystr(path): f"shape {jnp.shape(x)}" for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (given, wanted)
     )
-    given, wanted = _named(state), _named(own)
-    for name in given | wanted:
-        if given.get(name) != wanted.get(name):
-            here, there = (f"of shape {x[name]}" if name in x else "missing" for x in (given, wanted))
-            raise ValueError(f"state{name} is {here}, but this optimizer expects it {there}. {SAME_OPTIMIZER}")
+    for path in here | there:
+        own, expected = here.get(path, "nothing"), there.get(path, "nothing")
+        if own != expected:
+            raise ValueError(f"{what}{path} has {own}, expected {expected}. {arguments}")
 
 
 def _check_containers(what: str, given: Any, wanted: Any, fix: str, path: str = "") -> None:

@@ -59,12 +59,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("muon_weight_dimension_numbers", "weight_dimension_numbers"), "matrix_dims"),
     **dict.fromkeys(("consistent_rms", "adjust_lr_fn"), "convention"),
     **{"b1": "adam_b1", "b2": "adam_b2", "eps": "adam_eps", "betas": "adam_b1", "ns_coeffs": "ns_coefficients"},
-    **{
-        "weight_decay": "adam_weight_decay",
-        "wd": "weight_decay",
-        "mask": "weight_decay_mask",
-        "dtype": "compute_dtype",
-    },
+    **{"wd": "weight_decay", "weight_decay": "adam_weight_decay", "mask": "weight_decay_mask"},
+    "dtype": "compute_dtype",
 }
 
 
@@ -92,20 +88,17 @@ def checked(factory: Callable, signature: inspect.Signature | None = None) -> Ca
             raise TypeError(f"{factory.__name__}(): {error}") from None
         check_numbers(**options, **dict(zip(parameters, args, strict=False)))
         for name, value in options.items():
-            _check_choice(name, value, parameters[name].annotation)
+            kind, traced = parameters[name].annotation, isinstance(value, jax.Array)
+            if get_origin(kind) is Literal and (traced or value not in get_args(kind)):
+                fix = " (under optax.inject_hyperparams, add it to static_args)" * traced
+                raise ValueError(f"{name}={value!r} is not one of {get_args(kind)}{fix}")
+            if kind is bool and not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
         return factory(*args, **options)
 
     complete.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     complete.__doc__ = docstring(sections(factory.__doc__), parameters)
     return complete
-
-
-def _check_choice(name: str, value: Any, kind: Any) -> None:
-    if get_origin(kind) is Literal and (isinstance(value, jax.Array) or value not in get_args(kind)):
-        traced = " (under optax.inject_hyperparams, add it to static_args)" if isinstance(value, jax.Array) else ""
-        raise ValueError(f"{name}={value!r} is not one of {get_args(kind)}{traced}")
-    if kind is bool and not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _hint(name: str, names: Iterable[str]) -> str:
@@ -150,9 +143,6 @@ def static_args(factory: Callable[..., Any]) -> frozenset[str]:
         >>> from normpre_optax import muon, static_args
         >>> tx = optax.inject_hyperparams(muon, static_args=static_args(muon))(learning_rate=1e-3)
     """
-
-    def is_number(kind: Any) -> bool:
-        return kind is float or jax.Array in get_args(kind)
-
-    parameters = inspect.signature(factory).parameters.values()
-    return frozenset(p.name for p in parameters if not is_number(p.annotation))
+    parameters = inspect.signature(factory).parameters
+    numbers = {name for name, p in parameters.items() if p.annotation is float or jax.Array in get_args(p.annotation)}
+    return frozenset(parameters.keys() - numbers)

@@ -329,9 +329,15 @@ def test_gradients_that_do_not_fit_are_named():
     tx, bias = optimizer("normpre_g"), {"bias": jnp.ones(4)}
     state = jax.eval_shape(tx.init, params)
     for grads, said in (
-        ({"up": {"kernel": jnp.ones((4, 3)), **bias}}, r"'up/kernel': .*shape \(4, 3\), .* has shape \(3, 4\)"),
-        ({"up": {"kernel": jnp.ones((1, 4)), **bias}}, r"'up/kernel': .*shape \(1, 4\), .* has shape \(3, 4\)"),
-        ({"up": {"kernel": jnp.ones((3, 4))}}, f"'up/bias'.*{CALL}"),
+        (
+            {"up": {"kernel": jnp.ones((4, 3)), **bias}},
+            r"\['up'\]\['kernel'\] has shape \(4, 3\), expected shape \(3, 4\)",
+        ),
+        (
+            {"up": {"kernel": jnp.ones((1, 4)), **bias}},
+            r"\['up'\]\['kernel'\] has shape \(1, 4\), expected shape \(3, 4\)",
+        ),
+        ({"up": {"kernel": jnp.ones((3, 4))}}, rf"\['bias'\] has nothing, expected shape \(4,\)\. .*{CALL}"),
     ):
         with pytest.raises(ValueError, match=said):
             tx.update(grads, state, params)
@@ -359,10 +365,10 @@ def test_missing_params_are_named(tx, said):
 @pytest.mark.parametrize(
     ("given", "tx", "said"),
     [
-        (npo.normpre_h(0.1, 0.1), npo.muon(0.1), r"\.count is of shape \(\)"),
-        (npo.normpre_l(0.1), npo.muon(0.1), r"state\S+ is of shape \(\), but this optimizer expects it missing"),
-        (optax.sgd(0.1, momentum=0.9), npo.muon(0.1), "missing"),
-        (npo.swan(0.1), npo.normpre_g(0.1), r"missing, but this optimizer expects it of shape"),
+        (npo.normpre_h(0.1, 0.1), npo.muon(0.1), r"\.count has shape \(\)"),
+        (npo.normpre_l(0.1), npo.muon(0.1), r"state\S+ has shape \(\), expected nothing"),
+        (optax.sgd(0.1, momentum=0.9), npo.muon(0.1), "nothing"),
+        (npo.swan(0.1), npo.normpre_g(0.1), r"has nothing, expected shape"),
         (npo.muon(lambda step: 0.1), npo.muon(0.1), "count"),
         (npo.muon(0.1), npo.muon(0.1, weight_decay=lambda step: 0.1), "count"),
         (npo.normuon(0.1), npo.adamuon(0.1), "state"),
@@ -376,7 +382,7 @@ def test_a_state_of_another_optimizer_is_named(given, tx, said):
 
 def test_a_state_of_other_parameters_is_named():
     tx, params = npo.muon(0.1), {"dense": jnp.ones((3, 4))}
-    with pytest.raises(ValueError, match=r"\['dense'\] is of shape \(3, 5\), but .* expects it of shape \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"\['dense'\] has shape \(3, 5\), expected shape \(3, 4\)"):
         tx.update(params, tx.init({"dense": jnp.ones((3, 5))}), params)
 
 

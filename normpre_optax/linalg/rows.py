@@ -78,10 +78,8 @@ def tangent_rows(m: jax.Array, w: jax.Array, along: Axes, tangent: str = "relaxe
     """
     if tangent == "none":
         return m
-    total = functools.partial(jnp.sum, axis=along, keepdims=True)
-    mm, mw, ww = total(m * m), total(m * w), total(w * w)
-    radial, left = _radial(mm, mw, ww, tangent)
-    return jnp.where(left == 0, 0, m - radial * w)
+    a, b = unit_tangent_factors(m, w, along, tangent)
+    return jnp.where(a == 0, 0, m - b / jnp.where(a == 0, 1, a) * w)
 
 
 def unit_tangent_factors(
@@ -109,16 +107,11 @@ def unit_tangent_factors(
     mm = total(m * m)
     if tangent == "none" or w is None:
         return inverse_root(mm), jnp.zeros_like(mm)
-    radial, left = _radial(mm, total(m * w), total(w * w), tangent)
-    a = inverse_root(mm) * inverse_root(left)
-    return a, radial * a
-
-
-def _radial(mm: jax.Array, mw: jax.Array, ww: jax.Array, tangent: str) -> tuple[jax.Array, jax.Array]:
-    """Return ``r`` with ``x = m - r w``, and ``||x||^2 / ||m||^2``: 0 where ``x`` is rounding error."""
+    mw, ww = total(m * w), total(w * w)
     along_w = jnp.where(ww == 0, 0, mw / jnp.where(ww == 0, 1, ww))  # the radial part of m is along_w w
     share = jnp.where(mm == 0, 0, along_w * (mw / jnp.where(mm == 0, 1, mm)))  # of ||m||^2 along w
     kept = 1 - ww if tangent == "relaxed" else jnp.zeros_like(ww)
     eps = jnp.finfo(mm.dtype).eps
-    left = jnp.where(1 - share < 16 * eps, 0, 1 - share) + kept * (kept * share)
-    return (1 - kept) * along_w, jnp.where(left <= (8 * eps) ** 2, 0, left)
+    left = jnp.where(1 - share < 16 * eps, 0, 1 - share) + kept * (kept * share)  # ||x||^2 / ||m||^2
+    a = inverse_root(mm) * inverse_root(jnp.where(left <= (8 * eps) ** 2, 0, left))  # 0 where x is rounding error
+    return a, (1 - kept) * along_w * a

@@ -19,8 +19,6 @@ import numpy as np
 from normpre_optax.linalg.newton_schulz import clipping_factor, one_at_a_time
 from normpre_optax.linalg.precision import exact_product, inverse_root, product, working_dtype
 
-Solve = Callable[..., list[Any]]
-
 
 class Clipping(NamedTuple):
     """The ``rank`` leading singular values are clipped to ``level^2 = max(least, share (total - their squares))``.
@@ -47,7 +45,7 @@ def clip_by_sketch(
     power_iterations: int = 1,
     products: bool = False,
     compute_dtype: Any = None,
-    solve: Solve | None = None,
+    solve: Callable[..., list[Any]] | None = None,
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
     """Find what clips the leading singular values of wide matrices: Algorithm 2.
 
@@ -135,7 +133,6 @@ def _factor_by_products(
     gram: jax.Array, interaction: jax.Array, total: jax.Array, least: jax.Array, share: jax.Array, rank: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The same for all modes of the subspace, by products alone."""
-    del rank
     inverse, interaction = _orthonormal(gram, interaction)
     level = jnp.maximum(least, share * (total - jnp.trace(interaction)))
     change = clipping_factor(interaction / jnp.where(level == 0, 1, level))  # zero stays zero, NaN stays NaN
@@ -178,7 +175,7 @@ def _inverse_cholesky(g: jax.Array) -> jax.Array:
     return one_at_a_time(solved)(unit) * scale[None]
 
 
-def solve_together(f: Callable, problems: Sequence[tuple[jax.Array, ...]], batched: Callable = jax.vmap) -> list[Any]:
+def solve_together(f: Callable, problems: Sequence[tuple[jax.Array, ...]], stacked: Callable = jax.vmap) -> list[Any]:
     """Return ``f(*problem)`` for problems of arrays ``(..., a, b)``: one batched call for all of one size.
 
     Example:
@@ -197,7 +194,7 @@ def solve_together(f: Callable, problems: Sequence[tuple[jax.Array, ...]], batch
             results[members[0]] = f(*problems[members[0]])
             continue
         parts = zip(*([x.reshape(-1, *x.shape[-2:]) for x in problems[i]] for i in members), strict=True)
-        solved = batched(f)(*(jnp.concatenate(xs) for xs in parts))
+        solved = stacked(f)(*(jnp.concatenate(xs) for xs in parts))
         ends = np.cumsum([math.prod(lead) for lead in leads])
         for i, lead, end in zip(members, leads, ends, strict=True):
             start = end - math.prod(lead)
@@ -207,11 +204,14 @@ def solve_together(f: Callable, problems: Sequence[tuple[jax.Array, ...]], batch
 
 def solve_separately(f: Callable, problems: Sequence[tuple[jax.Array, ...]]) -> list[Any]:
     """The same with one call per problem."""
-    results = []
-    for problem in problems:
-        batched = functools.reduce(lambda g, _: jax.vmap(g), problem[0].shape[:-2], f)
-        results.append(batched(*problem))
-    return results
+    return [batched(f, problem[0].ndim)(*problem) for problem in problems]
+
+
+def batched(f: Callable, ndim: int) -> Callable:
+    """Return a function of matrices as a function of stacks with this number of axes."""
+    for _ in range(ndim - 2):
+        f = jax.vmap(f)
+    return f
 
 
 def draws(seed: int, step: jax.typing.ArrayLike, ids: Sequence[jax.Array], shapes: Sequence[tuple]) -> list[jax.Array]:

@@ -22,7 +22,6 @@ from normpre_optax.parameters.rules import (
 )
 from normpre_optax.parameters.tree import Leaf, leaves, repeated
 
-_HEADER: tuple[str, ...] = ("parameter", "shape", "optimizer", "matrices", "reason")
 _VOCABULARY = "has an axis of the vocabulary size"
 
 
@@ -67,7 +66,7 @@ def explain(params: Any, matrix_dims: Any = None, *, every_layer: bool = False) 
     for i, row in enumerate(rows):
         if row.group == "matrix" and row.leaf.ndim == 2 and sizes.intersection(row.leaf.shape):
             rows[i] = row._replace(reason=f"{row.reason}, {_VOCABULARY}")
-    by_path, table = {row.path: row for row in rows}, [_HEADER]
+    by_path, table = {row.path: row for row in rows}, [("parameter", "shape", "optimizer", "matrices", "reason")]
     entries = {row.path: (row.leaf.shape, row.group, row.reason) for row in rows}
     joined = [(path, (path,), entry) for path, entry in entries.items()] if every_layer else repeated(entries)
     for name, paths, (shape, group, reason) in joined:

@@ -67,7 +67,7 @@ def solve_shared(shared: Sequence[bool], axes: tuple[str, ...], f: Callable, pro
     """
     own = iter(solve_separately(f, [problem for problem, s in zip(problems, shared, strict=True) if not s]))
     rest = [problem for problem, s in zip(problems, shared, strict=True) if s]
-    together = iter(solve_together(f, rest, batched=functools.partial(_shared_vmap, axes=axes)))
+    together = iter(solve_together(f, rest, stacked=functools.partial(_shared_vmap, axes=axes)))
     return [next(together if s else own) for s in shared]
 
 

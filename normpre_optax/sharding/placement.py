@@ -68,8 +68,12 @@ def unsharded(x: jax.Array, axis: int) -> jax.Array:
     """Return the array gathered along ``axis``, if an Explicit mesh axis shards it."""
     if not is_explicit(x) or spec_of(x)[axis] is None:
         return x
-    kept = [None if i == axis else entry for i, entry in enumerate(spec_of(x))]
-    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*kept)))
+    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, without_axis(spec_of(x), axis)))
+
+
+def without_axis(spec: PartitionSpec, axis: int) -> PartitionSpec:
+    """Return a ``PartitionSpec`` that does not shard ``axis``."""
+    return PartitionSpec(*(None if i == axis else entry for i, entry in enumerate(spec)))
 
 
 def sharded_like(x: jax.Array, other: jax.Array) -> jax.Array:

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
-from normpre_optax.linalg.precision import by_platform, platform, working_dtype
+from normpre_optax.linalg.precision import by_platform, platform
 from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
 from normpre_optax.parameters.rules import assign
-from normpre_optax.sharding.placement import mesh_of, sharded_like, unsharded
+from normpre_optax.sharding.placement import mesh_of, sharded_like, unsharded, without_axis
 
 GROUP_BYTES = 96 * 2**20  # of parameters that a TPU computes together: what its vector memory holds
 
@@ -23,9 +22,8 @@ class CountState(NamedTuple):
     count: jax.typing.ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
-def init_count(params: Any) -> CountState:
+def init_count(_: Any) -> CountState:
     """State of a stage that depends on the step."""
-    del params
     return CountState(jnp.zeros((), jnp.int32))
 
 
@@ -77,12 +75,13 @@ def split_blocks(
     weights = [None] * len(leaves) if params is None else jax.tree.leaves(params)
     blocks, counts = [], []
     for spec, u, *rest in zip(specs, leaves, weights, *map(jax.tree.leaves, trees), strict=True):
-        places = blocks_of(u.shape, spec.dims)
+        places, sharding = blocks_of(u.shape, spec.dims), spec.sharding
         counts.append(len(places))
+        if len(places) > 1 and sharding is not None:
+            sharding = without_axis(sharding, split_axes(u.ndim, spec.dims)[1][0])
         split = [_split(x, spec.dims, places) for x in (u, *rest)]
         for i, ((_, dims, _), u, w, *others) in enumerate(zip(places, *split, strict=True)):
             name = spec.path if len(places) == 1 else f"{spec.path}/{i}"
-            sharding = spec.sharding if len(places) == 1 else _without_axis(spec)
             blocks.append(Block(name, dims, sharding, u, w, others))
 
     def rebuilt(new: list[jax.Array]) -> Any:
@@ -96,18 +95,11 @@ def split_blocks(
     return blocks, rebuilt
 
 
-def _without_axis(spec: Any) -> PartitionSpec | None:
-    """Return the sharding of a parameter with the axis that blocks split unsharded."""
-    axis = split_axes(len(spec.shape), spec.dims)[1][0]
-    entries = [None if i == axis else entry for i, entry in enumerate(spec.sharding or ())]
-    return None if spec.sharding is None else PartitionSpec(*entries)
-
-
 def _split(x: Any, dims: MatrixDims, places: list) -> list[Any]:
     """Split an array that has the outputs of a parameter into its blocks, in at least float32; repeat a number."""
     if x is None or jnp.ndim(x) == 0:
         return [x] * len(places)
-    x = x.astype(working_dtype(x.dtype))
+    x = at_least_float32(x)
     if len(places) == 1:
         return [x]
     axis = split_axes(x.ndim, dims)[1][0]
@@ -129,8 +121,7 @@ def stage(
     Inside a direction, ``update`` is passed the assigned axes as ``matrix_dims``; alone, it reads its own.
     """
 
-    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
-        del extra_args
+    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **_):
         run = lambda updates, state, params: step(updates, state, params, matrix_dims)  # noqa: E731
         return by_platform(run, updates, state, params)
 

@@ -69,16 +69,15 @@ def normalize_tangent(
         for side in sides:
             blocks, rebuilt = split_blocks(updates, None if tangent == "none" else params, matrix_dims)
             axes = tuple(split_axes(block.u.ndim, block.dims)[:0:-1] for block in blocks)  # (inputs, outputs)
-            norms = tuple(tuple(norm(_size(b.u, side)) for side in pair) for b, pair in zip(blocks, axes, strict=True))
+            norms = tuple(
+                tuple(norm(math.prod(block.u.shape[axis] for axis in along)) for along in pair)
+                for block, pair in zip(blocks, axes, strict=True)
+            )
             arrays = [block.u for block in blocks], [block.w for block in blocks]
             updates = rebuilt(_unit_tangents(*arrays, by_rows, axes, norms, side, tangent, platform()))
         return updates, next_count(state)
 
     return stage(step, init_count, matrix_dims)
-
-
-def _size(x: jax.Array, axes: tuple[int, ...]) -> int:
-    return math.prod(x.shape[axis] for axis in axes)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7), inline=True)
@@ -103,25 +102,21 @@ def _unit_tangents(ms, ws, by_rows, axes, norms, side, tangent, kind) -> list[ja
             found.append((norms[group[0]][k] * a, norms[group[0]][k] * b))
         return found
 
-    def zeros(k: int) -> list[tuple[jax.Array, jax.Array]]:
-        # With the type that sums have on a mesh; XLA drops the sums.
-        return jax.tree.map(lambda x: jnp.where(False, x, 0), factors(ms, ws, k))
-
     if side != "alternating":
         found = factors(ms, ws, 0 if side == "rows" else 1)
     elif kind == "tpu":
         found = jax.tree.map(lambda r, c: jnp.where(by_rows, r, c), factors(ms, ws, 0), factors(ms, ws, 1))
     else:
+        # Zeros with the type that sums have on a mesh; XLA drops the sums.
+        zeros = [jax.tree.map(lambda x: jnp.where(False, x, 0), factors(ms, ws, k)) for k in (0, 1)]
 
-        def branch(k: int) -> Callable:
-            def f(arrays: tuple[list, list]) -> list:
-                # Without the barrier, XLA moves the sums out of the branches and computes both.
-                ms, ws = jax.lax.optimization_barrier(arrays)
-                return [factors(ms, ws, i) if i == k else zeros(i) for i in (0, 1)]
+        def branch(k: int, ms: list[jax.Array], ws: list) -> tuple:
+            # Without the barrier, XLA moves the sums out of the branches and computes both.
+            ms, ws = jax.lax.optimization_barrier((ms, ws))
+            found = factors(ms, ws, k)
+            return (zeros[0], found) if k else (found, zeros[1])
 
-            return f
-
-        both = jax.lax.cond(by_rows, branch(0), branch(1), (ms, ws))
+        both = jax.lax.cond(by_rows, functools.partial(branch, 0), functools.partial(branch, 1), ms, ws)
         found = jax.tree.map(lambda r, c: jnp.where(by_rows, r, c), *both)
     new = dict[int, jax.Array]()
     for group, (a, b) in zip(groups.values(), found, strict=True):
@@ -200,7 +195,6 @@ def normalize_rows(
         raise ValueError(f"side={side!r} is not one of 'rows', 'columns', 'both'")
 
     def normalize(x, w, dims):
-        del w
         _, outputs, inputs = split_axes(x.ndim, dims)
         if side == "both":
             return rows.unit_rows_and_columns(x, inputs, outputs)

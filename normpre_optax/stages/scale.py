@@ -127,16 +127,11 @@ def scale_by_row_moment(
     def step(updates, state, params, matrix_dims):
         found = assigned(updates, params, matrix_dims)
         leaves, treedef = jax.tree.flatten(updates)
-
-        def average(o: jax.Array, moment: jax.Array, dims: MatrixDims) -> jax.Array:
+        moments = []
+        for o, moment, spec in zip(leaves, jax.tree.leaves(state.moment), found.values(), strict=True):
             kept = jnp.asarray(b2, moment.dtype)
-            squares = jnp.mean(jnp.square(o.astype(moment.dtype)), split_axes(o.ndim, dims)[2], keepdims=True)
-            return replicated(kept * moment + (1 - kept) * squares)
-
-        moments = [
-            average(o, moment, spec.dims)
-            for o, moment, spec in zip(leaves, jax.tree.leaves(state.moment), found.values(), strict=True)
-        ]
+            squares = jnp.mean(jnp.square(o.astype(moment.dtype)), split_axes(o.ndim, spec.dims)[2], keepdims=True)
+            moments.append(replicated(kept * moment + (1 - kept) * squares))
         scaled = [o / (jnp.sqrt(v) + eps).astype(o.dtype) for o, v in zip(leaves, moments, strict=True)]
 
         def keep_norm(new: jax.Array, old: jax.Array, dims: MatrixDims) -> jax.Array:

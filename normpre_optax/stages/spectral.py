@@ -30,7 +30,7 @@ from normpre_optax.checks import check_numbers, static_int
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg import sketch
 from normpre_optax.linalg.precision import inverse_root, platform, product
-from normpre_optax.parameters.dims import MatrixDims, from_matrices, is_stored_transposed, to_matrices
+from normpre_optax.parameters.dims import from_matrices, is_stored_transposed, to_matrices
 from normpre_optax.sharding.auto import in_auto_axes, over_devices, solve_shared
 from normpre_optax.sharding.exchange import exchange
 from normpre_optax.sharding.placement import axes_in_use, is_explicit, mesh_of, spec_of
@@ -78,7 +78,12 @@ def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict
     names, dims, shardings = zip(*known, strict=True)
 
     def computed(arrays: list[jax.Array], step: Any, numbers: dict, run: Callable = _on_one_device) -> list:
-        stacks = [_stack(x, d, name) for x, d, name in zip(arrays, dims, names, strict=True)]
+        stacks = []
+        for x, d, name in zip(arrays, dims, names, strict=True):
+            transposed = is_stored_transposed(x.ndim, d)
+            x = to_matrices(x, d, transposed, flat=False)
+            ids = sketch.matrix_ids(name, math.prod(x.shape[:-2])).reshape(*x.shape[:-2], 2)
+            stacks.append(Stack(x, ids, transposed))
         new = run(functools.partial(f, step=step, **numbers), stacks)
         each = zip(new, stacks, dims, blocks, strict=True)
         return [from_matrices(t, d, x.shape, stack.transposed) for t, stack, d, x in each]
@@ -107,13 +112,6 @@ def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict
     return (in_auto_axes(on_mesh, mesh, specs) if explicit else on_mesh)(blocks, step, numbers)
 
 
-def _stack(x: jax.Array, dims: MatrixDims, name: str) -> Stack:
-    transposed = is_stored_transposed(x.ndim, dims)
-    x = to_matrices(x, dims, transposed, flat=False)
-    ids = sketch.matrix_ids(name, math.prod(x.shape[:-2])).reshape(*x.shape[:-2], 2)
-    return Stack(x, ids, transposed)
-
-
 def _on_one_device(f: Callable[[list[Stack]], list[jax.Array]], stacks: list[Stack]) -> list[jax.Array]:
     """Run ``f`` in the way that the platform wants."""
     if platform() == "tpu":
@@ -123,11 +121,9 @@ def _on_one_device(f: Callable[[list[Stack]], list[jax.Array]], stacks: list[Sta
         groups.setdefault((stack.x.shape[-2:], stack.transposed, stack.x.dtype), []).append(i)
     merged = []
     for (shape, transposed, _), group in groups.items():
-        xs, ids = [stacks[i].x for i in group], [stacks[i].ids for i in group]
-        if len(group) > 1 or xs[0].ndim > 3:
-            xs, ids = [x.reshape(-1, *shape) for x in xs], [i.reshape(-1, 2) for i in ids]
-        join = jnp.concatenate if len(group) > 1 else lambda arrays: arrays[0]
-        merged.append(Stack(join(xs), join(ids), transposed))
+        x = jnp.concatenate([stacks[i].x.reshape(-1, *shape) for i in group])
+        ids = jnp.concatenate([stacks[i].ids.reshape(-1, 2) for i in group])
+        merged.append(Stack(x, ids, transposed))
     new = f(merged) if platform() == "gpu" else [_one_by_one(f, stack) for stack in merged]
     results: list[Any] = [None] * len(stacks)
     for group, t in zip(groups.values(), new, strict=True):
@@ -147,54 +143,20 @@ def _one_by_one(f: Callable, stack: Stack) -> jax.Array:
     return jax.lax.map(lambda one: f([Stack(one[0], one[1], stack.transposed)])[0], (stack.x, jnp.asarray(stack.ids)))
 
 
-def _batched(f: Callable, x: jax.Array) -> Callable:
-    """Return a function of one matrix as a function of stacks like ``x``."""
-    for _ in x.shape[:-2]:
-        f = jax.vmap(f)
-    return f
-
-
 @dataclasses.dataclass(frozen=True)
-class NewtonSchulz:
-    """All singular values to about one; ``table=()`` computes the matrix sign exactly."""
+class EachMatrix:
+    """A function ``f(x, rms=..., **options)`` of one matrix, applied to every matrix."""
 
-    table: tuple
-    headroom: float
-    compute_dtype: Any
+    f: Callable
+    options: tuple[tuple[str, Any], ...] = ()
+    rounded: bool = False  # whether a TPU rounds matrices to bfloat16 in the first product
     distributed = True
     draws = False
 
-    @property
-    def rounded(self) -> bool:
-        """Whether a TPU rounds matrices to bfloat16 in the first product."""
-        return self.compute_dtype is None and bool(self.table)
-
     def __call__(self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None) -> list[jax.Array]:
-        """Orthogonalize every matrix."""
-        del step, solve
-        if not self.table:
-            return [_batched(functools.partial(ns.exact_msign, rms=rms), stack.x)(stack.x) for stack in stacks]
-        f = functools.partial(
-            ns.newton_schulz, table=self.table, headroom=self.headroom, compute_dtype=self.compute_dtype, rms=rms
-        )
-        return [_batched(f, stack.x)(stack.x) for stack in stacks]
-
-
-@dataclasses.dataclass(frozen=True)
-class Whiten:
-    """SWAN's whitening."""
-
-    steps: int
-    compute_dtype: Any
-    distributed = True
-    rounded = False
-    draws = False
-
-    def __call__(self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None) -> list[jax.Array]:
-        """Whiten every matrix."""
-        del step, solve
-        f = functools.partial(ns.whiten, steps=self.steps, compute_dtype=self.compute_dtype, rms=rms)
-        return [_batched(f, stack.x)(stack.x) for stack in stacks]
+        """Compute the function of every matrix."""
+        f = functools.partial(self.f, rms=rms, **dict(self.options))
+        return [sketch.batched(f, stack.x.ndim)(stack.x) for stack in stacks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +190,7 @@ class ClipLeading:
             self.clipping(s, x.shape[-2], rank, threshold) for s, x, (rank, _) in zip(squares, wide, sizes, strict=True)
         ]
         if self.method == "exact":
-            found = [_batched(sketch.clip_exactly, x)(x, c) for x, c in zip(wide, clippings, strict=True)]
+            found = [sketch.batched(sketch.clip_exactly, x.ndim)(x, c) for x, c in zip(wide, clippings, strict=True)]
         else:
             shapes = [(size, x.shape[-1]) for x, (_, size) in zip(wide, sizes, strict=True)]
             ids = [jnp.asarray(stack.ids) for stack in stacks]
@@ -305,11 +267,13 @@ def precondition_globally(
         Normalize-Then-Precondition, "NormPre-G"; Jordan et al., Muon, 2024.
     """
     check_numbers(rms=rms, compute_dtype=compute_dtype)
-    table: tuple = ()
-    if ns_steps is not None:
-        table = ns.coefficient_table(ns_coefficients, static_int("ns_steps", ns_steps, least=1))
+    if ns_steps is None:
+        return spectral(EachMatrix(ns.exact_msign), rms=rms, matrix_dims=matrix_dims)
+    table = ns.coefficient_table(ns_coefficients, static_int("ns_steps", ns_steps, least=1))
     headroom = ns.HEADROOM.get(ns_coefficients, 1.0) if isinstance(ns_coefficients, str) else 1.0
-    return spectral(NewtonSchulz(table, headroom, compute_dtype), rms=rms, matrix_dims=matrix_dims)
+    options = ("table", table), ("headroom", headroom), ("compute_dtype", compute_dtype)
+    f = EachMatrix(ns.newton_schulz, options, rounded=compute_dtype is None)
+    return spectral(f, rms=rms, matrix_dims=matrix_dims)
 
 
 def whiten(
@@ -339,8 +303,8 @@ def whiten(
         Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148.
     """
     check_numbers(rms=rms, compute_dtype=compute_dtype)
-    f = Whiten(static_int("whitening_steps", steps, least=1), compute_dtype)
-    return spectral(f, rms=rms, matrix_dims=matrix_dims)
+    options = ("steps", static_int("whitening_steps", steps, least=1)), ("compute_dtype", compute_dtype)
+    return spectral(EachMatrix(ns.whiten, options), rms=rms, matrix_dims=matrix_dims)
 
 
 def precondition_locally(
