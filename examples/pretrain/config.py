@@ -2,18 +2,15 @@
 """Options of the commands: frozen dataclasses; the comment above a field is its text in ``--help``."""
 
 import dataclasses
-import difflib
 import math
 import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import tyro
-
-T = TypeVar("T")
 
 
 class RunError(Exception):
@@ -208,34 +205,6 @@ def read_compare(arguments: Sequence[str], kind: Any = Compare, program: str = "
     return dataclasses.replace(options, rest=("--config", options.config, *rest))
 
 
-def read_options(
-    kind: type[T], arguments: Sequence[str], command: str, default: T | None = None, shown: Any = None
-) -> T:
-    """The options of ``command``; with ``--help`` the help of ``shown``, an instance, instead of that of ``kind``.
-
-    Raises:
-        RunError: if an option does not exist; its line has the closest one that does.
-    """
-    program = f"python -m examples.pretrain {command}"
-    if shown and {"-h", "--help"} & set(arguments):
-        tyro.cli(type(shown), default=shown, args=["--help"], prog=program)
-    options, unknown = tyro.cli(kind, default=default, args=list(arguments), prog=program, return_unknown_args=True)
-    if unknown:
-        given = unknown[0].partition("=")[0]
-        flags = [flag(name) for name in option_names(kind)]
-        near = [name for name in flags if name.startswith(given)] or difflib.get_close_matches(given, flags, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise RunError(f"{command} has no option {given}: {hint}`{program} --help` lists them")
-    return options  # pyright: ignore[reportReturnType]
-
-
-def option_names(kind: Any, prefix: str = "") -> list[str]:
-    """Flat names of all fields, "model.layers" among them."""
-    hints = typing.get_type_hints(kind)
-    parts = (option_names(h, f"{n}.") if dataclasses.is_dataclass(h) else [prefix + n] for n, h in hints.items())
-    return [name for names in parts for name in names]
-
-
 # Options of a run that a name of an optimizer may set, beside the settings of the optimizer itself.
 IN_NAMES: dict[str, type] = {
     **dict.fromkeys(("learning_rate", "adam_learning_rate", "weight_decay", "hidden_std"), float),
@@ -342,6 +311,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("adam_b1", "adam_b2"), (0, math.nextafter(1, 0))),
     **{"seed": (0, 2**31 - 1), "sample_tokens": (0, 65_536)},
     "vocabulary": (257, 65_536),  # 257: the bytes and a separator
+    "validation_percent": (1e-3, 50),
 }
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import Common, Config, ModelConfig, RunError, apply_name, check, is_relative, read_options
+import tyro
+
+from .config import Common, Config, ModelConfig, RunError, apply_name, check, is_relative
 
 LLAMA: dict[str, Any] = {
     **{"family": "llama", "context": 1024, "vocabulary": 32_000, "tied_head": False},
@@ -121,6 +123,9 @@ def parse(arguments: Sequence[str]) -> Config:
     if is_relative(given.optimizer or config.optimizer):
         config = dataclasses.replace(config, learning_rate=RELATIVE_STEP)
     shown = Common(**{option.name: getattr(config, option.name) for option in dataclasses.fields(Common)})
-    config = apply_name(read_options(Config, arguments, "train", config, shown))
+    program = "python -m examples.pretrain train"
+    if {"-h", "--help"} & set(arguments):
+        tyro.cli(Common, default=shown, args=["--help"], prog=program)
+    config = apply_name(tyro.cli(Config, default=config, args=list(arguments), prog=program))
     check(config)
     return config

@@ -137,7 +137,6 @@ def test_a_bad_comparison_is_one_line_before_anything_is_written(tmp_path, monke
         "--resume": "compare resumes by itself",
         "--seeds 0": "must be at least 1",
         "--name a/b": "plain folder name",
-        "--lerning-rates 1": "train has no option --lerning-rates",
     }.items():
         assert main.main(["compare", "--config", "tiny", *arguments.split()]) == 1
         said = capsys.readouterr().err
