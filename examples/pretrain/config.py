@@ -107,13 +107,10 @@ class Config(Common):
     base_width: int | None = None
     # Steps of linear warm-up; a cosine to 10 % of the peak follows. If not below --steps: a tenth of those.
     warmup_steps: int = 80
-    weight_decay: float = 0.1  # Decoupled weight decay, multiplied by the learning rate.
-    # Apply weight decay to norms' scales and biases, too; nanoGPT and most others leave them out.
-    decay_gains: bool = False
+    weight_decay: float = 0.1  # Decoupled weight decay of matrices and tables, multiplied by the learning rate.
     adam_b1: float = 0.9  # AdamW's decay of the first moment, for every parameter of the AdamW group.
     adam_b2: float = 0.95  # AdamW's decay of the second moment.
-    clip: Literal["global", "none"] = "global"  # Clip the global norm of the gradients before the optimizer.
-    clip_norm: float = 1.0  # Largest global norm.
+    clip_norm: float = 1.0  # Largest global norm of the gradients; larger ones are clipped before the optimizer.
     # Type of the forward and backward pass; parameters stay float32. auto: bfloat16, on CPU float32.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 

@@ -19,14 +19,11 @@ from .evaluate import Score
 from .processes import LOCK, lock, on_signals
 from .train import Trainer, compute_dtype, warmup_steps
 
-# Initial row norms below the first want to be the second where they stay as they are (docs/choosing.md).
-
 
 def main(config: Config) -> None:
     """Train as ``config`` says, alone or with other processes."""
     optimizers.settings_of(config.optimizer)
     mesh.check(config)
-    cluster.check(config)
     with cluster.joined(config):
         console = Console(markup=False, highlight=False, soft_wrap=True, quiet=not cluster.first())
         train(config, cluster.from_the_first(lambda: stored(config)), console)
@@ -220,18 +217,9 @@ def introduce(
         f"Model      {model.family}, {model.layers} layers, width {model.width}, context {model.context}: "
         f"{count:,} parameters\n"
         f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}{adam}; {totals}\n"
-        f"Run        {config.steps:,} steps of {config.batch_size} x {model.context} tokens{parts} "
-        f"({tokens / 1e6:,.2f} M) on {devices} in {run['dtype']}"
+        f"Run        {config.steps:,} steps ({warmup_steps(config):,} of warm-up) of {config.batch_size} x "
+        f"{model.context} tokens{parts} ({tokens / 1e6:,.2f} M) on {devices} in {run['dtype']}\n"
     )
-    for note in remarks(config):
-        console.print(note, style="yellow")
-    console.print()
-
-
-def remarks(config: Config) -> list[str]:
-    """What in these options may need action."""
-    warmup = warmup_steps(config)
-    return [f"Warm-up    {warmup} of these steps, not {config.warmup_steps}"] * (warmup != config.warmup_steps)
 
 
 def store_result(config: Config, result: dict[str, Any]) -> None:

@@ -59,8 +59,8 @@ def test_a_named_configuration(name):
         model = config.model
         found = (model.layers, model.width, model.mlp_width, model.heads, config.learning_rate, config.warmup_steps)
         assert found == PAPER[name]
-        shared = (model.context, config.batch_size, config.steps, config.weight_decay, config.clip, config.clip_norm)
-        assert shared == (1024, 512, 10_000, 0.1, "global", 1.0)
+        shared = (model.context, config.batch_size, config.steps, config.weight_decay, config.clip_norm)
+        assert shared == (1024, 512, 10_000, 0.1, 1.0)
         assert (config.evaluate_every, config.adam_b1, config.adam_b2) == (500, 0.9, 0.95)
         assert config.validation_tokens == (200 * 12 if name == "gpt2_small" else 2048) * 1024
 

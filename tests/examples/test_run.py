@@ -94,6 +94,7 @@ def test_a_run_leaves_its_folder_and_nothing_else(finished, dataset):
     assert (run / "sample.txt").read_text().startswith("def read_lines(path, encoding=None):")
     assert f"Final validation loss {lines[-1]['validation_loss']:.4f}" in said
     assert "7 matrices" in said
+    assert "12 steps (2 of warm-up)" in said
     stored = json.loads((run / "run.json").read_text())
     assert (stored["config"]["model.width"], stored["config"]["steps"]) == (16, 12)
     assert stored["fingerprint"] == dataset.manifest["fingerprint"]
@@ -101,17 +102,6 @@ def test_a_run_leaves_its_folder_and_nothing_else(finished, dataset):
     assert {"python", "jax", "orbax-checkpoint", "numpy"} <= session["versions"].keys()
     assert session["device"]["platform"]
     assert "attention/query/kernel" in (run / "parameters.txt").read_text()
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--steps", "10", "--warmup-steps", "10"], ["Warm-up    1 of these steps, not 10"]),
-        (["--steps", "100", "--warmup-steps", "10"], []),
-    ],
-)
-def test_what_may_need_action_is_remarked(flags, said):
-    assert run_module.remarks(configs.parse(flags)) == said
 
 
 def test_progress_is_a_line_every_30_seconds_without_a_terminal(monkeypatch):

@@ -107,7 +107,7 @@ PAPER: dict[str, Any] = {"layout": "documents", "train_documents": 5_120_000, "v
 CORPORA = {
     "python": ("Python source: the standard library, or folders", Corpus(name="python")),
     "text": ("files of plain text (.txt, .md, .rst, .tex), each a document", Corpus(name="text")),
-    "jsonl": ("lines of JSON (.jsonl, .jsonl.gz, .jsonl.zst) or tables (.parquet, .arrow)", Corpus(name="jsonl")),
+    "jsonl": ("lines of JSON (.jsonl, .jsonl.gz, .jsonl.zst) or tables (.parquet)", Corpus(name="jsonl")),
     "openwebtext": ("8 million web pages, 40 GB", hub("openwebtext", "Skylion007/openwebtext", "gpt2")),
     "c4": (
         "C4 English, a document per sequence",
