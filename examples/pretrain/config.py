@@ -48,7 +48,7 @@ class ModelConfig:
     scan_layers: bool = False  # Stack the blocks' parameters and scan over them: compile time does not grow with depth.
     remat: bool = False  # Recompute the inside of a block in the backward pass: less memory, a third more arithmetic.
     # Implementation of attention. auto: cuDNN where it runs (NVIDIA, bfloat16), XLA elsewhere.
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    attention: Literal["auto", "xla"] = "auto"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax
 from rich.console import Console
 
 from . import cluster, data, logs, mesh, optimizers
-from .checkpoint import Checkpoints, Damaged
+from .checkpoint import Checkpoints
 from .commands import Trained, continuation, load
 from .config import Config, Diverged, RunError, differences, to_dict
 from .evaluate import Score
@@ -129,7 +129,8 @@ def train_in_folder(
 
     cluster.first_of_all(begin)
     checkpoints = Checkpoints(config.run_folder / "checkpoints", config.keep_checkpoints)
-    resume(trainer, checkpoints, console)
+    if steps := checkpoints.steps():
+        cluster.together(lambda: trainer.resume(checkpoints, steps[-1]))
     if stored:
         console.print(f"Resuming from step {trainer.start:,}" if trainer.start else "No checkpoint: from the start")
     log = cluster.first_of_all(lambda: logs.Log(config.run_folder, trainer.start, writes=cluster.first()))
@@ -150,42 +151,7 @@ def train_in_folder(
         if cluster.first():
             store_result(config, {"diverged": str(error)})
         raise
-    except OSError as error:
-        if not cluster.alone():
-            raise  # the others would wait: this process ends in ``cluster.joined``
-        checkpoints.reload()
-        where = f"from step {max(checkpoints.steps(), default=0):,}"
-        raise RunError(f"{error}: free some space, then the same command with --resume continues {where}") from error
     return score
-
-
-def resume(trainer: Trainer, checkpoints: Checkpoints, console: Console) -> None:
-    """Go to the newest checkpoint that every process can read, if there is one, and rename newer ones.
-
-    Raises:
-        RunError: if there are checkpoints, but none can be read, or they are not this run's.
-    """
-    damaged: dict[int, str] = {}
-
-    def attempt(step: int) -> str:
-        try:
-            trainer.resume(checkpoints, step)
-        except Damaged as error:
-            return str(error)
-        return ""
-
-    for step in reversed(checkpoints.steps()):
-        errors = cluster.gathered(cluster.together(lambda step=step: attempt(step)))
-        if not any(errors):
-            break
-        damaged[step] = next(filter(None, errors))
-    else:
-        if damaged:
-            raise RunError(f"{next(iter(damaged.values()))}, and no other can be read: --overwrite starts anew")
-    for step, error in damaged.items():
-        place = cluster.from_the_first(lambda step=step: str(checkpoints.set_aside(step)))
-        console.print(f"{error}: renamed to {place}", style="yellow")
-    checkpoints.reload()
 
 
 def introduce(
