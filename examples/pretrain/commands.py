@@ -114,10 +114,9 @@ def generate(options: Generate) -> None:
     """Print continuations of a text."""
     check_ranges(vars(options))
     trained = load(options.run, options.step, options.tokens)
-    prompt = trained.config.prompt if options.prompt is None else options.prompt
     how = {"new_tokens": options.sample_tokens, "temperature": options.temperature}
     for number in range(options.samples):
-        text = continuation(trained, prompt, **how, seed=options.seed + number)
+        text = continuation(trained, options.prompt, **how, seed=options.seed + number)
         print(text if options.samples == 1 else f"--- {number + 1}\n{text}")
 
 

@@ -84,7 +84,7 @@ class Config(Common):
     """Train a language model: all options.
 
     The command writes to two folders only: data/, and runs/<name>/ with run.json, parameters.txt, log.jsonl,
-    checkpoints/, loss.png and sample.txt.
+    checkpoints/ and loss.png.
     """
 
     runs_folder: Path = Path("runs")  # Where the folder of the run is made.
@@ -123,9 +123,6 @@ class Config(Common):
     log_every: int = 10  # Steps between writes of the log; every step has its own line in it.
     checkpoint_every: int = 200  # Steps between checkpoints; one is always written at the end.
     keep_checkpoints: int = 2  # Checkpoints kept on disk.
-    prompt: str = "def read_lines(path, encoding=None):"  # Text that the trained model continues at the end.
-    sample_tokens: int = 160  # Length of that continuation.
-    temperature: float = 0.6  # Temperature of that continuation: 0 takes the likeliest token each time.
 
     model: ModelConfig = field(default_factory=ModelConfig)
 
@@ -161,7 +158,7 @@ class Evaluate(Stored):
 class Generate(Stored):
     """Continue a text with the model of a run."""
 
-    prompt: str | None = None  # The text; None: the run's.
+    prompt: str = ""  # The text; empty: begin a document.
     sample_tokens: int = 160  # Length of the continuation.
     samples: int = 1  # How many continuations.
     temperature: float = 0.6  # 0 takes the likeliest token each time.
@@ -251,7 +248,7 @@ FREE_ON_RESUME = frozenset(
     (
         *("config", "name", "runs_folder", "resume", "overwrite", "mesh", "coordinator", "processes", "process"),
         *("evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints"),
-        *("prompt", "sample_tokens", "temperature", "tokens", "installed_packages"),
+        *("tokens", "installed_packages"),
     )
 )
 

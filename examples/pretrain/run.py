@@ -13,7 +13,7 @@ from rich.console import Console
 
 from . import cluster, data, logs, mesh, optimizers
 from .checkpoint import Checkpoints
-from .commands import Trained, continuation, load
+from .commands import Trained, load
 from .config import Config, Diverged, RunError, differences, to_dict
 from .evaluate import Score
 from .processes import LOCK, lock, on_signals
@@ -61,7 +61,7 @@ def stored(config: Config) -> dict[str, Any] | None:
 
 
 def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Score:
-    """Train: text, tokens, updates, plot, sample."""
+    """Train: text, tokens, updates, plot."""
     began = time.perf_counter()
     dataset = cluster.first_of_all(lambda: data.open_corpus(config, console))
     fingerprint = dataset.manifest["fingerprint"]
@@ -80,7 +80,8 @@ def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Sc
     console.print(
         f"\nFinal validation loss {score.loss:.4f} ({score.bits_per_byte:.3f} bits per byte) after {config.steps:,} "
         f"steps of {config.optimizer}; {time.perf_counter() - began:.0f} s total.\n"
-        f"Log, plot, sample and checkpoint: {config.run_folder}/"
+        f"Log, plot and checkpoint: {config.run_folder}/\n"
+        f"The model continues a text: python -m examples.pretrain generate {config.run_folder} --prompt TEXT"
     )
     return score
 
@@ -137,16 +138,9 @@ def train_in_folder(
     try:
         with closing(log), closing(checkpoints), on_signals(trainer.stop), cluster.leaving_at_once():
             score = trainer.run(log, checkpoints, console)
-        params = trainer.layout.local(trainer.state.params)
         if cluster.first():
             store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
             plot_losses(config.run_folder)
-            if config.sample_tokens:
-                model = Trained(config, dataset, trainer.graphdef, params, config.steps)
-                how = {"new_tokens": config.sample_tokens, "temperature": config.temperature, "seed": config.seed}
-                text = continuation(model, config.prompt, **how)
-                (config.run_folder / "sample.txt").write_text(text + "\n")
-                console.print(f"\nThe model, given {config.prompt!r}:\n\n{text}")
     except Diverged as error:
         if cluster.first():
             store_result(config, {"diverged": str(error)})

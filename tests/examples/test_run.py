@@ -80,7 +80,7 @@ def test_a_run_leaves_its_folder_and_nothing_else(finished, dataset):
     run, arguments, said = finished
     assert files(run.parent.parent) == ["runs", "said.txt"]
     assert files(run) == [
-        *("checkpoints", "lock", "log.jsonl", "loss.png", "parameters.txt", "result.json", "run.json", "sample.txt")
+        *("checkpoints", "lock", "log.jsonl", "loss.png", "parameters.txt", "result.json", "run.json")
     ]
     assert files(run / "checkpoints") == ["12", "8"]
     lines = losses(run)
@@ -91,7 +91,7 @@ def test_a_run_leaves_its_folder_and_nothing_else(finished, dataset):
         [float(rate(t)) for t in range(12)]
     )
     assert lines[-1]["validation_loss"] < lines[0]["validation_loss"] < 6.4
-    assert (run / "sample.txt").read_text().startswith("def read_lines(path, encoding=None):")
+    assert f"generate {Path('runs') / run.name} --prompt" in said
     assert f"Final validation loss {lines[-1]['validation_loss']:.4f}" in said
     assert "7 matrices" in said
     assert "12 steps (2 of warm-up)" in said
@@ -171,7 +171,6 @@ def test_a_stopped_run_goes_on_exactly(finished, tmp_path, monkeypatch, capsys, 
     assert not (part / "result.json").exists()
     assert main.main([*arguments, "--resume"]) == 0
     assert losses(part) == losses(run)
-    assert (part / "sample.txt").read_text() == (run / "sample.txt").read_text()
     assert len(json.loads((part / "run.json").read_text())["sessions"]) == 2
 
 
@@ -189,7 +188,7 @@ def test_a_finished_run_is_left_as_it_is(copy, capsys):
     assert files(run) == kept
     with processes.lock(run):
         assert "another process is writing" in refused([*arguments, "--resume"], capsys)
-    assert main.main([*arguments, "--resume", "--sample-tokens", "3"]) == 0
+    assert main.main([*arguments, "--resume", "--log-every", "4"]) == 0
     assert losses(run) == before
     assert f"Final validation loss {before[-1]['validation_loss']:.4f}" in capsys.readouterr().out
     (run / "run.json").unlink()
@@ -212,7 +211,7 @@ def test_another_runs_weights_replace_the_initial_ones_and_overwrite_starts_anew
     assert f"--init-from {Path('runs') / run.name} --name NEW trains on" in refused(
         [*arguments, "--steps", "15", "--resume"], capsys
     )
-    short = [*arguments, "--steps", "3", "--optimizer", "adamw", "--sample-tokens", "0", "--init-from", str(run)]
+    short = [*arguments, "--steps", "3", "--optimizer", "adamw", "--init-from", str(run)]
     other = refused([*short, "--model.mlp-width", "48"], capsys)
     assert "--init-from is of another model: blocks/0/mlp/down/kernel is float32[32, 16] there" in other
     other_run = run.parent / "tiny-adamw"
@@ -314,9 +313,10 @@ def test_a_model_is_scored_continued_and_exported(copy, capsys):
     assert f"step 12: loss {final['validation_loss']:.4f} nats per token" in capsys.readouterr().out
     assert main.main(["evaluate", str(run), "--step", "8", "--validation-tokens", "512"]) == 0
     assert "step 8: loss" in capsys.readouterr().out
-    assert main.main(["generate", str(run), "--sample-tokens", "20", "--temperature", "0", "--samples", "2"]) == 0
+    generate = ["generate", str(run), "--sample-tokens", "20", "--temperature", "0"]
+    assert main.main([*generate, "--prompt", "def read_lines(path):", "--samples", "2"]) == 0
     first, second = capsys.readouterr().out.split("--- ")[1:]
-    assert first.startswith("1\ndef read_lines(path, encoding=None):")
+    assert first.startswith("1\ndef read_lines(path):")
     assert first[1:].strip() == second[1:].strip()  # nothing is drawn
     export = ["export", str(run), "--output", "exported"]
     assert main.main(export) == 0
@@ -343,6 +343,7 @@ def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, other_tokens, cap
         (["generate", str(run), "--step", "5"], "no checkpoint of step 5"),
         (["generate", str(run), "--step", "5"], "there are 8, 12"),
         (["generate", str(run), "--samples", "0"], "--samples must be at least 1"),
+        (["generate", str(run), "--sample-tokens", "100000"], "--sample-tokens must be in 0..65536"),
         (["generate", str(run), "--temperature", "nan"], "--temperature must be at least 0"),
         (["evaluate", str(run), "--tokens", str(tmp_path / "no")], "there are no token files in"),
         (["evaluate", str(run), "--validation-tokens", "0"], "--validation-tokens must be at least 1"),
