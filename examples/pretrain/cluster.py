@@ -25,23 +25,9 @@ SHUTDOWN_SECONDS = 60  # for a process to wait, at its end, for those that shoul
 T = TypeVar("T")
 
 
-def check(config: Config) -> None:
-    """Refuse an incomplete address.
-
-    Raises:
-        RunError: naming the flag that is missing.
-    """
-    given = bool(config.coordinator), config.processes is not None, config.process is not None
-    if not any(given):
-        return
-    if not all(given):
-        raise RunError("--coordinator host:port, --processes N and --process I belong together")
-    if not config.mesh:
-        raise RunError("--coordinator is for processes that train together: --mesh data=N says how")
-    if not config.coordinator.rpartition(":")[2].isdecimal():
-        raise RunError(f"--coordinator must be host:port, got {config.coordinator!r}")
-    if config.process >= config.processes:  # pyright: ignore[reportOperatorIssue, reportOptionalOperand]
-        raise RunError(f"--process {config.process} must be smaller than --processes {config.processes}")
+def addressed(config: Config) -> bool:
+    """Whether the command line says that this process is one of several."""
+    return bool(config.coordinator) or config.processes is not None or config.process is not None
 
 
 def refuse_several(config: Config, command: str) -> None:
@@ -50,7 +36,7 @@ def refuse_several(config: Config, command: str) -> None:
     Raises:
         RunError: naming the command.
     """
-    if config.coordinator or config.processes is not None or config.process is not None:
+    if addressed(config):
         raise RunError(f"{command} runs in one process: leave --coordinator, --processes and --process out")
 
 
@@ -72,9 +58,13 @@ def joined(config: Config) -> Iterator[None]:
     Must be entered before JAX looks for devices.
 
     Raises:
-        RunError: if they do not find each other.
+        RunError: if their address is incomplete, or they do not find each other.
     """
-    if not config.mesh or not (config.coordinator or several(os.environ)):
+    if addressed(config) and not config.mesh:
+        raise RunError("--coordinator is for processes that train together: --mesh data=N says how")
+    if config.coordinator and not config.coordinator.rpartition(":")[2].isdecimal():
+        raise RunError(f"--coordinator must be host:port, got {config.coordinator!r}")
+    if not config.mesh or not (addressed(config) or several(os.environ)):
         yield
         return
     jax.config.update("jax_enable_preemption_service", False)  # its handler of SIGTERM would replace the program's
@@ -83,7 +73,7 @@ def joined(config: Config) -> Iterator[None]:
             config.coordinator or None,
             config.processes,
             config.process,
-            cluster_detection_method="deactivate" if config.coordinator else None,
+            cluster_detection_method="deactivate" if addressed(config) else None,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
     except (ValueError, RuntimeError) as error:

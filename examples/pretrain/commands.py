@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from . import data
-from .checkpoint import Checkpoints, Damaged
+from .checkpoint import Checkpoints
 from .config import Config, Evaluate, Export, Generate, RunError, check_ranges, from_dict
 from .mesh import make_layout
 from .prepare.token_files import end_of_text
@@ -63,40 +63,20 @@ def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> T
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla"))  # on any device
     graphdef, params = initialise(config, dataset)
     params = make_layout().parameters(params)
-    failed = None
-    while True:  # a run in progress deletes its old checkpoints, perhaps while one is read
-        with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-            there = checkpoints.steps()
-            listed = ", ".join(map(str, there)) or "none"
-            if not there or step not in (None, *there):
-                which = "" if step is None else f" of step {step}"
-                raise RunError(f"no checkpoint{which} in {folder}: there are {listed}")
-            chosen = there[-1] if step is None else step
-            if failed and failed[0] == chosen:
-                raise RunError(f"{failed[1]}: --step names another, there are {listed}")
-            try:
-                found, _ = checkpoints.restore(chosen, params=params)
-                return Trained(config, dataset, graphdef, found["params"], chosen)
-            except Damaged as error:
-                failed = chosen, error
+    with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+        there = checkpoints.steps()
+        if not there or step not in (None, *there):
+            which = "" if step is None else f" of step {step}"
+            raise RunError(f"no checkpoint{which} in {folder}: there are {', '.join(map(str, there)) or 'none'}")
+        chosen = there[-1] if step is None else step
+        found, _ = checkpoints.restore(chosen, params=params)
+    return Trained(config, dataset, graphdef, found["params"], chosen)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def draw(
-    graphdef: nnx.GraphDef, params: Any, window_T: jax.Array, filled: jax.Array, keys: jax.Array, temperature: jax.Array
-) -> jax.Array:
-    """Draw one token per key, each given the ``filled`` tokens in the window and those drawn before."""
-
-    def step(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        window_T, filled = carry
-        logits_V = nnx.merge(graphdef, params)(window_T[None])[0, filled - 1].astype(jnp.float32)
-        drawn = jax.random.categorical(key, logits_V / jnp.maximum(temperature, 1e-6))
-        token = jnp.where(temperature > 0, drawn, jnp.argmax(logits_V)).astype(jnp.int32)
-        moved_T = jnp.where(filled == len(window_T), jnp.roll(window_T, -1), window_T)
-        position = jnp.minimum(filled, len(window_T) - 1)
-        return (moved_T.at[position].set(token), position + 1), token
-
-    return jax.lax.scan(step, (window_T, jnp.asarray(filled, jnp.int32)), keys)[1]
+def next_logits(graphdef: nnx.GraphDef, params: Any, window_T: jax.Array, last: jax.Array) -> jax.Array:
+    """Logits (V,) of the token after position ``last`` of the window."""
+    return nnx.merge(graphdef, params)(window_T[None])[0, last].astype(jnp.float32)
 
 
 def continuation(model: Trained, prompt: str, *, new_tokens: int, temperature: float, seed: int) -> str:
@@ -104,14 +84,17 @@ def continuation(model: Trained, prompt: str, *, new_tokens: int, temperature: f
     tokenizer, context = model.dataset.tokenizer, model.config.model.context
     end = end_of_text(tokenizer)
     start = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
-    # The model reads a window of fixed length: one compilation, filled from the left, moved on once it is full.
-    filled = min(len(start), context)
-    window = np.resize(np.array(start[-filled:], np.int32), context)
-    keys = jax.random.split(jax.random.key(seed), new_tokens)
-    tokens = np.asarray(draw(model.graphdef, model.params, window, filled, keys, temperature)).tolist()
-    tokens = tokens[: tokens.index(end)] if end in tokens else tokens
+    tokens = list(start)
+    for key in jax.random.split(jax.random.key(seed), new_tokens):
+        seen = np.array(tokens[-context:], np.int32)
+        window = np.resize(seen, context)  # of fixed length: one compilation; what follows ``seen`` has no effect
+        logits = next_logits(model.graphdef, model.params, window, len(seen) - 1)
+        token = int(jax.random.categorical(key, logits / temperature) if temperature else jnp.argmax(logits))
+        if token == end:
+            break
+        tokens.append(token)
     # Decoded with the prompt: alone, a word's leading space would be lost under SentencePiece.
-    return prompt + tokenizer.decode([*start, *tokens])[len(tokenizer.decode(start)) :]
+    return prompt + tokenizer.decode(tokens)[len(tokenizer.decode(start)) :]
 
 
 def evaluate(options: Evaluate) -> None:
@@ -131,10 +114,9 @@ def generate(options: Generate) -> None:
     """Print continuations of a text."""
     check_ranges(vars(options))
     trained = load(options.run, options.step, options.tokens)
-    prompt = trained.config.prompt if options.prompt is None else options.prompt
     how = {"new_tokens": options.sample_tokens, "temperature": options.temperature}
     for number in range(options.samples):
-        text = continuation(trained, prompt, **how, seed=options.seed + number)
+        text = continuation(trained, options.prompt, **how, seed=options.seed + number)
         print(text if options.samples == 1 else f"--- {number + 1}\n{text}")
 
 

@@ -311,13 +311,6 @@ NAMES = {
     "normpre_g": ("NormPre-G", "#D55E00"),
     "normpre_l": ("NormPre-L", "#009E73"),
 }
-SHORT = {
-    "norm control hyperball": "Hyperball",
-    "tangent none": "no tangent",
-    "hidden std": "std",
-    "learning rate": "lr",
-    "weight decay": "decay",
-}
 LINE_STYLES = ("-", "--", ":", "-.")
 MARKERS = "os^Dv"
 SHOWN_FROM_SHARE = 0.1  # all runs look alike in the first tenth of the steps
@@ -338,10 +331,9 @@ def write(folder: Path, content: dict[str, Any]) -> str:
 
 
 def label(optimizer: str) -> str:
-    """A short one: ``normpre_l,rank=8,tangent=none`` is ``NormPre-L, rank 8, no tangent``."""
+    """``normpre_l,rank=8,tangent=none`` as ``NormPre-L, rank=8, tangent=none``."""
     base, *settings = optimizer.split(",")
-    text = ", ".join((NAMES[base][0] if base in NAMES else base, *settings)).replace("_", " ").replace("=", " ")
-    return functools.reduce(lambda shorter, pair: shorter.replace(*pair), SHORT.items(), text)
+    return ", ".join((NAMES[base][0] if base in NAMES else base, *settings))
 
 
 def optimizers(content: dict[str, Any]) -> list[str]:
@@ -453,7 +445,6 @@ def markdown(content: dict[str, Any]) -> str:
         + losses_table(content),
         "## Differences over common seeds, mean ± standard error": differences_table(content),
         "## Every run, by learning rate": runs_table(content),
-        "## Labels": "".join(f"- {label(name)}: `{name}`\n" for name in optimizers(content) if "," in name),
     }
     return "\n".join(f"{heading}\n\n{part}" for heading, part in parts.items() if part)
 

@@ -2,18 +2,15 @@
 """Options of the commands: frozen dataclasses; the comment above a field is its text in ``--help``."""
 
 import dataclasses
-import difflib
 import math
 import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import tyro
-
-T = TypeVar("T")
 
 
 class RunError(Exception):
@@ -51,7 +48,7 @@ class ModelConfig:
     scan_layers: bool = False  # Stack the blocks' parameters and scan over them: compile time does not grow with depth.
     remat: bool = False  # Recompute the inside of a block in the backward pass: less memory, a third more arithmetic.
     # Implementation of attention. auto: cuDNN where it runs (NVIDIA, bfloat16), XLA elsewhere.
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    attention: Literal["auto", "xla"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class Config(Common):
     """Train a language model: all options.
 
     The command writes to two folders only: data/, and runs/<name>/ with run.json, parameters.txt, log.jsonl,
-    checkpoints/, loss.png and sample.txt.
+    checkpoints/ and loss.png.
     """
 
     runs_folder: Path = Path("runs")  # Where the folder of the run is made.
@@ -110,13 +107,10 @@ class Config(Common):
     base_width: int | None = None
     # Steps of linear warm-up; a cosine to 10 % of the peak follows. If not below --steps: a tenth of those.
     warmup_steps: int = 80
-    weight_decay: float = 0.1  # Decoupled weight decay, multiplied by the learning rate.
-    # Apply weight decay to norms' scales and biases, too; nanoGPT and most others leave them out.
-    decay_gains: bool = False
+    weight_decay: float = 0.1  # Decoupled weight decay of matrices and tables, multiplied by the learning rate.
     adam_b1: float = 0.9  # AdamW's decay of the first moment, for every parameter of the AdamW group.
     adam_b2: float = 0.95  # AdamW's decay of the second moment.
-    clip: Literal["global", "none"] = "global"  # Clip the global norm of the gradients before the optimizer.
-    clip_norm: float = 1.0  # Largest global norm.
+    clip_norm: float = 1.0  # Largest global norm of the gradients; larger ones are clipped before the optimizer.
     # Type of the forward and backward pass; parameters stay float32. auto: bfloat16, on CPU float32.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
@@ -129,9 +123,6 @@ class Config(Common):
     log_every: int = 10  # Steps between writes of the log; every step has its own line in it.
     checkpoint_every: int = 200  # Steps between checkpoints; one is always written at the end.
     keep_checkpoints: int = 2  # Checkpoints kept on disk.
-    prompt: str = "def read_lines(path, encoding=None):"  # Text that the trained model continues at the end.
-    sample_tokens: int = 160  # Length of that continuation.
-    temperature: float = 0.6  # Temperature of that continuation: 0 takes the likeliest token each time.
 
     model: ModelConfig = field(default_factory=ModelConfig)
 
@@ -167,7 +158,7 @@ class Evaluate(Stored):
 class Generate(Stored):
     """Continue a text with the model of a run."""
 
-    prompt: str | None = None  # The text; None: the run's.
+    prompt: str = ""  # The text; empty: begin a document.
     sample_tokens: int = 160  # Length of the continuation.
     samples: int = 1  # How many continuations.
     temperature: float = 0.6  # 0 takes the likeliest token each time.
@@ -206,34 +197,6 @@ def read_compare(arguments: Sequence[str], kind: Any = Compare, program: str = "
     """The options of ``compare``, or of a similar program, with those of ``train`` as ``rest``."""
     options, rest = tyro.cli(kind, args=list(arguments), return_unknown_args=True, prog=f"python -m {program}")
     return dataclasses.replace(options, rest=("--config", options.config, *rest))
-
-
-def read_options(
-    kind: type[T], arguments: Sequence[str], command: str, default: T | None = None, shown: Any = None
-) -> T:
-    """The options of ``command``; with ``--help`` the help of ``shown``, an instance, instead of that of ``kind``.
-
-    Raises:
-        RunError: if an option does not exist; its line has the closest one that does.
-    """
-    program = f"python -m examples.pretrain {command}"
-    if shown and {"-h", "--help"} & set(arguments):
-        tyro.cli(type(shown), default=shown, args=["--help"], prog=program)
-    options, unknown = tyro.cli(kind, default=default, args=list(arguments), prog=program, return_unknown_args=True)
-    if unknown:
-        given = unknown[0].partition("=")[0]
-        flags = [flag(name) for name in option_names(kind)]
-        near = [name for name in flags if name.startswith(given)] or difflib.get_close_matches(given, flags, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise RunError(f"{command} has no option {given}: {hint}`{program} --help` lists them")
-    return options  # pyright: ignore[reportReturnType]
-
-
-def option_names(kind: Any, prefix: str = "") -> list[str]:
-    """Flat names of all fields, "model.layers" among them."""
-    hints = typing.get_type_hints(kind)
-    parts = (option_names(h, f"{n}.") if dataclasses.is_dataclass(h) else [prefix + n] for n, h in hints.items())
-    return [name for names in parts for name in names]
 
 
 # Options of a run that a name of an optimizer may set, beside the settings of the optimizer itself.
@@ -285,7 +248,7 @@ FREE_ON_RESUME = frozenset(
     (
         *("config", "name", "runs_folder", "resume", "overwrite", "mesh", "coordinator", "processes", "process"),
         *("evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints"),
-        *("prompt", "sample_tokens", "temperature", "tokens", "installed_packages"),
+        *("tokens", "installed_packages"),
     )
 )
 
@@ -342,6 +305,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("adam_b1", "adam_b2"), (0, math.nextafter(1, 0))),
     **{"seed": (0, 2**31 - 1), "sample_tokens": (0, 65_536)},
     "vocabulary": (257, 65_536),  # 257: the bytes and a separator
+    "validation_percent": (1e-3, 50),
 }
 
 

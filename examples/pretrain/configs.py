@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import Common, Config, ModelConfig, RunError, apply_name, check, is_relative, read_options
+import tyro
+
+from .config import Common, Config, ModelConfig, RunError, apply_name, check, is_relative
 
 LLAMA: dict[str, Any] = {
     **{"family": "llama", "context": 1024, "vocabulary": 32_000, "tied_head": False},
@@ -43,25 +45,19 @@ def paper(name: str, model: ModelConfig, micro_batch: int, learning_rate: float,
     shared = {"steps": 10_000, "batch_size": 512, "warmup_steps": 1_000, "evaluate_every": 500, "checkpoint_every": 500}
     shared |= {"config": name, "model": model, "micro_batch": micro_batch, "learning_rate": learning_rate}
     shared |= {"tokens": Path(f"data/{corpus}"), "validation_tokens": 2048 * 1024}
-    return Config(**{**shared, "optimizer": "normpre_g", "prompt": "The history of", **more})
+    return Config(**{**shared, "optimizer": "normpre_g", **more})
 
 
 ALL = (
     # Every part of the program in seconds, for tests and for trying things out; the loss falls from 6.24 to about 5.4.
     small(
         *("tiny", ModelConfig(layers=2, width=32, heads=2, mlp_width=64, context=32), 40, 8, 1e-2, 512),
-        **{
-            "validation_tokens": 2048,
-            "evaluate_every": 20,
-            "log_every": 5,
-            "checkpoint_every": 10,
-            "sample_tokens": 20,
-        },
+        **{"validation_tokens": 2048, "evaluate_every": 20, "log_every": 5, "checkpoint_every": 10},
     ),
     # The smallest model that distinguishes optimizers, on bytes: about a minute on one CPU core.
     small(
         *("nano", gpt2(layers=3, width=64, heads=4, context=64), 1_500, 16, 4e-3, 257),
-        **{"warmup_steps": 100, "evaluate_every": 250, "log_every": 50, "checkpoint_every": 500, "sample_tokens": 0},
+        **{"warmup_steps": 100, "evaluate_every": 250, "log_every": 50, "checkpoint_every": 500},
     ),
     # Three and a half minutes on two CPU cores; validation loss 3.520 with normpre_h, 3.766 with adamw (Python 3.11.7).
     Config(config="first_run"),
@@ -121,6 +117,9 @@ def parse(arguments: Sequence[str]) -> Config:
     if is_relative(given.optimizer or config.optimizer):
         config = dataclasses.replace(config, learning_rate=RELATIVE_STEP)
     shown = Common(**{option.name: getattr(config, option.name) for option in dataclasses.fields(Common)})
-    config = apply_name(read_options(Config, arguments, "train", config, shown))
+    program = "python -m examples.pretrain train"
+    if {"-h", "--help"} & set(arguments):
+        tyro.cli(Common, default=shown, args=["--help"], prog=program)
+    config = apply_name(tyro.cli(Config, default=config, args=list(arguments), prog=program))
     check(config)
     return config

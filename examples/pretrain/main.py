@@ -9,14 +9,17 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import tyro
+
 from . import configs
-from .config import Evaluate, Export, Generate, RunError, read_compare, read_options
+from .config import Evaluate, Export, Generate, RunError, read_compare
 from .processes import Stopped
 
 
 def options_of(kind: type) -> Callable[[Sequence[str]], Any]:
     """A function that reads the options ``kind``."""
-    return lambda arguments: read_options(kind, arguments, kind.__name__.lower())
+    program = f"python -m examples.pretrain {kind.__name__.lower()}"
+    return lambda arguments: tyro.cli(kind, args=list(arguments), prog=program)
 
 
 # Name: what it does, how its arguments are read, where it is.

@@ -122,11 +122,6 @@ class Layout:
         shape = (batch_size, *part_BxS.shape[1:])
         return jax.make_array_from_process_local_data(self.sharding(BATCH), part_BxS, shape)
 
-    def local(self, tree: Any) -> Any:
-        """Every array of ``tree``, unsharded, on one device of this process; all processes must call it."""
-        replicated = jax.jit(lambda tree: jax.tree.map(whole, tree))
-        return jax.tree.map(lambda leaf: leaf.addressable_data(0), self.bound(replicated)(tree))
-
 
 def make_layout(mesh: str = "") -> Layout:
     """The layout that ``--mesh`` asks for; empty: one device, whose axes are not explicit, so that no code sees them.

@@ -95,7 +95,7 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         "adam_learning_rate": lambda t: adam / config.learning_rate * learning_rate(t),
         "adam_weight_decay": config.weight_decay,
         **{option: getattr(config, option) for option in ("weight_decay", "adam_b1", "adam_b2", "seed")},
-        "weight_decay_mask": None if config.decay_gains else decay_matrices_only,
+        "weight_decay_mask": decay_matrices_only,
         "matrix_dims": matrix_dims(settings.pop("layers")),
         "learning_rate_multipliers": learning_rate_multipliers(config),
     }
@@ -105,8 +105,7 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         optimizer = OPTIMIZERS[name](learning_rate, **settings, **given)
     except (ValueError, TypeError) as error:
         raise RunError(f"--optimizer {config.optimizer}: {error}") from error
-    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip == "global" else optax.identity()
-    return optax.with_extra_args_support(optax.chain(clip, optimizer))
+    return optax.with_extra_args_support(optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer))
 
 
 def learning_rate_multipliers(config: Config) -> Callable[[Any], Any] | None:

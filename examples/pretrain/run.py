@@ -12,21 +12,18 @@ import jax
 from rich.console import Console
 
 from . import cluster, data, logs, mesh, optimizers
-from .checkpoint import Checkpoints, Damaged
-from .commands import Trained, continuation, load
+from .checkpoint import Checkpoints
+from .commands import Trained, load
 from .config import Config, Diverged, RunError, differences, to_dict
 from .evaluate import Score
 from .processes import LOCK, lock, on_signals
 from .train import Trainer, compute_dtype, warmup_steps
-
-# Initial row norms below the first want to be the second where they stay as they are (docs/choosing.md).
 
 
 def main(config: Config) -> None:
     """Train as ``config`` says, alone or with other processes."""
     optimizers.settings_of(config.optimizer)
     mesh.check(config)
-    cluster.check(config)
     with cluster.joined(config):
         console = Console(markup=False, highlight=False, soft_wrap=True, quiet=not cluster.first())
         train(config, cluster.from_the_first(lambda: stored(config)), console)
@@ -64,7 +61,7 @@ def stored(config: Config) -> dict[str, Any] | None:
 
 
 def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Score:
-    """Train: text, tokens, updates, plot, sample."""
+    """Train: text, tokens, updates, plot."""
     began = time.perf_counter()
     dataset = cluster.first_of_all(lambda: data.open_corpus(config, console))
     fingerprint = dataset.manifest["fingerprint"]
@@ -83,7 +80,8 @@ def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Sc
     console.print(
         f"\nFinal validation loss {score.loss:.4f} ({score.bits_per_byte:.3f} bits per byte) after {config.steps:,} "
         f"steps of {config.optimizer}; {time.perf_counter() - began:.0f} s total.\n"
-        f"Log, plot, sample and checkpoint: {config.run_folder}/"
+        f"Log, plot and checkpoint: {config.run_folder}/\n"
+        f"The model continues a text: python -m examples.pretrain generate {config.run_folder} --prompt TEXT"
     )
     return score
 
@@ -132,63 +130,22 @@ def train_in_folder(
 
     cluster.first_of_all(begin)
     checkpoints = Checkpoints(config.run_folder / "checkpoints", config.keep_checkpoints)
-    resume(trainer, checkpoints, console)
+    if steps := checkpoints.steps():
+        cluster.together(lambda: trainer.resume(checkpoints, steps[-1]))
     if stored:
         console.print(f"Resuming from step {trainer.start:,}" if trainer.start else "No checkpoint: from the start")
     log = cluster.first_of_all(lambda: logs.Log(config.run_folder, trainer.start, writes=cluster.first()))
     try:
         with closing(log), closing(checkpoints), on_signals(trainer.stop), cluster.leaving_at_once():
             score = trainer.run(log, checkpoints, console)
-        params = trainer.layout.local(trainer.state.params)
         if cluster.first():
             store_result(config, {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
             plot_losses(config.run_folder)
-            if config.sample_tokens:
-                model = Trained(config, dataset, trainer.graphdef, params, config.steps)
-                how = {"new_tokens": config.sample_tokens, "temperature": config.temperature, "seed": config.seed}
-                text = continuation(model, config.prompt, **how)
-                (config.run_folder / "sample.txt").write_text(text + "\n")
-                console.print(f"\nThe model, given {config.prompt!r}:\n\n{text}")
     except Diverged as error:
         if cluster.first():
             store_result(config, {"diverged": str(error)})
         raise
-    except OSError as error:
-        if not cluster.alone():
-            raise  # the others would wait: this process ends in ``cluster.joined``
-        checkpoints.reload()
-        where = f"from step {max(checkpoints.steps(), default=0):,}"
-        raise RunError(f"{error}: free some space, then the same command with --resume continues {where}") from error
     return score
-
-
-def resume(trainer: Trainer, checkpoints: Checkpoints, console: Console) -> None:
-    """Go to the newest checkpoint that every process can read, if there is one, and rename newer ones.
-
-    Raises:
-        RunError: if there are checkpoints, but none can be read, or they are not this run's.
-    """
-    damaged: dict[int, str] = {}
-
-    def attempt(step: int) -> str:
-        try:
-            trainer.resume(checkpoints, step)
-        except Damaged as error:
-            return str(error)
-        return ""
-
-    for step in reversed(checkpoints.steps()):
-        errors = cluster.gathered(cluster.together(lambda step=step: attempt(step)))
-        if not any(errors):
-            break
-        damaged[step] = next(filter(None, errors))
-    else:
-        if damaged:
-            raise RunError(f"{next(iter(damaged.values()))}, and no other can be read: --overwrite starts anew")
-    for step, error in damaged.items():
-        place = cluster.from_the_first(lambda step=step: str(checkpoints.set_aside(step)))
-        console.print(f"{error}: renamed to {place}", style="yellow")
-    checkpoints.reload()
 
 
 def introduce(
@@ -220,18 +177,9 @@ def introduce(
         f"Model      {model.family}, {model.layers} layers, width {model.width}, context {model.context}: "
         f"{count:,} parameters\n"
         f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}{adam}; {totals}\n"
-        f"Run        {config.steps:,} steps of {config.batch_size} x {model.context} tokens{parts} "
-        f"({tokens / 1e6:,.2f} M) on {devices} in {run['dtype']}"
+        f"Run        {config.steps:,} steps ({warmup_steps(config):,} of warm-up) of {config.batch_size} x "
+        f"{model.context} tokens{parts} ({tokens / 1e6:,.2f} M) on {devices} in {run['dtype']}\n"
     )
-    for note in remarks(config):
-        console.print(note, style="yellow")
-    console.print()
-
-
-def remarks(config: Config) -> list[str]:
-    """What in these options may need action."""
-    warmup = warmup_steps(config)
-    return [f"Warm-up    {warmup} of these steps, not {config.warmup_steps}"] * (warmup != config.warmup_steps)
 
 
 def store_result(config: Config, result: dict[str, Any]) -> None:

@@ -6,9 +6,8 @@
 - Runs: ``figures`` (the paper's figures, by ``figure_data`` and ``figure_drawing``), ``sweeps``, ``walk`` and
   ``coordinates``. ``diagnostics`` has functions of matrices, ``monitor`` records them during training.
 - Theory: ``theorem`` checks ``inequalities`` on runs, ``method_pictures`` draws the method.
-- Cost: ``optimizer_step``, ``accuracy`` and ``train_step`` (with ``torch_gpt2``) measure. ``ahead`` and ``collectives``
-  estimate the cost of a step on accelerators from compiled programs, by ``hlo``, ``traffic`` and ``machine_cost``, on
-  the matrices of ``shapes``.
+- Cost: ``optimizer_step`` and ``accuracy`` measure. ``ahead`` and ``collectives`` estimate the cost of a step on
+  accelerators from compiled programs, by ``hlo``, ``traffic`` and ``machine_cost``, on the matrices of ``shapes``.
 
 ``report`` writes the files and ``command`` runs a program with errors on one line.
 """

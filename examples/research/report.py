@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from examples.pretrain.compare import save
 
 
-def command(name: str, options: Any, further: Sequence[str] = ()) -> str:
+def command(name: str, options: Any) -> str:
     """Return the command line that sets ``options``, a dataclass, without its defaults and without ``--out``."""
     words = [f"python -m examples.research.{name}"]
     for field in dataclasses.fields(options):
@@ -29,7 +29,7 @@ def command(name: str, options: Any, further: Sequence[str] = ()) -> str:
         words.append(f"--{field.name.replace('_', '-')}")
         if value is not True:
             words += [shlex.quote(str(x)) for x in (value if isinstance(value, tuple) else (value,))]
-    return " ".join([*words, *further])
+    return " ".join(words)
 
 
 def header(command: str, device: Any) -> dict:

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from examples.pretrain import configs, models
-from examples.pretrain.config import ModelConfig, RunError
+from examples.pretrain.config import ModelConfig
 from examples.pretrain.evaluate import token_losses
 from examples.pretrain.mesh import by_name
 from examples.pretrain.models import transformer as layers
@@ -225,7 +225,7 @@ class Device:
         (Device("cuda 12090", "8.0"), 3.5, "bfloat16", False),
     ],
 )
-def test_cudnn_is_used_where_it_runs_and_refused_elsewhere(monkeypatch, device, heads, dtype, runs):
+def test_cudnn_is_used_where_it_runs(monkeypatch, device, heads, dtype, runs):
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     config = dataclasses.replace(SMALL, head_width=int(128 / heads))
 
@@ -233,8 +233,3 @@ def test_cudnn_is_used_where_it_runs_and_refused_elsewhere(monkeypatch, device, 
         return layers.attention_implementation(dataclasses.replace(config, attention=attention), jnp.dtype(dtype))
 
     assert (chosen("auto"), chosen("xla")) == ("cudnn" if runs else "xla", "xla")
-    if runs:
-        assert chosen("cudnn") == "cudnn"
-    else:
-        with pytest.raises(RunError, match=r"--model\.attention cudnn cannot run: it needs an NVIDIA GPU .* --dtype"):
-            chosen("cudnn")

@@ -43,10 +43,6 @@ def save(path: Path, texts: list[str], field: str = "text") -> Path:
     elif path.suffix == ".zst":
         with pyarrow.output_stream(path, compression="zstd") as file:
             file.write(lines)
-    elif path.suffix == ".arrow":
-        create = pyarrow.ipc.new_stream if "stream" in path.stem else pyarrow.ipc.new_file
-        with pyarrow.OSFile(str(path), "wb") as file, create(file, table.schema) as writer:
-            writer.write_table(table, max_chunksize=64)
     else:
         path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
     return path
@@ -103,7 +99,7 @@ def decoded(dataset: data.Dataset, split: str) -> list[str]:
 
 
 def test_openwebtext_from_local_files_is_held_out_by_its_text(tmp_path, out, byte_level):
-    for name in ("a.jsonl.gz", "a.jsonl.zst", "a.parquet", "stream.arrow", "file.arrow"):
+    for name in ("a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
         path = save(tmp_path / name, TEXTS, "body")
         assert list(sources.read_records(path, "body", sources.Problems(skip=False))) == TEXTS
     path = save(tmp_path / "a.jsonl", ["", " \n", *TEXTS])
@@ -207,7 +203,6 @@ DIFFICULT = {  # name: (content, the error or "", what is reported without one o
     "cut.jsonl.gz": (gzip.compress(rows(GOOD))[:-9], r"cannot read cut\.jsonl\.gz \(Compressed file ended", None, []),
     "wide.jsonl.zst": (WIDE, r"wide\.jsonl\.zst .*: .* `zstd -d --long=31 wide\.jsonl\.zst`", None, []),
     "broken.parquet": (b"PAR1", r"cannot read broken\.parquet", None, []),
-    "broken.arrow": (b"ARROW", r"cannot read broken\.arrow", None, []),
 }
 
 
@@ -377,7 +372,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(tmp_path, monkeypatch):
         ("jsonl", "a.jsonl", "--context", "0"): "--context must be at least 1",
         ("text", "a.jsonl", "--cut", "0"): "--cut must be at least 1",
         ("c4", "--train-documents", "0"): "--train-documents must be at least 1",
-        ("pile", "--validation-percent", "51"): "--validation-percent must be above 0",
+        ("pile", "--validation-percent", "51"): "--validation-percent must be in 0.001..50",
         ("jsonl", "a.jsonl", "--vocabulary", "256"): r"--vocabulary must be in 257",
     }.items():
         with pytest.raises(RunError, match=message) as error:

@@ -51,27 +51,3 @@ def test_accuracy(tmp_path):
     rounding = [row["gaussian"] for row in rows if "float32" in row["path"] and "sketch" in row["path"]]
     assert rounding
     assert max(rounding) < 1e-4
-
-
-def test_train_step_against_torch(tmp_path, monkeypatch):
-    torch = pytest.importorskip("torch")
-    from examples.research import train_step
-
-    tiny = "--model.layers 1 --model.width 32 --model.heads 2 --model.mlp-width 64 --model.context 16"
-    tiny = [*tiny.split(), "--vocabulary", "300"]
-    options = train_step.Options(batch_size=2, repeats=2, warmup=1, torch_compile=False, out=tmp_path)
-    train_step.main(options, tiny)
-    result = written(tmp_path, "train_step_gpt2_10m_cpu")
-    assert set(result["rows"]) == {"torch_adamw", "adamw", "normpre_g", "normpre_l"}
-    assert all(row[f"{part}_ms"] > 0 for row in result["rows"].values() for part in ("update", "step"))
-    # Six updates of each: the same AdamW with the same schedule, too.
-    assert result["last_loss"]["adamw"] == pytest.approx(result["last_loss"]["torch_adamw"], abs=1e-4)
-    assert result["torch_is"] == "eager"
-    assert "--batch-size 2" in result["command"]
-    assert "--model.layers 1" in result["command"]
-    with pytest.raises(SystemExit, match="gpt2"):
-        train_step.main(options, [*tiny, "--model.family", "llama"])
-    gelu = torch.nn.functional.gelu
-    monkeypatch.setattr(torch.nn.functional, "gelu", lambda x: gelu(x, approximate="tanh"))
-    with pytest.raises(AssertionError, match="not the same"):
-        train_step.main(options, tiny)

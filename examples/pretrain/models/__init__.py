@@ -15,7 +15,7 @@ def build(config: ModelConfig, vocabulary: int, *, dtype: jnp.dtype, seed: int) 
     """An initialized model with ``vocabulary`` rows in its table; the same for every optimizer at a seed.
 
     Raises:
-        RunError: if the family has no such model, or cuDNN is asked for and cannot run.
+        RunError: if the family has no such model.
     """
     check_model(config)
     return Transformer(config, vocabulary, dtype=dtype, rngs=nnx.Rngs(seed))

@@ -10,7 +10,6 @@ Each of our modules has one there, so most of this is a table of names. The diff
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from ..config import ModelConfig
+from ..mesh import by_name
 from .transformer import head_width
 
 Params = dict[str, Any]
@@ -76,7 +76,7 @@ def to_hf(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
         params = params | {"blocks": blocks}
     gpt2 = config.family == "gpt2"
     tensors = {}
-    for path, leaf in flat(params):
+    for path, leaf in by_name(params).items():
         module, _, kind = path.rpartition("/")
         layer = ""
         if module.startswith("blocks/"):
@@ -88,15 +88,6 @@ def to_hf(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
         if gpt2 and not config.bias and module not in ("tokens", "positions", "head"):
             tensors[f"{name}.bias"] = np.zeros(leaf.shape[-1], np.float32)
     return tensors
-
-
-def flat(tree: Params, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """("blocks/0/mlp/up/kernel", leaf) of every leaf."""
-    for key, node in tree.items():
-        if isinstance(node, dict):
-            yield from flat(node, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", node
 
 
 def hf_config(config: ModelConfig, vocabulary: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..config import ModelConfig, RunError
+from ..config import ModelConfig
 from ..mesh import BATCH, gather_again, gathered, on_mesh, product, spread, whole
 
 INIT_STD = 0.02
@@ -117,18 +117,8 @@ def head_width(config: ModelConfig) -> int:
 
 
 def attention_implementation(config: ModelConfig, dtype: jnp.dtype) -> Implementation:
-    """What computes attention: as configured, and for "auto" cuDNN where it runs.
-
-    Raises:
-        RunError: if cuDNN is asked for and cannot run.
-    """
-    runs = cudnn_runs(head_width(config), dtype)
-    if config.attention == "cudnn" and not runs:
-        raise RunError(
-            "--model.attention cudnn cannot run: it needs an NVIDIA GPU of compute capability 8.0 or higher, --dtype "
-            f"bfloat16, and heads of a multiple of 8 up to {CUDNN_HEAD_WIDTH}; auto takes XLA's attention then"
-        )
-    return "cudnn" if runs and config.attention != "xla" else "xla"
+    """What computes attention: cuDNN where it runs, unless the model is configured to use XLA."""
+    return "cudnn" if config.attention == "auto" and cudnn_runs(head_width(config), dtype) else "xla"
 
 
 def cudnn_runs(width: int, dtype: jnp.dtype) -> bool:

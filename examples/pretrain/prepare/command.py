@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from ..config import RunError, flag, read_options
+from ..config import RunError, check_ranges
 from ..processes import Stopped, on_signals
 from . import sources, token_files
 from .sources import HubStream, Problems, Stream, find_files, one_line
@@ -107,7 +107,7 @@ PAPER: dict[str, Any] = {"layout": "documents", "train_documents": 5_120_000, "v
 CORPORA = {
     "python": ("Python source: the standard library, or folders", Corpus(name="python")),
     "text": ("files of plain text (.txt, .md, .rst, .tex), each a document", Corpus(name="text")),
-    "jsonl": ("lines of JSON (.jsonl, .jsonl.gz, .jsonl.zst) or tables (.parquet, .arrow)", Corpus(name="jsonl")),
+    "jsonl": ("lines of JSON (.jsonl, .jsonl.gz, .jsonl.zst) or tables (.parquet)", Corpus(name="jsonl")),
     "openwebtext": ("8 million web pages, 40 GB", hub("openwebtext", "Skylion007/openwebtext", "gpt2")),
     "c4": (
         "C4 English, a document per sequence",
@@ -135,7 +135,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     if name not in CORPORA:
         raise RunError(f"prepare must be followed by one of {', '.join(CORPORA)}, got {name!r}")
-    corpus = read_options(Corpus, options, f"prepare {name}", CORPORA[name][1])
+    program = f"python -m examples.pretrain prepare {name}"
+    corpus = tyro.cli(Corpus, default=CORPORA[name][1], args=options, prog=program)
     stopping: list[int] = []
     try:
         with on_signals(stopping.append):
@@ -148,7 +149,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> None:
     """Write the token files of a corpus, or finish them. A signal in ``stopping`` ends it after a batch."""
-    check(corpus)
+    check_ranges(vars(corpus))
     folder = corpus.folder
     partial = folder.with_name(f".{folder.name}.partial")
     clear(folder, partial, corpus.overwrite)
@@ -186,21 +187,6 @@ def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> N
             console.print(line)
     train, validation = (f"{n['documents']:,} ({n['tokens']:,} tokens)" for n in counts.values())
     console.print(f"{folder}: documents {train} to train on, {validation} to validate on")
-
-
-def check(corpus: Corpus) -> None:
-    """Refuse options that make no sense.
-
-    Raises:
-        RunError: naming the option.
-    """
-    for name in ("context", "train_documents", "validation_documents", "cut"):
-        if (value := getattr(corpus, name)) is not None and value < 1:
-            raise RunError(f"{flag(name)} must be at least 1, got {value}")
-    if not 0 < corpus.validation_percent <= 50:
-        raise RunError(f"--validation-percent must be above 0 and at most 50, got {corpus.validation_percent}")
-    if not 257 <= corpus.vocabulary <= 65_536:
-        raise RunError(f"--vocabulary must be in 257 (the bytes and a separator)..65536, got {corpus.vocabulary}")
 
 
 def clear(folder: Path, partial: Path, overwrite: bool) -> None:

@@ -22,8 +22,7 @@ from typing import Any
 
 from ..config import RunError
 
-TABLES = (".parquet", ".arrow")
-RECORDS = (".jsonl", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", *TABLES)
+RECORDS = (".jsonl", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
 # A folder is searched for these. A bare .json in it is rather a manifest, but you can name it.
 SUFFIXES = {
     **{"python": (".py",), "text": (".txt", ".md", ".rst", ".tex")},
@@ -276,14 +275,14 @@ def pieces(file: io.TextIOBase, size: int) -> Iterator[str]:
 
 
 def read_records(path: Path, field: str, problems: Problems) -> Iterator[str]:
-    """The texts of a file of records: lines of JSON (plain, .gz or .zst), Parquet or Arrow.
+    """The texts of a file of records: lines of JSON (plain, .gz or .zst), or Parquet.
 
     Raises:
         RunError: where it cannot be read, or has bad lines that are not skipped.
     """
     name = str(path)
     problems.begin(name)
-    rows = enumerate(table_rows(path), 1) if path.suffix in TABLES else json_rows(path, problems)
+    rows = enumerate(table_rows(path), 1) if path.suffix == ".parquet" else json_rows(path, problems)
     try:
         yield from texts_of(rows, name, field, problems)
     except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's errors are among them
@@ -339,18 +338,9 @@ def open_bytes(path: Path) -> io.BufferedReader | gzip.GzipFile:
 
 
 def table_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file, or an Arrow file in the stream format (of `datasets`) or the file format."""
-    arrow = require("pyarrow")
-    with arrow.memory_map(str(path)) as file:
-        if path.suffix == ".parquet":
-            batches = require("pyarrow.parquet").ParquetFile(file).iter_batches(batch_size=1024)
-        else:
-            try:
-                batches = arrow.ipc.open_stream(file)
-            except arrow.ArrowInvalid:
-                reader = arrow.ipc.open_file(file)
-                batches = map(reader.get_batch, range(reader.num_record_batches))
-        for batch in batches:
+    """The rows of a Parquet file."""
+    with require("pyarrow.parquet").ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=1024):
             yield from batch.to_pylist()
 
 
