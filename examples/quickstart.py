@@ -22,8 +22,8 @@ class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.embed, self.positions = nnx.Embed(256, WIDTH, rngs=rngs), nnx.Embed(CONTEXT, WIDTH, rngs=rngs)
         self.attention = nnx.List([nnx.MultiHeadAttention(HEADS, WIDTH, rngs=rngs) for _ in range(LAYERS)])
-        self.up = nnx.List([nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs) for _ in range(LAYERS)])
-        self.down = nnx.List([nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
+        self.up = nnx.List([nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs) for _ in range(LAYERS)])
+        self.down = nnx.List([nnx.Linear(3 * WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
         self.norms = nnx.List([nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2 * LAYERS + 1)])
         self.head = nnx.Linear(WIDTH, 256, rngs=rngs)
 

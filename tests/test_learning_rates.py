@@ -88,6 +88,7 @@ PARAMS = {"up": {"kernel": jnp.eye(4) / 2, "bias": jnp.ones(4)}, "down": {"kerne
 GRADS = cases.numbers(jax.tree.map(jnp.shape, PARAMS))
 
 
+@pytest.mark.filterwarnings("ignore:hyperball")
 @pytest.mark.parametrize("control", ["none", "hyperball"])
 def test_multipliers_apply_to_updates_and_not_to_weight_decay(control):
     """A tree, a prefix of one, a function that returns one, or traced."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizers by name, such as "normpre_l,rank=8".
 
-Only this file of the program imports ``normpre_optax``. To add an optimizer, put its factory into ``OPTIMIZERS``.
+Only this file of the program imports ``normpre_optax``. To add an optimizer, put a factory with the options of
+``with_adamw`` into ``OPTIMIZERS``; ``adamw`` shows how to make one of a direction.
 """
 
 import ast
@@ -153,10 +154,11 @@ def parameter_table(params: Any, config: Config) -> tuple[str, str]:
     """Which parameters the matrix optimizer has and which AdamW: a table, and its totals in one line."""
     name, settings = settings_of(config.optimizer)
     if name == "adamw":
-        every = f"every parameter uses AdamW ({len(jax.tree.leaves(params))} parameters)"
+        every = f"every parameter uses AdamW ({len(jax.tree.leaves(params))} arrays)"
         return every, every
     table = explain(params, matrix_dims(settings["layers"]))
-    totals = [" ".join(line.split()) for line in table.rpartition("\n\n")[2].splitlines() if "note:" not in line]
+    left_out = ("note:",) if is_relative(config.optimizer) else ("note:", "row norms under Hyperball:")
+    totals = [" ".join(x.split()) for x in table.rpartition("\n\n")[2].splitlines() if not x.startswith(left_out)]
     return table, "; ".join(totals)
 
 

@@ -118,7 +118,10 @@ def specs_from(paths: Sequence[str], params: Any, shardings: Any) -> list[Partit
     try:
         entries = jax.tree.broadcast(tree, params, is_leaf=is_entry)
     except ValueError as error:
-        raise ValueError(f"shardings: the tree does not match the parameters: {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            f"shardings: the tree does not match the parameters: {str(error).splitlines()[0]}. In Flax NNX, take the "
+            "shardings of nnx.as_pure(nnx.state(model, nnx.Param))"
+        ) from None
     found = [getattr(x, "spec", x) or PartitionSpec() for x in jax.tree.leaves(entries, is_leaf=is_entry)]
     for path, x, spec in zip(paths, jax.tree.leaves(params), found, strict=True):
         if len(spec) > x.ndim:
