@@ -22,7 +22,7 @@ class CountState(NamedTuple):
     count: jax.typing.ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
-def init_count(_: Any) -> CountState:
+def init_count(params: Any) -> CountState:
     """State of a stage that depends on the step."""
     return CountState(jnp.zeros((), jnp.int32))
 
