@@ -109,19 +109,16 @@ def specs_from(paths: Sequence[str], params: Any, shardings: Any) -> list[Partit
     def is_entry(x: Any) -> bool:
         return x is None or isinstance(x, NamedSharding | PartitionSpec)
 
-    tree = shardings
-    if callable(tree) and not all(map(is_entry, jax.tree.leaves(tree, is_leaf=is_entry))):
-        tree = tree(params)
-    odd = [x for x in jax.tree.leaves(tree, is_leaf=is_entry) if not is_entry(x)]
+    if callable(shardings) and not all(map(is_entry, jax.tree.leaves(shardings, is_leaf=is_entry))):
+        shardings = shardings(params)
+    odd = [x for x in jax.tree.leaves(shardings, is_leaf=is_entry) if not is_entry(x)]
     if odd:
         raise ValueError(f"shardings: every leaf must be a NamedSharding, PartitionSpec or None, got {odd[0]!r}")
     try:
-        entries = jax.tree.broadcast(tree, params, is_leaf=is_entry)
+        entries = jax.tree.broadcast(shardings, params, is_leaf=is_entry)
     except ValueError as error:
-        raise ValueError(
-            f"shardings: the tree does not match the parameters: {str(error).splitlines()[0]}. In Flax NNX, take the "
-            "shardings of nnx.as_pure(nnx.state(model, nnx.Param))"
-        ) from None
+        hint = "in Flax NNX, take those of nnx.as_pure(nnx.state(model, nnx.Param))"
+        raise ValueError(f"shardings: does not match the parameters ({hint}): {str(error).splitlines()[0]}") from None
     found = [getattr(x, "spec", x) or PartitionSpec() for x in jax.tree.leaves(entries, is_leaf=is_entry)]
     for path, x, spec in zip(paths, jax.tree.leaves(params), found, strict=True):
         if len(spec) > x.ndim:

@@ -23,7 +23,7 @@ def mesh_2x4(kind=AxisType.Explicit):
     ("shardings", "message"),
     [
         ({"up": {"kernel": 3}}, "must be a NamedSharding, PartitionSpec or None"),
-        ({"down": PartitionSpec()}, "does not match the parameters"),
+        ({"down": PartitionSpec()}, r"does not match the parameters \(in Flax NNX"),
         ({"up": {"kernel": PartitionSpec(None, None, "fsdp")}}, "more entries than parameter 'up/kernel' of shape"),
         ({"up": {"kernel": PartitionSpec("tensor")}}, "'up/kernel' .*no axis 'tensor'"),
         ({"up": {"kernel": PartitionSpec(("data", "fsdp", "data"))}}, "'up/kernel' .*does not divide axis 0"),
