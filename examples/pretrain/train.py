@@ -185,8 +185,9 @@ class Trainer:
                 raise RunError(f"--init-from is of another model: {different}")
             params = weights
         params = self.layout.parameters(params)
-        self.schedule = schedule(config)
-        optimizer = make_optimizer(config, self.schedule)
+        # All at once: a vectorized cosine can differ in the last bit from that of a part.
+        self.learning_rates = np.asarray(schedule(config)(np.arange(config.steps)))
+        optimizer = make_optimizer(config, schedule(config))
         bound = self.layout.bound
         self.state = TrainState(params, bound(jax.jit(optimizer.init))(params))
         self.step = bound(make_train_step(self.graphdef, optimizer, micro_batches(config)))
@@ -264,7 +265,7 @@ class Trainer:
         speed = tokens / seconds
         mfu = speed * self.flops / self.peak_flops if self.peak_flops else None
         first = done - len(values)
-        rates = np.asarray(self.schedule(np.arange(first, done)))
+        rates = self.learning_rates[first:done]
         common: dict[str, Any] = {"tokens_per_second": round(speed, 1)} | ({"mfu": round(mfu, 4)} if mfu else {})
         records = [
             {"step": step, "loss": float(x.loss), "grad_norm": float(x.grad_norm), "learning_rate": float(rate)}
