@@ -17,7 +17,7 @@ from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.parameters.roles import row_norms_of
 from normpre_optax.parameters.rules import assign
 from normpre_optax.parameters.tree import leaf_paths
-from normpre_optax.stages.base import init_count, map_matrices, next_count, stage
+from normpre_optax.stages.base import CountState, init_count, map_matrices, stage
 
 _ADAMS = 3e-3  # learning rates below are AdamW's
 
@@ -96,7 +96,7 @@ def _hyperball(
         norms, paths = norms_of(params), leaf_paths(params)
         rates = [lr if times is None else lr * times[path] for path in paths]
         new = map_matrices(_step, updates, params, matrix_dims, [norms[path] for path in paths], rates)
-        return new, next_count(state)
+        return new, CountState(optax.safe_increment(state.count))
 
     return stage(step, init_count, matrix_dims)
 

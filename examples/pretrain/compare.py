@@ -469,16 +469,16 @@ def paint_losses(axes: Axes, content: dict[str, Any]) -> bool:
 
 def paint_learning_rates(axes: Axes, content: dict[str, Any]) -> bool:
     """Best validation loss at the first seed. The axis ends not far above every best."""
-    optima, worst, most, rates = [], 0.0, 0, sorted({arm["learning_rate"] for arm in content["arms"]})
+    curves, rates = {}, sorted({arm["learning_rate"] for arm in content["arms"]})
     for name in optimizers(content):
         arms = [arm for arm in swept(content, name) if arm["status"] == "finished"]
-        points = np.array([(arm["learning_rate"], arm["best_validation_loss"]) for arm in arms])
-        if len(points):
-            axes.plot(*points.T, **style(name, content))
-            optima, worst = [*optima, points[:, 1].min()], max(worst, points[:, 1].max())
-            most = max(most, len(points))
-    if most < 2:
+        if arms:
+            curves[name] = np.array([(arm["learning_rate"], arm["best_validation_loss"]) for arm in arms])
+            axes.plot(*curves[name].T, **style(name, content))
+    if max(map(len, curves.values()), default=0) < 2:
         return False
+    optima = [points[:, 1].min() for points in curves.values()]
+    worst = max(points[:, 1].max() for points in curves.values())
     span = max(max(optima) - min(optima), 0.05)
     axes.set_ylim(min(optima) - 0.05 * span, min(worst + 0.05 * span, max(optima) + 0.3 * span))
     axes.set(xscale="log", xlabel="peak learning rate", ylabel="validation loss (nats per token)")

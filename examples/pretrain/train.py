@@ -185,9 +185,10 @@ class Trainer:
                 raise RunError(f"--init-from is of another model: {different}")
             params = weights
         params = self.layout.parameters(params)
+        learning_rate = schedule(config)
         # All at once: a vectorized cosine can differ in the last bit from that of a part.
-        self.learning_rates = np.asarray(schedule(config)(np.arange(config.steps)))
-        optimizer = make_optimizer(config, schedule(config))
+        self.learning_rates = np.asarray(learning_rate(np.arange(config.steps)))
+        optimizer = make_optimizer(config, learning_rate)
         bound = self.layout.bound
         self.state = TrainState(params, bound(jax.jit(optimizer.init))(params))
         self.step = bound(make_train_step(self.graphdef, optimizer, micro_batches(config)))

@@ -5,8 +5,6 @@ The functions work on parameters as they are stored. A row (the weights of one o
 ``along``; a column is a row along the others. Sums keep their axes, so that they broadcast.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -78,8 +76,8 @@ def tangent_rows(m: jax.Array, w: jax.Array, along: Axes, tangent: str = "relaxe
     """
     if tangent == "none":
         return m
-    a, b = unit_tangent_factors(m, w, along, tangent)
-    return jnp.where(a == 0, 0, m - b / jnp.where(a == 0, 1, a) * w)
+    _, radial, left = _radial(m, w, along, tangent)
+    return jnp.where(left == 0, 0, m - radial * w)
 
 
 def unit_tangent_factors(
@@ -103,15 +101,20 @@ def unit_tangent_factors(
         >>> print(a.round(4), b.round(4))
         [[0.3333]] [[2.6667]]
     """
-    total = functools.partial(jnp.sum, axis=along, keepdims=True)
-    mm = total(m * m)
     if tangent == "none" or w is None:
-        return inverse_root(mm), jnp.zeros_like(mm)
-    mw, ww = total(m * w), total(w * w)
+        a = inverse_root(jnp.sum(m * m, along, keepdims=True))
+        return a, jnp.zeros_like(a)
+    mm, radial, left = _radial(m, w, along, tangent)
+    a = inverse_root(mm) * inverse_root(left)
+    return a, radial * a
+
+
+def _radial(m: jax.Array, w: jax.Array, along: Axes, tangent: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return ``||m||^2``, ``r`` with ``x = m - r w``, and ``||x||^2 / ||m||^2``: 0 where ``x`` is rounding error."""
+    mm, mw, ww = (jnp.sum(x, along, keepdims=True) for x in (m * m, m * w, w * w))
     along_w = jnp.where(ww == 0, 0, mw / jnp.where(ww == 0, 1, ww))  # the radial part of m is along_w w
     share = jnp.where(mm == 0, 0, along_w * (mw / jnp.where(mm == 0, 1, mm)))  # of ||m||^2 along w
     kept = 1 - ww if tangent == "relaxed" else jnp.zeros_like(ww)
     eps = jnp.finfo(mm.dtype).eps
-    left = jnp.where(1 - share < 16 * eps, 0, 1 - share) + kept * (kept * share)  # ||x||^2 / ||m||^2
-    a = inverse_root(mm) * inverse_root(jnp.where(left <= (8 * eps) ** 2, 0, left))  # 0 where x is rounding error
-    return a, (1 - kept) * along_w * a
+    left = jnp.where(1 - share < 16 * eps, 0, 1 - share) + kept * (kept * share)
+    return mm, (1 - kept) * along_w, jnp.where(left <= (8 * eps) ** 2, 0, left)

@@ -27,11 +27,6 @@ def init_count(params: Any) -> CountState:
     return CountState(jnp.zeros((), jnp.int32))
 
 
-def next_count(state: CountState) -> CountState:
-    """Return the state after one more update."""
-    return CountState(optax.safe_increment(state.count))
-
-
 def assigned(updates: Any, params: Any, matrix_dims: Any) -> Any:
     """Return the ``Assignment`` of matrices; raise a ValueError that names a parameter that is not a matrix."""
     found = assign(updates if params is None else params, matrix_dims)

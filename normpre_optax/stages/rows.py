@@ -15,7 +15,7 @@ from normpre_optax.linalg import rows
 from normpre_optax.linalg.precision import platform
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.sharding.placement import mesh_of
-from normpre_optax.stages.base import init_count, next_count, per_parameter, split_blocks, stage
+from normpre_optax.stages.base import CountState, init_count, per_parameter, split_blocks, stage
 
 Tangent = Literal["relaxed", "strict", "none"]
 Orientation = Literal["alternating", "rows", "columns", "both"]
@@ -75,7 +75,7 @@ def normalize_tangent(
             )
             arrays = [block.u for block in blocks], [block.w for block in blocks]
             updates = rebuilt(_unit_tangents(*arrays, by_rows, axes, norms, side, tangent, platform()))
-        return updates, next_count(state)
+        return updates, CountState(optax.safe_increment(state.count))
 
     return stage(step, init_count, matrix_dims)
 

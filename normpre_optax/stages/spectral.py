@@ -34,7 +34,7 @@ from normpre_optax.parameters.dims import from_matrices, is_stored_transposed, t
 from normpre_optax.sharding.auto import in_auto_axes, over_devices, solve_shared
 from normpre_optax.sharding.exchange import exchange
 from normpre_optax.sharding.placement import axes_in_use, is_explicit, mesh_of, spec_of
-from normpre_optax.stages.base import init_count, next_count, split_blocks, stage
+from normpre_optax.stages.base import CountState, init_count, split_blocks, stage
 
 _LEAST = 0.1  # of the root mean square of all singular values: least relative level, for matrices of low rank
 
@@ -67,7 +67,7 @@ def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.Gradie
         known = tuple((block.name, block.dims, block.sharding) for block in blocks)
         count = state.count if f.draws else None
         new = _run(f, known, [block.u for block in blocks], count, numbers) if blocks else []
-        return rebuilt(new), next_count(state) if f.draws else state
+        return rebuilt(new), CountState(optax.safe_increment(state.count)) if f.draws else state
 
     return stage(step, init_count if f.draws else lambda params: optax.EmptyState(), matrix_dims)
 

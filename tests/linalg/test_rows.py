@@ -51,6 +51,9 @@ def test_projection_and_normalization_in_one_pass(tangent):
     """Gradients within the scale contract, weights of very different norms; with a zero row, zero weights and NaN."""
     m, w = (gaussian((6, 8), seed) for seed in (0, 1))
     np.testing.assert_array_equal(rows.tangent_rows(np.float32(m), np.float32(0 * w), (1,), tangent), np.float32(m))
+    for scale in (1e-25, 1e19):  # the square overflows float32 or is zero
+        got = rows.tangent_rows(jnp.float32(scale * m), jnp.float32(w), (1,), tangent)
+        np.testing.assert_allclose(got / scale, reference.tangent_rows(m, w, tangent), atol=1e-5)
     m[2], w[3], m[4, 1] = 0, 0, np.nan
     for scale, norm in ((1e-15, 1e-3), (1e15, 1e3), (1e-15, 1e3), (1e15, 1e-3), (1.0, 1e8)):
         m32, w32 = np.float32(scale * m), np.float32(norm * w)
