@@ -117,7 +117,7 @@ def test_a_learning_rate_of_adamw_is_named():
 )
 def test_wrong_numbers_by_parameter_are_named(option, value, said):
     params = {"kernel": jnp.eye(3)}
-    if option == "learning_rate_multipliers" and value is not None and np.array_equal(value, 0):
+    if option == "learning_rate_multipliers" and isinstance(value, int) and value == 0:
         return  # does not train a parameter
     with pytest.raises((ValueError, TypeError), match=f"{option}.* {said}"):
         npo.normpre_h(0.01, 1e-3, **{option: value}).init(params)
