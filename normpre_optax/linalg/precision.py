@@ -5,6 +5,7 @@ Everything is computed in at least float32. ``compute_dtype`` is the dtype of th
 the platform's usual float32 product: one bfloat16 pass on a TPU, TF32 on a GPU, float32 on a CPU.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,39 +23,38 @@ def platform() -> str:
     return name if name in ("cpu", "tpu") else "gpu"
 
 
-def on(name: str, f: Callable) -> Callable:
-    """Return ``f`` traced for one platform.
+def on(name: str, f: Callable, *args: Any) -> Any:
+    """Return ``f(*args)``, traced for one platform.
 
     Example:
         >>> from normpre_optax.linalg.precision import on, platform
-        >>> on("tpu", platform)()
+        >>> on("tpu", platform)
         'tpu'
     """
-
-    def traced(*args: Any) -> Any:
-        with _platform(name):
-            return f(*args)
-
-    return traced
+    with _platform(name):
+        return f(*args)
 
 
-def by_platform(f: Callable, *args: Any) -> Any:
-    """Return ``f(*args)``, traced once per platform; inside, ``platform()`` says which one.
+def by_platform(f: Callable, *args: Any) -> Callable:
+    """Return ``f`` for these arguments, traced once per platform; inside, ``platform()`` says which one.
 
-    A jitted program is thus right for every platform it may be lowered for. Outside of jit the arrays decide.
+    A jitted program is thus right for every platform it may be lowered for. Outside of jit the arrays decide. Inside of
+    another ``by_platform``, this is ``f``.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.precision import by_platform, platform
-        >>> print(by_platform(lambda x: x * (2 if platform() == "cpu" else 3), jnp.ones(2)))
+        >>> f, x = lambda x: x * (2 if platform() == "cpu" else 3), jnp.ones(2)
+        >>> print(by_platform(f, x)(x))
         [2. 2.]
     """
     arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
     if _platform.value or not arrays:
-        return f(*args)
+        return f
     if any(isinstance(x, Tracer) for x in arrays):
-        return jax.lax.platform_dependent(*args, cpu=on("cpu", f), tpu=on("tpu", f), default=on("gpu", f))
-    return on(next(iter(arrays[0].devices())).platform, f)(*args)
+        cpu, tpu, gpu = (functools.partial(on, name, f) for name in ("cpu", "tpu", "gpu"))
+        return functools.partial(jax.lax.platform_dependent, cpu=cpu, tpu=tpu, default=gpu)
+    return functools.partial(on, next(iter(arrays[0].devices())).platform, f)
 
 
 def working_dtype(dtype: Any) -> jnp.dtype:
