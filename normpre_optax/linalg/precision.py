@@ -57,17 +57,17 @@ def by_platform(f: Callable, *args: Any) -> Callable:
     return functools.partial(on, next(iter(arrays[0].devices())).platform, f)
 
 
-def working_dtype(dtype: Any) -> jnp.dtype:
-    """Return the dtype to compute in: float32 for anything narrower, else ``dtype``.
+def at_least_float32(x: Any) -> jax.Array:
+    """Convert to float32 if the dtype is narrower.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.precision import working_dtype
-        >>> working_dtype(jnp.bfloat16)
+        >>> from normpre_optax.linalg.precision import at_least_float32
+        >>> at_least_float32(jnp.ones(2, jnp.bfloat16)).dtype
         dtype('float32')
     """
-    dtype = jnp.dtype(dtype)
-    return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
+    x = jnp.asarray(x)
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def product(a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:
@@ -89,7 +89,7 @@ def product(a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:
     """
     if dtype is not None:
         a, b = a.astype(dtype), b.astype(dtype)
-    sums = working_dtype(a.dtype)
+    sums = jnp.dtype(jnp.float32) if a.dtype.itemsize < 4 else a.dtype
     if a.dtype != sums and platform() == "cpu":  # XLA's CPU backend lacks half-precision products with float32 sums.
         a, b = a.astype(sums), b.astype(sums)
     precision = jax.lax.Precision.HIGHEST if dtype is not None and a.dtype == sums else None

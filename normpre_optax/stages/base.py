@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax.linalg.precision import by_platform, platform
+from normpre_optax.linalg.precision import at_least_float32, by_platform, platform
 from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
 from normpre_optax.parameters.rules import assign
 from normpre_optax.sharding.placement import mesh_of, sharded_like, unsharded, without_axis
@@ -188,12 +188,6 @@ def direction(*stages: optax.GradientTransformation, matrix_dims: Any = None) ->
         return jax.tree.map(lambda u, p: u.astype(p.dtype), new, like), state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def at_least_float32(x: Any) -> jax.Array:
-    """Convert to float32 if the dtype is narrower."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def in_groups(chain: optax.GradientTransformationExtraArgs, extra_args: dict, updates, state, params) -> tuple:
