@@ -118,7 +118,7 @@ def test_steps_agree_with_the_reference(stage, orientation, tangent, platform):
     for gradient in gradients:
         gradient["wide"][2] = gradient["twin"][:] = gradient["stack"][1] = 0
     state = tx.init(cases.to_layout(w))
-    update = on(platform, cases.one_by_one_jit(tx.update))
+    update = functools.partial(on, platform, cases.one_by_one_jit(tx.update))
     for step, (before, psi, after) in enumerate(run_reference(oracle, w, gradients, np.float32)):
         params = cases.to_layout(before, jnp.float32)
         updates, state = update(cases.to_layout(gradients[step]), state, params)
@@ -197,7 +197,8 @@ def test_groups_on_a_tpu_change_neither_updates_nor_state(monkeypatch, name):
     for limit in (base.GROUP_BYTES, 300):  # all at once; one or two parameters at a time
         monkeypatch.setattr(base, "GROUP_BYTES", limit)
         tx = cases.make(name, 0.1, matrix_dims=cases.DIMS)  # jax traces one function once
-        update, gradients = on("tpu", cases.one_by_one_jit(tx.update)), map(cases.to_layout, cases.gradients(2))
+        update = functools.partial(on, "tpu", cases.one_by_one_jit(tx.update))
+        gradients = map(cases.to_layout, cases.gradients(2))
         found.append(cases.steps(update, tx.init(params), params, gradients))
     # Small problems are solved in other batches: rounding, times the condition of the sketch's basis, below 1e2.
     cases.assert_close(*found, rtol=0, atol=2e-6)
@@ -211,7 +212,7 @@ def test_where_a_sketch_is_computed_in_bfloat16(x64):
         (jnp.float64, None, []),
     ):
         psi, tx = jnp.ones((5, 12), dtype), npo.precondition_locally(2, 1, compute_dtype=compute_dtype)
-        programs = {name: on(name, jax.make_jaxpr(tx.update))(psi, tx.init(psi)) for name in ("cpu", "tpu", "gpu")}
+        programs = {name: on(name, jax.make_jaxpr(tx.update), psi, tx.init(psi)) for name in ("cpu", "tpu", "gpu")}
         assert [name for name, program in programs.items() if "bf16" in str(program)] == expected
         assert {program.out_avals[0].dtype for program in programs.values()} == {jnp.dtype(dtype)}
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from normpre_optax import MatrixDims
 from normpre_optax.linalg.newton_schulz import one_at_a_time
-from normpre_optax.linalg.precision import exact_product, working_dtype
+from normpre_optax.linalg.precision import at_least_float32, exact_product
 from normpre_optax.linalg.rows import tangent_rows, unit_rows
 from normpre_optax.linalg.sketch import clip_by_sketch, sum_of_squares, to_threshold
 from normpre_optax.parameters.dims import to_matrices
@@ -98,7 +98,7 @@ def normalized(momentum: jax.Array, weight: jax.Array, tangent: str = "relaxed")
         >>> print(x, psi)
         [[3. 0.]] [[1. 0.]]
     """
-    x = tangent_rows(_lifted(momentum), _lifted(weight), (-1,), tangent)
+    x = tangent_rows(at_least_float32(momentum), at_least_float32(weight), (-1,), tangent)
     return Signal(x, unit_rows(x, (-1,)))
 
 
@@ -165,7 +165,7 @@ def descent_alignment(gradient: jax.Array, direction: jax.Array) -> jax.Array:
 
 def update_rms(update: jax.Array) -> jax.Array:
     """Return ``||T||_F / sqrt(m n)``."""
-    update = _lifted(update)
+    update = at_least_float32(update)
     largest = jnp.max(jnp.abs(update), (-2, -1), keepdims=True)
     squares = jnp.square(update / jnp.where(largest == 0, 1, largest))
     return largest[..., 0, 0] * jnp.sqrt(jnp.mean(squares, (-2, -1)))
@@ -178,7 +178,7 @@ def row_norm_statistics(x: jax.Array) -> RowNorms:
         >>> print(*row_norm_statistics(jnp.array([[3.0, 4.0], [0.0, 1.0]])))
         3.0 2.0 1.0 5.0
     """
-    norms = _row_norms(_lifted(x))[..., 0]
+    norms = _row_norms(at_least_float32(x))[..., 0]
     return RowNorms(norms.mean(-1), norms.std(-1), norms.min(-1), norms.max(-1))
 
 
@@ -192,7 +192,7 @@ def radial_factor(weight: jax.Array) -> RadialFactor:
     References:
         Normalize-Then-Precondition, "Relaxed Tangent Momentum".
     """
-    factor = 1 - _row_norms(_lifted(weight))[..., 0] ** 2
+    factor = 1 - _row_norms(at_least_float32(weight))[..., 0] ** 2
     return RadialFactor(factor.mean(-1), factor.min(-1), jnp.sum(factor < 0, axis=-1, dtype=jnp.int32))
 
 
@@ -218,7 +218,7 @@ def sketch_error(psi: jax.Array, omega: jax.Array, rank: int = 32, power_iterati
     References:
         Normalize-Then-Precondition, Algorithm 2 and Corollary 1.
     """
-    psi, omega = _lifted(psi), _lifted(omega)
+    psi, omega = at_least_float32(psi), at_least_float32(omega)
     wide = psi.mT if psi.shape[-2] > psi.shape[-1] else psi
     omega, to_one = omega[..., : wide.shape[-2], :], to_threshold(sum_of_squares(wide), rank)
     # Only the basis is used: orthonormal rows of the subspace that the library's sketch finds.
@@ -313,7 +313,7 @@ def measure(
     def matrices(x: Any) -> Any:
         if x is None:
             return None
-        stack = _lifted(x if dims is None else to_matrices(x, dims))
+        stack = at_least_float32(x if dims is None else to_matrices(x, dims))
         return stack.mT if orientation == "columns" else stack
 
     m, w, g, u = map(matrices, (momentum, weight, gradient, update))
@@ -343,7 +343,7 @@ def check_names(names: str | Iterable[str]) -> tuple[str, ...]:
 
 def singular_values(x: jax.Array) -> jax.Array:
     """Return singular values, largest first, ``(..., min(m, n))``; zeros in place of rounding errors."""
-    values = _svd(_lifted(x))
+    values = _svd(at_least_float32(x))
     return jnp.where(values <= max(x.shape[-2:]) * jnp.finfo(values.dtype).eps * values[..., :1], 0, values)
 
 
@@ -361,15 +361,10 @@ def _eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return one_at_a_time(lambda y: tuple(jnp.linalg.eigh(y)))(x)
 
 
-def _lifted(x: jax.Array) -> jax.Array:
-    x = jnp.asarray(x)
-    return x.astype(working_dtype(x.dtype))
-
-
 def _row_norms(x: jax.Array) -> jax.Array:
     return jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def _unit_frobenius(x: jax.Array) -> jax.Array:
     rms = update_rms(x)[..., None, None]
-    return _lifted(x) / (jnp.where(rms == 0, 1, rms) * (x.shape[-1] * x.shape[-2]) ** 0.5)
+    return at_least_float32(x) / (jnp.where(rms == 0, 1, rms) * (x.shape[-1] * x.shape[-2]) ** 0.5)

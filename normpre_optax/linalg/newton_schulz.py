@@ -100,8 +100,13 @@ def newton_schulz(
     """
     wide = x.shape[0] <= x.shape[1]
     times = functools.partial(product, dtype=compute_dtype)
+    # The steps between which the Gram matrix is recomputed.
+    rounded = platform() != "cpu" if compute_dtype is None else jnp.dtype(compute_dtype).itemsize < 4
+    gram = max(x.shape) >= 1.5 * min(x.shape) and not (rounded and table[0][0] > _STEEP)
+    parts = (table[:2], table[2:]) if gram else [table[i : i + 1] for i in range(len(table))]
+    parts = [part for part in parts if part]
     full = None if rms is None else rms * math.sqrt(x.size)  # the Frobenius norm of the result
-    for part in (parts := _parts(x.shape, table, compute_dtype)):
+    for part in parts:
         r = times(x, x.T) if wide else times(x.T, x)
         start = inverse_root(jnp.trace(r)) / headroom if part is parts[0] else 1.0
         r = first = r * jnp.square(start)
@@ -124,14 +129,6 @@ def newton_schulz(
             scale = start * full * inverse_root(jnp.sum(times(q, first) * q))
         x = times(q * scale, x) if wide else times(x, q * scale)
     return x
-
-
-def _parts(shape: tuple[int, ...], table: Sequence[Triple], compute_dtype: Any) -> list[tuple[Triple, ...]]:
-    """Split the steps where the Gram matrix is recomputed: after every step in the plain form."""
-    rounded = platform() != "cpu" if compute_dtype is None else jnp.dtype(compute_dtype).itemsize < 4
-    gram = max(shape) >= 1.5 * min(shape) and not (rounded and table[0][0] > _STEEP)
-    parts = (table[:2], table[2:]) if gram else [table[i : i + 1] for i in range(len(table))]
-    return [tuple(part) for part in parts if part]
 
 
 def exact_msign(x: jax.Array, rms: jax.typing.ArrayLike | None = None) -> jax.Array:

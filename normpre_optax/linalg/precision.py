@@ -5,6 +5,7 @@ Everything is computed in at least float32. ``compute_dtype`` is the dtype of th
 the platform's usual float32 product: one bfloat16 pass on a TPU, TF32 on a GPU, float32 on a CPU.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,52 +23,51 @@ def platform() -> str:
     return name if name in ("cpu", "tpu") else "gpu"
 
 
-def on(name: str, f: Callable) -> Callable:
-    """Return ``f`` traced for one platform.
+def on(name: str, f: Callable, *args: Any) -> Any:
+    """Return ``f(*args)``, traced for one platform.
 
     Example:
         >>> from normpre_optax.linalg.precision import on, platform
-        >>> on("tpu", platform)()
+        >>> on("tpu", platform)
         'tpu'
     """
-
-    def traced(*args: Any) -> Any:
-        with _platform(name):
-            return f(*args)
-
-    return traced
+    with _platform(name):
+        return f(*args)
 
 
-def by_platform(f: Callable, *args: Any) -> Any:
-    """Return ``f(*args)``, traced once per platform; inside, ``platform()`` says which one.
+def by_platform(f: Callable, *args: Any) -> Callable:
+    """Return ``f`` for these arguments, traced once per platform; inside, ``platform()`` says which one.
 
-    A jitted program is thus right for every platform it may be lowered for. Outside of jit the arrays decide.
+    A jitted program is thus right for every platform it may be lowered for. Outside of jit the arrays decide. Inside of
+    another ``by_platform``, this is ``f``.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.precision import by_platform, platform
-        >>> print(by_platform(lambda x: x * (2 if platform() == "cpu" else 3), jnp.ones(2)))
+        >>> f, x = lambda x: x * (2 if platform() == "cpu" else 3), jnp.ones(2)
+        >>> print(by_platform(f, x)(x))
         [2. 2.]
     """
     arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
     if _platform.value or not arrays:
-        return f(*args)
+        return f
     if any(isinstance(x, Tracer) for x in arrays):
-        return jax.lax.platform_dependent(*args, cpu=on("cpu", f), tpu=on("tpu", f), default=on("gpu", f))
-    return on(next(iter(arrays[0].devices())).platform, f)(*args)
+        cpu, tpu, gpu = (functools.partial(on, name, f) for name in ("cpu", "tpu", "gpu"))
+        return functools.partial(jax.lax.platform_dependent, cpu=cpu, tpu=tpu, default=gpu)
+    return functools.partial(on, next(iter(arrays[0].devices())).platform, f)
 
 
-def working_dtype(dtype: Any) -> jnp.dtype:
-    """Return the dtype to compute in: float32 for anything narrower, else ``dtype``.
+def at_least_float32(x: Any) -> jax.Array:
+    """Convert to float32 if the dtype is narrower.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.precision import working_dtype
-        >>> working_dtype(jnp.bfloat16)
+        >>> from normpre_optax.linalg.precision import at_least_float32
+        >>> at_least_float32(jnp.ones(2, jnp.bfloat16)).dtype
         dtype('float32')
     """
-    dtype = jnp.dtype(dtype)
-    return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
+    x = jnp.asarray(x)
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def product(a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:
@@ -89,7 +89,7 @@ def product(a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:
     """
     if dtype is not None:
         a, b = a.astype(dtype), b.astype(dtype)
-    sums = working_dtype(a.dtype)
+    sums = jnp.dtype(jnp.float32) if a.dtype.itemsize < 4 else a.dtype
     if a.dtype != sums and platform() == "cpu":  # XLA's CPU backend lacks half-precision products with float32 sums.
         a, b = a.astype(sums), b.astype(sums)
     precision = jax.lax.Precision.HIGHEST if dtype is not None and a.dtype == sums else None

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from normpre_optax.linalg.newton_schulz import clipping_factor, one_at_a_time
-from normpre_optax.linalg.precision import exact_product, inverse_root, product, working_dtype
+from normpre_optax.linalg.precision import at_least_float32, exact_product, inverse_root, product
 
 
 class Clipping(NamedTuple):
@@ -253,4 +253,4 @@ def matrix_ids(path: str, batch: int) -> np.ndarray:
 
 def sum_of_squares(x: jax.Array) -> jax.Array:
     """Return the squared Frobenius norm of every matrix, ``(..., 1, 1)``, in at least float32."""
-    return jnp.sum(jnp.square(x.astype(working_dtype(x.dtype))), axis=(-2, -1), keepdims=True)
+    return jnp.sum(jnp.square(at_least_float32(x)), axis=(-2, -1), keepdims=True)

@@ -53,10 +53,10 @@ class MatrixDims:
             object.__setattr__(self, name, value[0] if len(value) == 1 else value)
             if not value:
                 raise ValueError(f"MatrixDims: {name} is empty; a matrix has at least one input and one output axis")
-        axes = (*_as_tuple(self.inputs), *_as_tuple(self.outputs))
+        axes = jax.tree.leaves((self.inputs, self.outputs))
         if len(set(axes)) < len(axes):
             raise ValueError(f"MatrixDims: inputs={self.inputs} and outputs={self.outputs} name an axis twice")
-        if min(_as_tuple(self.output_blocks)) < 1:
+        if min(jax.tree.leaves(self.output_blocks)) < 1:
             raise ValueError(f"MatrixDims: output_blocks must be at least 1, got {self.output_blocks}")
 
 
@@ -68,10 +68,6 @@ def _int_or_ints(name: str, value: Any) -> Axes:
         return tuple(operator.index(x) for x in values)
     except TypeError:
         raise TypeError(f"MatrixDims: {name} must be an int or a tuple of ints, got {value!r}") from None
-
-
-def _as_tuple(axes: int | Axes) -> Axes:
-    return (axes,) if isinstance(axes, int) else axes
 
 
 def as_matrix_dims(path: str, value: Any) -> MatrixDims | None:
@@ -90,7 +86,7 @@ def check_dims(path: str, shape: tuple[int, ...], dims: MatrixDims) -> None:
     """Raise a ValueError that names the parameter if ``dims`` do not fit its shape."""
     where = f"parameter {path!r} of shape {tuple(shape)}"
     for name, axes in (("inputs", dims.inputs), ("outputs", dims.outputs)):
-        if any(not -len(shape) <= axis < len(shape) for axis in _as_tuple(axes)):
+        if any(not -len(shape) <= axis < len(shape) for axis in jax.tree.leaves(axes)):
             raise ValueError(f"{where}: {name}={axes} is out of range for {len(shape)} axes")
     _, outputs, inputs = split_axes(len(shape), dims)
     if len(set(outputs + inputs)) < len(outputs + inputs):
@@ -107,8 +103,8 @@ def check_dims(path: str, shape: tuple[int, ...], dims: MatrixDims) -> None:
 
 def split_axes(ndim: int, dims: MatrixDims) -> tuple[Axes, Axes, Axes]:
     """Return the (batch, output, input) axes, counted from the front."""
-    inputs = tuple(axis % ndim for axis in _as_tuple(dims.inputs))
-    outputs = tuple(axis % ndim for axis in _as_tuple(dims.outputs))
+    # One axis is stored as an int, several as a tuple.
+    outputs, inputs = (tuple(axis % ndim for axis in jax.tree.leaves(axes)) for axes in (dims.outputs, dims.inputs))
     return tuple(axis for axis in range(ndim) if axis not in inputs + outputs), outputs, inputs
 
 
@@ -126,7 +122,8 @@ def matrix_shape(shape: tuple[int, ...], dims: MatrixDims) -> tuple[int, int, in
 
 def is_stored_transposed(ndim: int, dims: MatrixDims) -> bool:
     """Return whether a parameter is stored as ``(batch, in, out)``, as Flax kernels are."""
-    return _order(ndim, dims, transposed=True) == tuple(range(ndim))
+    batch, outputs, inputs = split_axes(ndim, dims)
+    return batch + inputs + outputs == tuple(range(ndim))
 
 
 def to_matrices(x: jax.Array, dims: MatrixDims, transposed: bool = False, flat: bool = True) -> jax.Array:
@@ -140,22 +137,19 @@ def to_matrices(x: jax.Array, dims: MatrixDims, transposed: bool = False, flat: 
         >>> to_matrices(jnp.arange(6).reshape(2, 3), MatrixDims(inputs=0, outputs=1)).tolist()
         [[[0, 3], [1, 4], [2, 5]]]
     """
-    batch, rows, columns = matrix_shape(x.shape, dims)
-    order = _order(x.ndim, dims, transposed)
-    lead = (batch,) if flat else tuple(x.shape[axis] for axis in split_axes(x.ndim, dims)[0])
-    return jnp.transpose(x, order).reshape((*lead, columns, rows) if transposed else (*lead, rows, columns))
+    batch, *sides = split_axes(x.ndim, dims)
+    rows, columns = reversed(sides) if transposed else sides
+    lead = [batch] if flat else [(axis,) for axis in batch]
+    shape = [math.prod(x.shape[axis] for axis in axes) for axes in (*lead, rows, columns)]
+    return jnp.transpose(x, batch + rows + columns).reshape(shape)
 
 
 def from_matrices(stack: jax.Array, dims: MatrixDims, shape: tuple[int, ...], transposed: bool = False) -> jax.Array:
     """Invert ``to_matrices`` for a parameter of this shape."""
-    order = _order(len(shape), dims, transposed)
+    batch, outputs, inputs = split_axes(len(shape), dims)
+    order = batch + inputs + outputs if transposed else batch + outputs + inputs
     back = tuple(order.index(axis) for axis in range(len(shape)))
     return jnp.transpose(stack.reshape([shape[axis] for axis in order]), back)
-
-
-def _order(ndim: int, dims: MatrixDims, transposed: bool) -> Axes:
-    batch, outputs, inputs = split_axes(ndim, dims)
-    return batch + inputs + outputs if transposed else batch + outputs + inputs
 
 
 def blocks_of(shape: tuple[int, ...], dims: MatrixDims) -> list[tuple[slice, MatrixDims, tuple[int, ...]]]:

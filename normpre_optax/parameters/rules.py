@@ -82,7 +82,7 @@ def assign(params: Any, matrix_dims: Any = None) -> Assignment:
         [('up/bias', 'bias'), ('up/kernel', '(in, out)')]
     """
     if isinstance(matrix_dims, Assignment):
-        return Assignment((path, matrix_dims[path]) for path in tree.leaf_paths(params))
+        return Assignment((path, matrix_dims[path]) for path, *_ in tree.named_leaves(params))
     read = default_reading if matrix_dims is None else reader(params, matrix_dims)
     found, uncovered = Assignment(), []
     for path, leaf in tree.leaves(params).items():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distribute matrices over a mesh by sharding constraints; XLA plans the communication."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -33,10 +34,7 @@ def over_devices(f: Callable, stacks: list, mesh: AbstractMesh) -> list[jax.Arra
     """
     axis = largest_axis(mesh)
     # Without the barrier, XLA may shard state, such as momentum, like the stacks that are computed from it.
-    stacks = [
-        stack._replace(x=x)
-        for stack, x in zip(stacks, jax.lax.optimization_barrier([s.x for s in stacks]), strict=True)
-    ]
+    stacks = jax.lax.optimization_barrier(stacks)
     devices = mesh.shape[axis]
     place = functools.partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, PartitionSpec(axis)))
     groups: dict[Any, list[int]] = {}
@@ -48,7 +46,7 @@ def over_devices(f: Callable, stacks: list, mesh: AbstractMesh) -> list[jax.Arra
         count = sum(map(len, wide))
         padding = jnp.zeros((-count % devices, *shape), dtype)
         x = place(jnp.concatenate([*wide, padding]))
-        (t,) = f([stacks[members[0]]._replace(x=x, ids=None, transposed=False)])
+        (t,) = f([dataclasses.replace(stacks[members[0]], x=x, ids=None, transposed=False)])
         t, start = place(t), 0
         for i, x in zip(members, wide, strict=True):
             results[i] = _transposed_to(t[start : start + len(x)], stacks[i].x.shape[-2:]).reshape(stacks[i].x.shape)

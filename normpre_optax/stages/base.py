@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stages have in common: a function of one parameter applied to a tree, and a chain of stages in float32."""
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax.linalg.precision import by_platform, platform
+from normpre_optax.linalg.precision import at_least_float32, by_platform, platform
 from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
 from normpre_optax.parameters.rules import assign
 from normpre_optax.sharding.placement import mesh_of, sharded_like, unsharded, without_axis
@@ -118,7 +120,7 @@ def stage(
 
     def update(updates, state, params=None, *, matrix_dims=matrix_dims, **_):
         run = lambda updates, state, params: step(updates, state, params, matrix_dims)  # noqa: E731
-        return by_platform(run, updates, state, params)
+        return by_platform(run, updates, state, params)(updates, state, params)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -179,38 +181,29 @@ def direction(*stages: optax.GradientTransformation, matrix_dims: Any = None) ->
         return chain.init(jax.tree.map(at_least_float32, params))
 
     def update(updates, state, params=None, **extra_args):
-        extra_args = {**extra_args, "matrix_dims": assigned(updates, params, matrix_dims)}
-
-        def step(updates, state, params):
-            lifted = jax.tree.map(at_least_float32, (updates, params))
-            if platform() == "tpu" and mesh_of(updates) is None and params is not None:
-                return in_groups(chain, lifted[0], state, lifted[1], extra_args)
-            return chain.update(lifted[0], state, lifted[1], **extra_args)
-
-        new, state = by_platform(step, updates, state, params)
+        extra_args["matrix_dims"] = assigned(updates, params, matrix_dims)
+        run = functools.partial(in_groups, chain, extra_args)
+        new, state = by_platform(run, updates, state, params)(updates, state, params)
         like = updates if params is None else params
         return jax.tree.map(lambda u, p: u.astype(p.dtype), new, like), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def at_least_float32(x: Any) -> jax.Array:
-    """Convert to float32 if the dtype is narrower."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
-
-
-def in_groups(chain: optax.GradientTransformationExtraArgs, updates, state, params, extra_args: dict) -> tuple:
-    """Compute the same updates and state for one group of parameters after the other.
+def in_groups(chain: optax.GradientTransformationExtraArgs, extra_args: dict, updates, state, params) -> tuple:
+    """Update in float32; on one TPU, compute the same for one group of parameters after the other.
 
     In one graph of many matrices, XLA for TPU reads them from main memory inside the products, and the sketch keeps
     every ``Psi`` alive. Groups of what fits on the chip, one after the other, avoid both.
     """
+    updates, params = jax.tree.map(at_least_float32, (updates, params))
+    grouped = platform() == "tpu" and mesh_of(updates) is None and params is not None
+    most = GROUP_BYTES if grouped else math.inf
     leaves, treedef = jax.tree.flatten(updates)
     group_of, used = [0] * len(leaves), 0
     for i, x in enumerate(leaves):
         size = x.size * x.dtype.itemsize
-        new_group = used > 0 and used + size > GROUP_BYTES
+        new_group = used > 0 and used + size > most
         used = size if new_group else used + size
         group_of[i] = group_of[i - 1] + new_group if i else 0
     if not group_of or group_of[-1] == 0:

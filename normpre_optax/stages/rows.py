@@ -12,10 +12,10 @@ import optax
 
 from normpre_optax.checks import PASS_PARAMS
 from normpre_optax.linalg import rows
-from normpre_optax.linalg.precision import platform
+from normpre_optax.linalg.precision import by_platform, platform
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.sharding.placement import mesh_of
-from normpre_optax.stages.base import CountState, init_count, per_parameter, split_blocks, stage
+from normpre_optax.stages.base import CountState, init_count, per_parameter, split_blocks
 
 Tangent = Literal["relaxed", "strict", "none"]
 Orientation = Literal["alternating", "rows", "columns", "both"]
@@ -61,7 +61,7 @@ def normalize_tangent(
     if orientation not in ("alternating", "rows", "columns", "both"):
         raise ValueError(f"orientation={orientation!r} is not one of 'alternating', 'rows', 'columns', 'both'")
 
-    def step(updates, state, params, matrix_dims):
+    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **_):
         if params is None and tangent != "none":
             raise ValueError(NO_PARAMS)
         sides: tuple = ("rows", "columns") if orientation == "both" else (orientation,)
@@ -73,22 +73,23 @@ def normalize_tangent(
                 tuple(norm(math.prod(block.u.shape[axis] for axis in along)) for along in pair)
                 for block, pair in zip(blocks, axes, strict=True)
             )
-            arrays = [block.u for block in blocks], [block.w for block in blocks]
-            updates = rebuilt(_unit_tangents(*arrays, by_rows, axes, norms, side, tangent, platform()))
+            run = functools.partial(_unit_tangents, axes, norms, side, tangent)
+            args = [block.u for block in blocks], [block.w for block in blocks], by_rows
+            updates = rebuilt(by_platform(run, *args)(*args))
         return updates, CountState(optax.safe_increment(state.count))
 
-    return stage(step, init_count, matrix_dims)
+    return optax.GradientTransformationExtraArgs(init_count, update)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7), inline=True)
-def _unit_tangents(ms, ws, by_rows, axes, norms, side, tangent, kind) -> list[jax.Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _unit_tangents(axes, norms, side, tangent, ms, ws, by_rows) -> list[jax.Array]:
     """Normalized tangents, by rows, by columns, or by whichever ``by_rows`` selects.
 
     A TPU computes the sums of rows and of columns in one pass and selects. A CPU and a GPU branch around the sums; a
     GPU computes those of one shape in one kernel.
     """
     groups: dict[Any, list[int]] = {}
-    stacked = kind == "gpu" and mesh_of(ms) is None  # on a mesh, a shape may have several shardings
+    stacked = platform() == "gpu" and mesh_of(ms) is None  # on a mesh, a shape may have several shardings
     for i, m in enumerate(ms):
         groups.setdefault((m.shape, axes[i]) if stacked else i, []).append(i)
 
@@ -104,7 +105,7 @@ def _unit_tangents(ms, ws, by_rows, axes, norms, side, tangent, kind) -> list[ja
 
     if side != "alternating":
         found = factors(ms, ws, 0 if side == "rows" else 1)
-    elif kind == "tpu":
+    elif platform() == "tpu":
         found = jax.tree.map(lambda r, c: jnp.where(by_rows, r, c), factors(ms, ws, 0), factors(ms, ws, 1))
     else:
         # Zeros with the type that sums have on a mesh; XLA drops the sums.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from normpre_optax.checks import check_numbers
-from normpre_optax.linalg.precision import inverse_root, working_dtype
+from normpre_optax.linalg.precision import at_least_float32, inverse_root
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, split_axes
 from normpre_optax.parameters.tree import without_boxes
 from normpre_optax.sharding.placement import replicated
@@ -119,7 +119,7 @@ def scale_by_row_moment(
         found = list(assigned(params, None, matrix_dims).values())
         leaves, treedef = jax.tree.flatten(params)
         zeros = [
-            jnp.zeros_like(jnp.sum(x, split_axes(x.ndim, spec.dims)[2], keepdims=True), working_dtype(x.dtype))
+            jnp.zeros_like(jnp.sum(at_least_float32(x), split_axes(x.ndim, spec.dims)[2], keepdims=True))
             for x, spec in zip(leaves, found, strict=True)
         ]
         return RowMomentState(without_boxes(treedef.unflatten(zeros)))

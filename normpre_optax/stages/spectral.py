@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,28 +29,30 @@ import optax
 from normpre_optax.checks import check_numbers, static_int
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg import sketch
-from normpre_optax.linalg.precision import inverse_root, platform, product
+from normpre_optax.linalg.precision import by_platform, inverse_root, platform, product
 from normpre_optax.parameters.dims import from_matrices, is_stored_transposed, to_matrices
 from normpre_optax.sharding.auto import in_auto_axes, over_devices, solve_shared
 from normpre_optax.sharding.exchange import exchange
 from normpre_optax.sharding.placement import axes_in_use, is_explicit, mesh_of, spec_of
-from normpre_optax.stages.base import CountState, init_count, split_blocks, stage
+from normpre_optax.stages.base import CountState, init_count, split_blocks
 
 _LEAST = 0.1  # of the root mean square of all singular values: least relative level, for matrices of low rank
 
 
-class Stack(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stack:
     """Matrices of one parameter or shape.
 
     Attributes:
         x: ``(..., out, in)``, or ``(..., in, out)`` if ``transposed``.
-        ids: uint32 ``(..., 2)``: identifies the draws of each matrix; see ``sketch.matrix_ids``.
+        ids: uint32 ``(..., 1, 2)``: identifies the draws of each matrix, see ``sketch.matrix_ids``; or None.
         transposed: whether rows of ``x`` are inputs.
     """
 
     x: jax.Array
     ids: Any
-    transposed: bool
+    transposed: bool = dataclasses.field(metadata={"static": True})
 
 
 def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.GradientTransformationExtraArgs:
@@ -62,54 +64,52 @@ def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.Gradie
         **numbers: are passed to ``f`` and may be traced, such as ``rms``.
     """
 
-    def step(updates, state, params, matrix_dims):
+    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **_):
         blocks, rebuilt = split_blocks(updates, params, matrix_dims)
-        known = tuple((block.name, block.dims, block.sharding) for block in blocks)
-        count = state.count if f.draws else None
-        new = _run(f, known, [block.u for block in blocks], count, numbers) if blocks else []
+        run = functools.partial(_run, f, tuple((block.name, block.dims, block.sharding) for block in blocks))
+        args = [block.u for block in blocks], state.count if f.draws else None, numbers
+        new = by_platform(run, *args)(*args) if blocks else []
         return rebuilt(new), CountState(optax.safe_increment(state.count)) if f.draws else state
 
-    return stage(step, init_count if f.draws else lambda params: optax.EmptyState(), matrix_dims)
+    init = init_count if f.draws else lambda params: optax.EmptyState()
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict) -> list[jax.Array]:
     """Apply ``f`` to blocks, on one device or on a mesh."""
-    names, dims, shardings = zip(*known, strict=True)
+    names, dims, specs = zip(*known, strict=True)
+    mesh, run = mesh_of(blocks), _on_one_device
+    if mesh is not None:
+        explicit = is_explicit(blocks[0])
+        specs = [spec_of(x) for x in blocks] if explicit else list(specs)
+        used = axes_in_use(mesh, names, blocks, dims, specs)
+        if f.distributed and None not in specs and (used.all or (mesh.size > 1 and platform() != "tpu")):
 
-    def computed(arrays: list[jax.Array], step: Any, numbers: dict, run: Callable = _on_one_device) -> list:
-        stacks = []
-        for x, d, name in zip(arrays, dims, names, strict=True):
-            transposed = is_stored_transposed(x.ndim, d)
-            x = to_matrices(x, d, transposed, flat=False)
-            ids = sketch.matrix_ids(name, math.prod(x.shape[:-2])).reshape(*x.shape[:-2], 2)
-            stacks.append(Stack(x, ids, transposed))
-        new = run(functools.partial(f, step=step, **numbers), stacks)
-        each = zip(new, stacks, dims, blocks, strict=True)
-        return [from_matrices(t, d, x.shape, stack.transposed) for t, stack, d, x in each]
+            def compute(xs: list[jax.Array], operands: Any) -> list[jax.Array]:
+                own = functools.partial(f, step=operands[0], **operands[1])
+                return _on_one_device(own, [Stack(x, None, False) for x in xs])
 
-    mesh = mesh_of(blocks)
-    if mesh is None:
-        return computed(blocks, step, numbers)
-    explicit = is_explicit(blocks[0])
-    specs = [spec_of(x) for x in blocks] if explicit else list(shardings)
-    if None in specs and f.distributed:
-        return computed(blocks, step, numbers, functools.partial(over_devices, mesh=mesh))
-    used = axes_in_use(mesh, names, blocks, dims, specs)
-    if f.distributed and (used.all or (mesh.size > 1 and platform() != "tpu")):
-
-        def compute(stacks: list[jax.Array], operands: Any) -> list[jax.Array]:
-            step, numbers = operands
-            unnamed = [Stack(x, np.zeros((len(x), 2), np.uint32), False) for x in stacks]
-            return _on_one_device(functools.partial(f, step=step, **numbers), unnamed)
-
-        return exchange(compute, (step, numbers), blocks, dims, specs, mesh, f.rounded)
-    if f.distributed:  # One device; or copies on a TPU, where gathering results costs more than computing them.
-        on_mesh = computed
-    else:
-        solve = functools.partial(solve_shared, used.shared, used.matrices)
-        on_mesh = functools.partial(computed, run=lambda f, stacks: f(stacks, solve=solve))
-    return (in_auto_axes(on_mesh, mesh, specs) if explicit else on_mesh)(blocks, step, numbers)
+            return exchange(compute, (step, numbers), blocks, dims, specs, mesh, f.rounded)
+        if explicit:  # The same with Auto axes and known shardings.
+            own = functools.partial(_run, f, tuple(zip(names, dims, specs, strict=True)))
+            return in_auto_axes(own, mesh, specs)(blocks, step, numbers)
+        # Otherwise one device; or copies on a TPU, where gathering results costs more than computing them.
+        if not f.distributed:
+            solve = functools.partial(solve_shared, used.shared, used.matrices)
+            run = lambda f, stacks: f(stacks, solve=solve)  # noqa: E731
+        elif None in specs:
+            run = functools.partial(over_devices, mesh=mesh)
+    stacks = []
+    for x, d, name in zip(blocks, dims, names, strict=True):
+        transposed = is_stored_transposed(x.ndim, d)
+        x = to_matrices(x, d, transposed, flat=False)
+        lead = x.shape[:-2]
+        ids = sketch.matrix_ids(name, math.prod(lead)).reshape(*lead, 1, 2) if f.draws else None
+        stacks.append(Stack(x, ids, transposed))
+    new = run(functools.partial(f, step=step, **numbers), stacks)
+    each = zip(new, stacks, dims, blocks, strict=True)
+    return [from_matrices(t, d, x.shape, stack.transposed) for t, stack, d, x in each]
 
 
 def _on_one_device(f: Callable[[list[Stack]], list[jax.Array]], stacks: list[Stack]) -> list[jax.Array]:
@@ -119,12 +119,17 @@ def _on_one_device(f: Callable[[list[Stack]], list[jax.Array]], stacks: list[Sta
     groups: dict[Any, list[int]] = {}
     for i, stack in enumerate(stacks):
         groups.setdefault((stack.x.shape[-2:], stack.transposed, stack.x.dtype), []).append(i)
-    merged = []
-    for (shape, transposed, _), group in groups.items():
-        x = jnp.concatenate([stacks[i].x.reshape(-1, *shape) for i in group])
-        ids = jnp.concatenate([stacks[i].ids.reshape(-1, 2) for i in group])
-        merged.append(Stack(x, ids, transposed))
-    new = f(merged) if platform() == "gpu" else [_one_by_one(f, stack) for stack in merged]
+    joined = lambda *xs: jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in xs])  # noqa: E731
+    merged = [jax.tree.map(joined, *(stacks[i] for i in group)) for group in groups.values()]
+    if platform() == "gpu":
+        new = f(merged)
+    else:
+        new = []
+        for stack in merged:
+            if len(stack.x) == 1:  # XLA's CPU backend multiplies plain matrices twice as fast as stacks of one.
+                new += [t[None] for t in f([jax.tree.map(lambda x: x[0], stack)])]
+            else:
+                new += jax.lax.map(f, [stack])
     results: list[Any] = [None] * len(stacks)
     for group, t in zip(groups.values(), new, strict=True):
         start = 0
@@ -133,14 +138,6 @@ def _on_one_device(f: Callable[[list[Stack]], list[jax.Array]], stacks: list[Sta
             part = t if len(group) == 1 else t[start : start + count]
             results[i], start = part.reshape(stacks[i].x.shape), start + count
     return results
-
-
-def _one_by_one(f: Callable, stack: Stack) -> jax.Array:
-    # XLA's CPU backend multiplies plain matrices twice as fast as stacks of one.
-    if stack.x.size == math.prod(stack.x.shape[-2:]):
-        one = Stack(stack.x.reshape(stack.x.shape[-2:]), stack.ids.reshape(2), stack.transposed)
-        return f([one])[0]
-    return jax.lax.map(lambda one: f([Stack(one[0], one[1], stack.transposed)])[0], (stack.x, jnp.asarray(stack.ids)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +153,7 @@ class EachMatrix:
     def __call__(self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None) -> list[jax.Array]:
         """Compute the function of every matrix."""
         f = functools.partial(self.f, rms=rms, **dict(self.options))
-        return [sketch.batched(f, stack.x.ndim)(stack.x) for stack in stacks]
+        return [jnp.vectorize(f, signature="(m,n)->(m,n)")(stack.x) for stack in stacks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +190,7 @@ class ClipLeading:
             found = [sketch.batched(sketch.clip_exactly, x.ndim)(x, c) for x, c in zip(wide, clippings, strict=True)]
         else:
             shapes = [(size, x.shape[-1]) for x, (_, size) in zip(wide, sizes, strict=True)]
-            ids = [jnp.asarray(stack.ids) for stack in stacks]
+            ids = [jnp.asarray(stack.ids[..., 0, :]) for stack in stacks]
             if solve is None:
                 omegas = sketch.draws(self.seed, step, ids, shapes)
             else:  # On a mesh, XLA would shard draws that are computed together, and then gather them.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dtypes of products and sums, and the platform that a program is traced for."""
 
+import functools
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -30,14 +32,14 @@ def the_product(f, *args):
 def test_products_sum_in_float32_and_are_true_float32_on_request(where):
     x = jnp.ones((3, 3))
     for operand in (None, jnp.bfloat16, jnp.float16, jnp.float32):
-        eqn = the_product(on(where, lambda a, b, dtype=operand: product(a, b, dtype)), x, x)
+        eqn = the_product(functools.partial(on, where, functools.partial(product, dtype=operand)), x, x)
         # XLA's CPU backend lacks half-precision products with float32 sums; operands are rounded and converted back.
         half = operand in (jnp.bfloat16, jnp.float16) and where != "cpu"
         assert eqn.invars[0].aval.dtype == (operand if half else jnp.float32)
         assert eqn.params["preferred_element_type"] == jnp.float32
         assert eqn.params["precision"] == (None if operand is None or half else HIGHEST)  # None: the usual product
     with jax.default_matmul_precision("highest"):
-        assert the_product(on(where, product), x, x).params["precision"] == HIGHEST
+        assert the_product(functools.partial(on, where, product), x, x).params["precision"] == HIGHEST
 
 
 def test_an_exact_product_has_the_precision_of_its_operands(x64):
@@ -66,26 +68,26 @@ def test_the_inverse_root_of_zero_is_zero_and_nan_stays():
 def choice(x):
     """Three branches, and three of them inside each."""
     number = lambda: {"cpu": 1, "tpu": 20, "gpu": 300}[platform()]  # noqa: E731
-    return by_platform(lambda x: by_platform(lambda y: y + number(), x), x)
+    return by_platform(lambda x: by_platform(lambda y: y + number(), x)(x), x)(x)
 
 
 @pytest.mark.every_platform
 def test_a_traced_platform_takes_its_branches_at_every_depth():
     x, expected = jnp.zeros(()), {"cpu": 1, "tpu": 20, "gpu": 300}
-    assert {name: int(on(name, choice)(x)) for name in expected} == expected
+    assert {name: int(on(name, choice, x)) for name in expected} == expected
     # One jitted function: what was compiled for one platform is not used for another, nor for none.
     program = jax.jit(choice)
     for _ in range(2):
-        assert {name: int(on(name, program)(x)) for name in expected} == expected
+        assert {name: int(on(name, program, x)) for name in expected} == expected
         assert int(program(x)) == 1
     # Without a platform all three are in the program, and nested choices are made once: no combinations.
     text = str(jax.make_jaxpr(choice)(x))
     assert [text.count(f"{number:.1f}") for number in expected.values()] == [1, 1, 1]
     assert text.count("= add") == 3
     with pytest.raises(ZeroDivisionError):
-        on("tpu", lambda: 1 / 0)()
+        on("tpu", lambda: 1 / 0)
     assert int(choice(x)) == 1  # the platform holds for the call only
     # Without arrays, and with unknown backends.
-    assert by_platform(platform) == platform()
-    assert on("rocm", platform)() == "gpu"
-    assert on("gpu", lambda x: by_platform(lambda y: platform(), x))(x) == "gpu"
+    assert by_platform(platform)() == platform()
+    assert on("rocm", platform) == "gpu"
+    assert on("gpu", lambda x: by_platform(lambda y: platform(), x)(x), x) == "gpu"

@@ -188,7 +188,7 @@ def test_one_batched_call_per_size_of_problem():
     clippings = [clipping(psi, 3, 1.0) for psi in psis]
     for platform in ("cpu", "tpu", "gpu"):
         program = jax.make_jaxpr(lambda *given: sketch.clip_by_sketch(*given, clippings, 0))
-        found = list(names(on(platform, program)(psis, omegas).jaxpr))
+        found = list(names(on(platform, program, psis, omegas).jaxpr))
         assert found.count("eigh") == 1
         assert found.count("cholesky") == 2  # for Y, and for the Gram matrix of Q
         assert bool({"while", "scan"} & {*found}) == (platform == "cpu")

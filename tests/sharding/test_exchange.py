@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which device owns which matrix, and how its pieces get there and back."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,7 +115,7 @@ def test_each_matrix_arrives_whole_and_results_return():
 def test_a_tpu_communicates_in_bfloat16_where_its_products_round(compute_dtype, rounds):
     there = {"up": cases.put(cases.numbers((64, 48)), jax.make_mesh((8,), ("fsdp",)), "fsdp")}
     tx = npo.precondition_globally(compute_dtype=compute_dtype, matrix_dims=DIMS)
-    both = cases.quick_jit(lambda x: [on(kind, tx.update)(x, tx.init(x))[0]["up"] for kind in ("gpu", "tpu")])
+    both = cases.quick_jit(lambda x: [on(kind, tx.update, x, tx.init(x))[0]["up"] for kind in ("gpu", "tpu")])
     plain, tpu = both(there)
     error = float(jnp.linalg.norm(tpu - plain) / jnp.linalg.norm(plain))
     # Once each way, by at most 2^-9 of an entry; five steps on a flat spectrum hardly enlarge it.
@@ -125,7 +127,7 @@ def test_replicated_matrices_are_shared_out_except_on_a_tpu(kind, gathers):
     params = cases.numbers({f"up_{i}": (16, 24) for i in range(4)})
     there = cases.put(params, jax.make_mesh((8,), ("data",)))
     tx = npo.precondition_globally(ns_steps=1, matrix_dims=DIMS)
-    lowered = jax.jit(on(kind, tx.update)).lower(there, tx.init(there))
+    lowered = jax.jit(functools.partial(on, kind, tx.update)).lower(there, tx.init(there))
     assert ("all_gather" in lowered.as_text()) == gathers
     found, expected = lowered.compile()(there, tx.init(there))[0], tx.update(params, tx.init(params))[0]
     cases.assert_close(found, expected, atol=1e-5)  # sums in another order, entries near one
