@@ -329,14 +329,8 @@ def test_gradients_that_do_not_fit_are_named():
     tx, bias = optimizer("normpre_g"), {"bias": jnp.ones(4)}
     state = jax.eval_shape(tx.init, params)
     for grads, said in (
-        (
-            {"up": {"kernel": jnp.ones((4, 3)), **bias}},
-            r"\['up'\]\['kernel'\] has shape \(4, 3\), expected shape \(3, 4\)",
-        ),
-        (
-            {"up": {"kernel": jnp.ones((1, 4)), **bias}},
-            r"\['up'\]\['kernel'\] has shape \(1, 4\), expected shape \(3, 4\)",
-        ),
+        ({"up": {"kernel": jnp.ones((4, 3)), **bias}}, r"\['kernel'\] has shape \(4, 3\), expected shape \(3, 4\)"),
+        ({"up": {"kernel": jnp.ones((1, 4)), **bias}}, r"\['kernel'\] has shape \(1, 4\), expected shape \(3, 4\)"),
         ({"up": {"kernel": jnp.ones((3, 4))}}, rf"\['bias'\] has nothing, expected shape \(4,\)\. .*{CALL}"),
     ):
         with pytest.raises(ValueError, match=said):
