@@ -17,10 +17,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from examples.pretrain import data
-from examples.pretrain.config import RunError
 from examples.pretrain.prepare import command, sources, token_files
 from examples.pretrain.prepare.token_files import byte_lengths, end_of_text, find_tokenizer, train_tokenizer
 from examples.pretrain.processes import Stopped
+from tests.examples.conftest import refuses
 
 WORDS = ["the", "and", "model", "größe", "雪", "matrix", "row", "3.14", "step", "falls", "rises", "loss\n"]
 
@@ -190,12 +190,7 @@ DIFFICULT = {  # name: (content, the error or "", what is reported without one o
     "array.json": (rows(LIST), r"one JSON array, not one object a line \(`jq -c '.\[\]' array", "one JSON", []),
     "pretty.json": (json.dumps(LIST, indent=1).encode(), "one JSON array", "one JSON array", []),
     "row.jsonl": (rows(GOOD, 17), "row.jsonl, line 2: .*not an object, but of type int.*; --skip", "is 2)", ["good"]),
-    "rows.jsonl": (
-        rows(GOOD, [1], {}, {"text": 1}, "{"),
-        "line 2",
-        "no text in the field 'text', skipped (lines: 3",
-        ["good"],
-    ),
+    "rows.jsonl": (rows(GOOD, [1], {}, {"text": 1}, "{"), "line 2", "'text', skipped (lines: 3", ["good"]),
     "number.jsonl": (rows({"text": 17}), r"line 1: no text in the field 'text' \(it has the type int", "skipped", []),
     "field.jsonl": (rows({"a": "", "b": ""}), r"\(there are: a, b; --field names another\)", "skipped", []),
     "null.jsonl": (rows(GOOD, {"text": None}), "", "null in the field 'text', left out (lines: 1", ["good"]),
@@ -217,9 +212,7 @@ def test_difficult_files(tmp_path, monkeypatch, capsys, byte_level, name):
     options = (last[5:].replace("txt", "text"), name, last, "--validation-files", last, "--tokenizer", byte_level)
     for skip in ((), ("--skip-bad",)):
         if refused and (not skip or reported is None):
-            with pytest.raises(RunError, match=refused) as error:
-                run(*options, *skip, "--output", "out")
-            assert "\n" not in str(error.value)
+            refuses(refused, run, *options, *skip, "--output", "out")
             assert not Path("out").exists()
         else:
             run(*options, *skip, "--overwrite", "--output", "out")
@@ -254,8 +247,7 @@ def test_a_long_line_is_cut_at_spaces(tmp_path, out, capsys):
     documents = decoded(data.load(out), "train") + decoded(data.load(out), "validation")
     assert 40 < len(documents) < len(pieces)
     assert set(documents) <= set(pieces)
-    with pytest.raises(RunError, match=r"no documents for (train|validation): .* a smaller --cut"):
-        run(*options, 10**6, "--overwrite")
+    refuses(r"no documents for (train|validation): .* a smaller --cut", run, *options, 10**6, "--overwrite")
     assert not list(tmp_path.glob(".out*"))
 
 
@@ -336,8 +328,7 @@ def test_an_unfinished_or_finished_folder_is_not_mixed_with_another(tmp_path, ou
     partial = tmp_path / ".out.partial"
 
     def refuse(percent, message, *more):
-        with pytest.raises(RunError, match=message):
-            run(*options, percent, *more)
+        refuses(message, run, *options, percent, *more)
 
     refuse(20, r"started with other settings \(validation_percent\)")
     with token_files.lock(partial):
@@ -375,9 +366,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(tmp_path, monkeypatch):
         ("pile", "--validation-percent", "51"): "--validation-percent must be in 0.001..50",
         ("jsonl", "a.jsonl", "--vocabulary", "256"): r"--vocabulary must be in 257",
     }.items():
-        with pytest.raises(RunError, match=message) as error:
-            run(*arguments, "--output", "out")
-        assert "\n" not in str(error.value)
+        refuses(message, run, *arguments, "--output", "out")
         assert not Path("out").exists()
         assert not Path(".out.partial").exists()
 
@@ -391,16 +380,10 @@ def test_an_unreachable_hub_is_said_in_one_line(monkeypatch, tmp_path, out, byte
     path = str(save(tmp_path / "a.jsonl", TEXTS))
     texts = sources.HubStream("json", "", "train", "text", sources.Problems(skip=False), 0.0, data_files=[path])
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    message = (
-        r"cannot stream allenai/c4 .* \(Couldn't reach it\): check .* the network; .* with paths it reads local copies"
-    )
-    with pytest.raises(RunError, match=message) as error:
-        run("c4", "--tokenizer", byte_level, "--output", out)
-    assert "\n" not in str(error.value)
-    fake = type("T", (), {"from_pretrained": staticmethod(unreachable)})
-    monkeypatch.setattr(token_files, "Tokenizer", fake)
-    with pytest.raises(RunError, match=r"tokenizer gpt2 \(Couldn't reach it\): .* the path .* check the network"):
-        find_tokenizer("gpt2")
+    message = r"stream allenai/c4 .* \(Couldn't reach it\): check .* the network; .* with paths it reads local copies"
+    refuses(message, run, "c4", "--tokenizer", byte_level, "--output", out)
+    monkeypatch.setattr(token_files, "Tokenizer", type("T", (), {"from_pretrained": staticmethod(unreachable)}))
+    refuses(r"tokenizer gpt2 \(Couldn't reach it\): .* the path .* check the network", find_tokenizer, "gpt2")
 
     def lost_midway():
         yield {"text": "first"}
@@ -409,8 +392,7 @@ def test_an_unreachable_hub_is_said_in_one_line(monkeypatch, tmp_path, out, byte
     monkeypatch.setattr(texts, "_rows", lost_midway())
     taken = iter(texts)
     assert next(taken) == "first"
-    with pytest.raises(RunError, match=r"\(ConnectionError\): .* the same command resumes"):
-        next(taken)
+    refuses(r"\(ConnectionError\): .* the same command resumes", next, taken)
 
 
 # Tokenizers
