@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -207,6 +208,14 @@ def package_calls(f):
     finally:
         sys.setprofile(None)
     return entered
+
+
+def equations(jaxpr):
+    """The equations of a program, also inside its loops and branches."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
 
 
 def put(tree, mesh, *spec):

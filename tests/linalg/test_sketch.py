@@ -4,7 +4,6 @@
 import functools
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -153,21 +152,13 @@ def test_leading_modes_are_clipped_to_the_rest(x64):
         np.testing.assert_allclose(sketched(psi, omega, 4, 6, products, 0.0, rest), expected, atol=1e-8)
 
 
-def names(jaxpr):
-    """The primitives of a program, also inside its loops."""
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from names(inner)
-
-
 def test_one_batched_call_per_size_of_problem():
     """On an accelerator; a CPU loops, because batched LAPACK calls side by side can deadlock it."""
     psis, omegas = [jnp.ones((8, 20)), jnp.ones((3, 6, 9))], [jnp.ones((5, 20)), jnp.ones((3, 5, 9))]
     clippings = [clipping(psi, 3, 1.0) for psi in psis]
     for platform in ("cpu", "tpu", "gpu"):
         program = jax.make_jaxpr(lambda *given: sketch.clip_by_sketch(*given, clippings, 0))
-        found = list(names(on(platform, program)(psis, omegas).jaxpr))
+        found = [eqn.primitive.name for eqn in cases.equations(on(platform, program)(psis, omegas).jaxpr)]
         assert found.count("eigh") == 1
         assert found.count("cholesky") == 2  # for Y, and for the Gram matrix of Q
         assert bool({"while", "scan"} & {*found}) == (platform == "cpu")
