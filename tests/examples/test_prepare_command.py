@@ -124,15 +124,14 @@ def test_c4_is_a_truncated_or_padded_document_per_sequence(tmp_path, out, senten
     tokenizer = find_tokenizer(str(sentence_piece))
     end = tokenizer.token_to_id("</s>")
     assert end_of_text(tokenizer) == end
-    rows = data.validation_sequences(dataset, context=24, count=10**6)
-    iterator = data.training_batches(dataset, context=24, batch_size=10, seed=0)
-    epoch = {tuple(row) for _ in range(25) for row in next(iterator)}
     expected = []
     for text in TEXTS[:250]:
         tokens = [*tokenizer.encode(text, add_special_tokens=False).ids, end][:25]
         expected.append((*tokens, *[data.PADDING] * (25 - len(tokens))))
+    rows = data.validation_sequences(dataset, context=24, count=10**6)
+    epoch = next(data.training_batches(dataset, context=24, batch_size=250, seed=0))
     assert [tuple(row) for row in rows] == expected[:5]
-    assert epoch == set(expected)
+    assert {tuple(row) for row in epoch} == set(expected)
     assert {len([token for token in row if token >= 0]) == 25 for row in expected} == {True, False}
 
 
