@@ -11,6 +11,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import normpre_optax as npo
@@ -216,6 +217,11 @@ def equations(jaxpr):
         yield eqn
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             yield from equations(inner)
+
+
+def rows(names, *values):
+    """Parametrize a test by the rows of a table, under the names of its columns."""
+    return pytest.mark.parametrize(names.split(), values)
 
 
 def put(tree, mesh, *spec):

@@ -93,9 +93,10 @@ def test_a_learning_rate_of_adamw_is_named():
         npo.muon(1e-3)
 
 
-@pytest.mark.parametrize(
-    ("row_norms", "said"),
-    [({"kernel": -1.0}, "row_norms of 'kernel' must be in"), ("1", "row_norms must be a tree of numbers")],
+@cases.rows(
+    "row_norms said",
+    ({"kernel": -1.0}, "row_norms of 'kernel' must be in"),
+    ("1", "row_norms must be a tree of numbers"),
 )
 def test_wrong_row_norms_are_named(row_norms, said):
     params = {"kernel": jnp.eye(3)}

@@ -65,9 +65,7 @@ def follow_muon(expected, gradients, **options):
     cases.assert_same_path(cases.path(tx, gradients, FLAT), expected, 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("convention", "consistent_rms", "nesterov", "steps"), [("moonlight", 0.2, False, 4), ("keller", None, True, 1)]
-)
+@cases.rows("convention consistent_rms nesterov steps", ("moonlight", 0.2, False, 4), ("keller", None, True, 1))
 def test_muon_is_optaxs_muon(convention, consistent_rms, nesterov, steps):
     """optax averages, M = beta M + (1 - beta) G, and corrects the bias.
 

@@ -16,6 +16,7 @@ from examples.pretrain.config import ModelConfig
 from examples.pretrain.evaluate import token_losses
 from examples.pretrain.models import transformer as layers
 from normpre_optax import explain
+from tests import cases
 
 SMALL = ModelConfig(layers=2, width=32, heads=4, mlp_width=48, context=16)
 MODELS = {
@@ -80,15 +81,13 @@ def test_a_text_shorter_or_longer_than_the_context():
         logits_of(build(MODELS["gpt2"]), jnp.zeros((1, 17), jnp.int32))
 
 
-@pytest.mark.parametrize(
-    ("family", "form"),
-    [
-        ("llama", {"scan_layers": True, "remat": True}),
-        pytest.param("llama", {"scan_layers": True}, marks=pytest.mark.slow),
-        pytest.param("llama", {"remat": True}, marks=pytest.mark.slow),
-        pytest.param("gpt2 with biases", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
-        pytest.param("qwen3", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
-    ],
+@cases.rows(
+    "family form",
+    ("llama", {"scan_layers": True, "remat": True}),
+    pytest.param("llama", {"scan_layers": True}, marks=pytest.mark.slow),
+    pytest.param("llama", {"remat": True}, marks=pytest.mark.slow),
+    pytest.param("gpt2 with biases", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
+    pytest.param("qwen3", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
 )
 def test_scan_and_remat_change_no_number(family, form):
     config = MODELS[family]
@@ -164,18 +163,16 @@ class Device:
         self.client, self.platform_version, self.compute_capability = self, platform_version, compute_capability
 
 
-@pytest.mark.parametrize(
-    ("device", "heads", "dtype", "runs"),
-    [
-        (Device("cuda 12090", "9.0"), 1, "bfloat16", True),
-        (Device("cuda 12090", "10.3"), 2, "float16", True),
-        (Device("cuda 12090", "7.5"), 2, "bfloat16", False),
-        (Device("rocm 60300", "gfx942"), 2, "bfloat16", False),
-        (Device("cpu", ""), 2, "bfloat16", False),
-        (Device("cuda 12090", "8.0"), 2, "float32", False),
-        (Device("cuda 12090", "8.0"), 0.9, "bfloat16", False),  # heads of 142, and of 36
-        (Device("cuda 12090", "8.0"), 3.5, "bfloat16", False),
-    ],
+@cases.rows(
+    "device heads dtype runs",
+    (Device("cuda 12090", "9.0"), 1, "bfloat16", True),
+    (Device("cuda 12090", "10.3"), 2, "float16", True),
+    (Device("cuda 12090", "7.5"), 2, "bfloat16", False),
+    (Device("rocm 60300", "gfx942"), 2, "bfloat16", False),
+    (Device("cpu", ""), 2, "bfloat16", False),
+    (Device("cuda 12090", "8.0"), 2, "float32", False),
+    (Device("cuda 12090", "8.0"), 0.9, "bfloat16", False),  # heads of 142, and of 36
+    (Device("cuda 12090", "8.0"), 3.5, "bfloat16", False),
 )
 def test_cudnn_is_used_where_it_runs(monkeypatch, device, heads, dtype, runs):
     monkeypatch.setattr(jax, "local_devices", lambda: [device])

@@ -63,10 +63,7 @@ def test_exact_clipping_of_a_known_spectrum(x64):
         np.testing.assert_allclose(got, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("shape", "rank", "extra", "powers"),
-    [((8, 20), 3, 1, 0), ((8, 20), 3, 1, 2), ((8, 8), 1, 0, 1), ((1, 5), 4, 8, 1)],
-)
+@cases.rows("shape rank extra powers", ((8, 20), 3, 1, 0), ((8, 20), 3, 1, 2), ((8, 8), 1, 0, 1), ((1, 5), 4, 8, 1))
 def test_the_sketch_is_algorithm_2(x64, shape, rank, extra, powers):
     psi = unit(shape)
     omega = gaussian((shape[1], min(shape[0], rank + extra)), 7)
