@@ -23,6 +23,7 @@ RANGES: dict[str, tuple[float, float]] = {
     ),
     **dict.fromkeys(("rms", "relative_threshold"), (1e-15, 1e15)),
 }
+TREES = {"row_norms": (1e-15, 1e15), "learning_rate_multipliers": (0, math.inf)}  # of trees of numbers
 
 
 # Numbers that may be a schedule, and those that may be None.
@@ -45,16 +46,18 @@ def check_numbers(**options: Any) -> None:
             _check_dtype(name, value)
         if name not in RANGES or (value is None and name in OPTIONAL) or (callable(value) and name in SCHEDULES):
             continue
-        kinds = int | float | np.number | np.ndarray | jax.Array
-        number: Any = value
-        if not isinstance(number, kinds) or isinstance(number, bool) or np.ndim(number):
-            other = "" if name in SCHEDULES else " (optax.inject_hyperparams makes a schedule of it)" * callable(value)
-            raise TypeError(f"{name} must be a number{other}, got {reprlib.repr(value)}")
-        if isinstance(value, Tracer):
-            continue
-        least, below = RANGES[name]
-        if not least <= number < below:
-            raise ValueError(f"{name} must be in [{least:g}, {below:g}), got {value}")
+        schedule = callable(value) and name not in SCHEDULES
+        check_number(name, value, *RANGES[name], " (optax.inject_hyperparams makes a schedule of it)" * schedule)
+
+
+def check_number(name: str, value: Any, least: float, below: float, hint: str = "") -> None:
+    """Raise an error for a value that is not one number in [least, below); a traced number may be any."""
+    kinds = int | float | np.number | np.ndarray | jax.Array
+    if not isinstance(value, kinds) or isinstance(value, bool) or np.ndim(value) or np.iscomplexobj(value):
+        raise TypeError(f"{name} must be a number{hint}, got {reprlib.repr(value)}")
+    number: Any = value
+    if not isinstance(value, Tracer) and not least <= number < below:
+        raise ValueError(f"{name} must be in [{least:g}, {below:g}), got {value}")
 
 
 def _check_dtype(name: str, value: Any) -> None:

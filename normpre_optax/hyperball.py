@@ -19,7 +19,7 @@ from normpre_optax.parameters.rules import assign
 from normpre_optax.parameters.tree import leaf_paths
 from normpre_optax.stages.base import CountState, init_count, map_matrices, stage
 
-_ADAMS = 3e-3  # learning rates below are AdamW's
+_ADAMS = 5e-3  # learning rates below are AdamW's
 
 
 def hyperball(
@@ -95,7 +95,7 @@ def _hyperball(
         lr: Any = learning_rate(state.count) if callable(learning_rate) else learning_rate
         norms, paths = norms_of(params), leaf_paths(params)
         rates = [lr if times is None else lr * times[path] for path in paths]
-        new = map_matrices(_step, updates, params, matrix_dims, [norms[path] for path in paths], rates)
+        new = map_matrices(_step, updates, params, matrix_dims, [norms.get(path) for path in paths], rates)
         return new, CountState(optax.safe_increment(state.count))
 
     return stage(step, init_count, matrix_dims)

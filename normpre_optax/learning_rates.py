@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import optax
 
+from normpre_optax.checks import RANGES, check_number
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.rules import ParamSpec, adamw_inputs, assign
 from normpre_optax.relatives.muon import CONVENTIONS
@@ -115,9 +116,12 @@ def learning_rate_from_muon(
             raise ValueError(f"convention={convention!r} is not 'keller', 'original', 'moonlight', 'match_rms_adamw'")
         if shape is None and name == "keller":
             raise ValueError(f"{convention=} depends on the shape of a matrix: pass shape=(outputs, inputs)")
+        if shape is not None and (not isinstance(shape, tuple) or len(shape) != 2 or min(shape) < 1):
+            raise ValueError(f"shape must be (outputs, inputs), got {shape!r}")
         m, n = shape or (1, 1)
         rms_of_muon = CONVENTIONS[name](m, n) / math.sqrt(max(m, n))
     else:
+        check_number("convention", convention, *RANGES["rms"])
         rms_of_muon = convention
     times = rms_of_muon / rms
     if callable(learning_rate):

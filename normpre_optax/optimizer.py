@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a direction for matrices to a complete optimizer: AdamW for the rest, weight decay and learning rates."""
 
+import contextlib
 import functools
 import inspect
 import warnings
@@ -72,7 +73,7 @@ def with_adamw(
         >>> sorted(tx.init({"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}).inner_states)
         ['adamw', 'matrix']
     """
-    if not callable(direction) or not isinstance(direction(matrix_dims=None), optax.GradientTransformation):
+    if not _is_direction(direction):
         raise TypeError(
             "direction must be a function that returns an optax.GradientTransformation when called with matrix_dims=, "
             f"such as scale_by_muon or functools.partial(scale_by_muon, nesterov=False); got {direction!r}"
@@ -102,15 +103,15 @@ def with_adamw(
             )
         labels = jax.tree.structure(params).unflatten(["matrix" if s.dims else "adamw" for s in found.values()])
         mask, times = weight_decay_mask, learning_rate_multipliers
-        if mask is not None:
-            mask = whole_tree("weight_decay_mask", mask, params, (bool, np.bool_), "bools")
+        # All optimizers have the same state, with and without mask and multipliers: they may change at a restart.
+        mask = whole_tree("weight_decay_mask", True if mask is None else mask, params, (bool, np.bool_), "bools")
         if times is not None:
             times = dict(zip(found, numbers("learning_rate_multipliers", times, params), strict=True))
 
         def finished(tx: optax.GradientTransformation, decay: Any, lr: Any) -> optax.GradientTransformation:
-            multiplied = [] if times is None else [_multiplied(found, times)]
-            decayed = optax.add_decayed_weights(decay, None if mask is None else lambda _: mask)
-            return optax.chain(tx, *multiplied, decayed, optax.scale_by_learning_rate(lr))
+            multiplied = optax.identity() if times is None else _multiplied(found, times)
+            decayed = optax.add_decayed_weights(decay, lambda _: mask)
+            return optax.chain(tx, multiplied, decayed, optax.scale_by_learning_rate(lr))
 
         matrix = of_matrices(tuple(found.values()))
         if norm_control == "hyperball":
@@ -199,6 +200,15 @@ def complete(direction: Callable[..., Any], more: str = "") -> Callable[..., opt
         doc | {key: text.format(name, doc[""], doc.get("Args", ""), more) for key, text in _COMPLETE.items()}, ()
     )
     return checked(optimizer, inspect.Signature([learning_rate, *own.values(), *added]))
+
+
+def _is_direction(direction: Any) -> bool:
+    with contextlib.suppress(ValueError):  # some functions have no signature
+        try:
+            inspect.signature(direction).bind(matrix_dims=None)
+        except TypeError:
+            return False
+    return isinstance(direction(matrix_dims=None), optax.GradientTransformation)
 
 
 def _multiplied(found: Assignment, times: dict[str, Any]) -> optax.GradientTransformation:

@@ -37,7 +37,8 @@ ARGS = {
     "weight_decay_mask": "tree of bools, or a function ``(params) -> tree``; None decays all parameters, "
     "``decay_matrices_only`` leaves out norms' scales and biases.",
     "learning_rate_multipliers": "tree of numbers, or a function ``(params) -> tree``: factors of the learning rate of "
-    "each parameter (``multipliers_by_width``). Weight decay stays ``lr wd``. None is 1.",
+    "each parameter (``multipliers_by_width``). Weight decay stays ``lr wd``. None is 1. "
+    "Under Hyperball 0 keeps the direction of a matrix, and its norm is still set.",
     "norm_control": '"hyperball" sets the Frobenius norm of every matrix and makes the learning rate the size of a '
     "step relative to it; matrices then have no weight decay, and ``adam_learning_rate`` must be given. "
     '"none" does nothing.',

@@ -368,6 +368,14 @@ def test_a_state_of_another_optimizer_is_named(given, tx, said):
         jax.eval_shape(tx.update, params, given.init(params), params)
 
 
+@representatives
+def test_a_mask_and_multipliers_may_be_added_to_a_state(name):
+    """Also after a restart: they are in no state."""
+    options = {"weight_decay_mask": npo.decay_matrices_only, "learning_rate_multipliers": 0.5}
+    plain, more = (cases.make(name, 0.01, **kwargs).init(numbers()) for kwargs in ({}, options))
+    assert jax.tree.structure(plain) == jax.tree.structure(more)
+
+
 def test_a_state_of_other_parameters_is_named():
     tx, params = npo.muon(0.1), {"dense": jnp.ones((3, 4))}
     with pytest.raises(ValueError, match=r"\['dense'\] has shape \(3, 5\), expected shape \(3, 4\)"):

@@ -81,7 +81,7 @@ def test_normpre_h_is_its_parts():
 def test_a_learning_rate_of_adamw_is_named():
     """At construction, of a number and of a schedule; not where a traced number is one step's."""
     warmup, muon = optax.warmup_cosine_decay_schedule, functools.partial(npo.muon, **cases.HYPERBALL)
-    for rate in (1e-3, warmup(0.0, 6e-4, 80, 800)):
+    for rate in (1e-3, 4e-3, warmup(0.0, 6e-4, 80, 800)):
         for make in (npo.hyperball, muon, functools.partial(npo.normpre_h, adam_learning_rate=1e-3)):
             with pytest.warns(UserWarning, match=r"the learning rate is at most \S+, like AdamW's") as seen:
                 make(rate)
@@ -93,12 +93,26 @@ def test_a_learning_rate_of_adamw_is_named():
         npo.muon(1e-3)
 
 
+@pytest.mark.parametrize("option", ["row_norms", "learning_rate_multipliers"])
 @cases.rows(
-    "row_norms said",
-    ({"kernel": -1.0}, "row_norms of 'kernel' must be in"),
-    ("1", "row_norms must be a tree of numbers"),
+    "value said",
+    *((x, "of 'kernel' must be in") for x in (-1.0, 0, jnp.float32(-1.0), np.float32("nan"))),
+    *((x, "of 'kernel' must be a number") for x in (jnp.ones(3), np.ones((3, 1)), True, 1j)),  # one per row, too
+    ("1", "must be a tree of numbers"),
+    ({}, "'kernel' is missing"),
+    (lambda params: None, "'kernel' is missing"),
+    ({"kernel": 1.0, "bias": 1.0}, "'bias' is unknown"),
 )
-def test_wrong_row_norms_are_named(row_norms, said):
+def test_wrong_numbers_by_parameter_are_named(option, value, said):
     params = {"kernel": jnp.eye(3)}
-    with pytest.raises((ValueError, TypeError), match=said):
-        npo.normpre_h(0.01, 1e-3, row_norms=row_norms).init(params)
+    if option == "learning_rate_multipliers" and value is not None and np.array_equal(value, 0):
+        return  # does not train a parameter
+    with pytest.raises((ValueError, TypeError), match=f"{option}.* {said}"):
+        npo.normpre_h(0.01, 1e-3, **{option: value}).init(params)
+
+
+def test_hyperball_is_for_matrices_only():
+    params = {"kernel": jnp.eye(3), "bias": jnp.ones(3)}
+    tx = npo.hyperball(0.01)
+    with pytest.raises(ValueError, match=r"'bias' of shape \(3,\) is not a matrix"):
+        tx.update(params, tx.init(params), params)

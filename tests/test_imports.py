@@ -23,7 +23,7 @@ ALL = {"jax", "numpy", "optax"}
 TABLE: dict[str, tuple[set[str], set[str]]] = {
     "checks": ({"jax", "numpy"}, set()),
     "linalg": ({"jax", "numpy"}, set()),
-    "parameters": (ALL, set()),
+    "parameters": (ALL, {"checks"}),
     "sharding": (ALL, {"linalg", "parameters"}),
     "stages": (ALL, {"checks", "linalg", "parameters", "sharding"}),
     "options": ({"jax"}, {"checks"}),
@@ -32,7 +32,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "algorithm": ({"optax"}, {"optimizer", "options", "stages"}),
     "recommended": ({"optax"}, {"algorithm", "optimizer", "options"}),
     "relatives": ({"optax"}, {"algorithm", "optimizer", "options", "stages"}),
-    "learning_rates": ({"jax", "optax"}, {"parameters", "relatives"}),
+    "learning_rates": ({"jax", "optax"}, {"checks", "parameters", "relatives"}),
     "__init__": (
         set(),
         {"algorithm", "hyperball", "learning_rates", "optimizer", "options", "parameters", "recommended", "relatives"}

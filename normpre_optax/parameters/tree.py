@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax import tree_util
 
+from normpre_optax.checks import TREES, check_number
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.vocabulary import words
 
@@ -278,16 +279,21 @@ def whole_tree(name: str, given: Any, params: Any, kinds: tuple, what: str) -> A
     is_tree = all(isinstance(x, kinds) for x in jax.tree.leaves(given))  # an Equinox module is callable
     if not is_tree and not callable(given):
         raise TypeError(f"{name} must be a tree of {what} or a function (params) -> tree, got {given!r}")
+    tree = given if is_tree else given(params)
     try:
-        return jax.tree.broadcast(given if is_tree else given(params), params)
+        return jax.tree.broadcast(tree, params)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{name} must be a tree like the parameters, or a prefix of it: {error}") from error
+        paths, entries = leaf_paths(params), leaf_paths(tree)
+        covers = lambda entry, path: f"{path}/".startswith(f"{entry}/")  # noqa: E731
+        missing = [f"{path!r} is missing" for path in paths if not any(covers(entry, path) for entry in entries)]
+        unknown = [f"{entry!r} is unknown" for entry in entries if not any(covers(entry, path) for path in paths)]
+        why = [*missing, *unknown, str(error)][0]
+        raise ValueError(f"{name} must be a tree like the parameters, or a prefix of it: {why}") from error
 
 
 def numbers(name: str, given: Any, params: Any) -> list[Any]:
     """Return an option that is a tree of numbers, or a function that returns one, as a list with one per parameter."""
     found = jax.tree.leaves(whole_tree(name, given, params, get_args(jax.typing.ArrayLike), "numbers"))
     for path, x in zip(leaf_paths(params), found, strict=True):
-        if not isinstance(x, jax.Array) and not 0 <= x < math.inf:
-            raise ValueError(f"{name} of {path!r} must be in [0, inf), got {x}")
+        check_number(f"{name} of {path!r}", x, *TREES[name])
     return found
