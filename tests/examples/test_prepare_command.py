@@ -84,8 +84,11 @@ def out(tmp_path) -> Path:
     return tmp_path / "out"
 
 
-def run(*arguments: object) -> None:
-    command.main([str(argument) for argument in arguments])
+def run(*arguments: object) -> data.Dataset:
+    """Prepare token files, and load them."""
+    words = [str(argument) for argument in arguments]
+    command.main(words)
+    return data.load(Path(words[words.index("--output") + 1]))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -104,8 +107,7 @@ def test_openwebtext_from_local_files_is_held_out_by_its_text(tmp_path, out, byt
         assert list(sources.read_records(path, "body", sources.Problems(skip=False))) == TEXTS
     path = save(tmp_path / "a.jsonl", ["", " \n", *TEXTS])
     options = ("--validation-percent", 20, "--train-documents", 50, "--validation-documents", 20, "--output", out)
-    run("openwebtext", path, "--tokenizer", byte_level, *options)
-    dataset = data.load(out)
+    dataset = run("openwebtext", path, "--tokenizer", byte_level, *options)
     assert decoded(dataset, "train") == [text for text in TEXTS if sources.fraction(text) >= 0.2][:50]
     assert decoded(dataset, "validation") == [text for text in TEXTS if sources.fraction(text) < 0.2][:20]
     assert (dataset.manifest["source"], dataset.manifest["tokenizer"]) == (str(path), str(byte_level))
@@ -113,11 +115,10 @@ def test_openwebtext_from_local_files_is_held_out_by_its_text(tmp_path, out, byt
 
 def test_c4_is_a_truncated_or_padded_document_per_sequence(tmp_path, out, sentence_piece):
     train, validation = save(tmp_path / "t.json.gz", TEXTS), save(tmp_path / "v.jsonl", TEXTS[:9])
-    run(
+    dataset = run(
         *("c4", train, "--validation-files", validation, "--tokenizer", sentence_piece),
         *("--context", 24, "--train-documents", 250, "--validation-documents", 5, "--output", out),
     )
-    dataset = data.load(out)
     sums = {path.name: token_files.sha256(path) for path in out.iterdir() if path.name != "manifest.json"}
     assert dataset.manifest["sha256"] == sums
     assert dataset.manifest["train"]["bytes"] == sum(len(text.encode()) for text in TEXTS[:250])
@@ -144,8 +145,7 @@ def test_folders_of_text_and_of_another_field(tmp_path, out):
     save(folder / "a.jsonl", TEXTS[:50], "body")
     save(folder / "b.jsonl.gz", TEXTS[50:100], "body")
     for options in (("text", tmp_path), ("jsonl", tmp_path, "--field", "body")):
-        run(*options, "--vocabulary", 300, "--overwrite", "--output", out)
-        dataset = data.load(out)
+        dataset = run(*options, "--vocabulary", 300, "--overwrite", "--output", out)
         assert dataset.vocabulary == 300
         assert sorted(decoded(dataset, "train") + decoded(dataset, "validation")) == sorted(TEXTS[:100])
 
@@ -158,8 +158,7 @@ def test_text_that_spells_a_special_token_stays_text(tmp_path, out, request, kin
     texts = [f"{number} a {SPECIAL[number % 4]} b{SPECIAL[number % 3]}{SPECIAL[1]} c" for number in range(200)]
     path = save(tmp_path / "a.jsonl", texts)
     tokenizer = () if kind == "trained" else ("--tokenizer", request.getfixturevalue(kind))
-    run("jsonl", path, *tokenizer, "--vocabulary", 300, "--validation-percent", 20, "--output", out)
-    dataset = data.load(out)
+    dataset = run("jsonl", path, *tokenizer, "--vocabulary", 300, "--validation-percent", 20, "--output", out)
     end = end_of_text(dataset.tokenizer)
     tokens = np.concatenate([dataset.train, dataset.validation])
     assert (tokens == end).sum() == 200
@@ -214,11 +213,11 @@ def test_difficult_files(tmp_path, monkeypatch, capsys, byte_level, name):
             refuses(refused, run, *options, *skip, "--output", "out")
             assert not Path("out").exists()
         else:
-            run(*options, *skip, "--overwrite", "--output", "out")
+            dataset = run(*options, *skip, "--overwrite", "--output", "out")
             said = capsys.readouterr().out
             assert f"{name}: " in said if reported else name not in said
             assert reported in said
-            assert decoded(data.load(Path("out")), "train") == [*documents, "last"]
+            assert decoded(dataset, "train") == [*documents, "last"]
 
 
 def test_a_long_line_is_cut_at_spaces(tmp_path, out, capsys):
@@ -241,9 +240,9 @@ def test_a_long_line_is_cut_at_spaces(tmp_path, out, capsys):
     assert len(pieces[-2]) == 500  # minified: no space
     assert list(sources.pieces(io.StringIO("ab"), 1)) == ["a", "b"]
     options = ("text", path, "--skip-bad", "--validation-percent", 20, "--vocabulary", 300, "--output", out, "--cut")
-    run(*options, 500)
+    dataset = run(*options, 500)
     assert "long.txt: not UTF-8, skipped from there on\n" in capsys.readouterr().out
-    documents = decoded(data.load(out), "train") + decoded(data.load(out), "validation")
+    documents = decoded(dataset, "train") + decoded(dataset, "validation")
     assert 40 < len(documents) < len(pieces)
     assert set(documents) <= set(pieces)
     refuses(r"no documents for (train|validation): .* a smaller --cut", run, *options, 10**6, "--overwrite")
@@ -310,8 +309,7 @@ def test_a_streamed_data_set_resumes_where_it_stopped(tmp_path, byte_level, smal
     monkeypatch.setattr(command, "HubStream", local)
     options = ("openwebtext", "--revision", "refs/pr/22", "--tokenizer", byte_level, "--validation-percent", 10)
     options += ("--output",)
-    run(*options, tmp_path / "whole")
-    whole = data.load(tmp_path / "whole")
+    whole = run(*options, tmp_path / "whole")
     assert sorted(decoded(whole, "train") + decoded(whole, "validation")) == sorted(TEXTS)
     stop(12, signal.SIGKILL, *options, tmp_path / "parts")
     run(*options, tmp_path / "parts")
@@ -337,11 +335,9 @@ def test_an_unfinished_or_finished_folder_is_not_mixed_with_another(tmp_path, ou
     for damage in ("{", "[" * 100_000):
         (partial / "state.json").write_text(damage)
         refuse(10, r"state\.json is damaged")
-    run(*options, 20, "--overwrite")
-    assert data.load(out).manifest["validation"]["documents"] > 30
+    assert run(*options, 20, "--overwrite").manifest["validation"]["documents"] > 30
     refuse(20, "exists: --overwrite replaces it")
-    run(*options, 20, "--train-documents", 100, "--overwrite")
-    assert data.load(out).manifest["train"]["documents"] == 100
+    assert run(*options, 20, "--train-documents", 100, "--overwrite").manifest["train"]["documents"] == 100
     (out / "manifest.json").unlink()
     refuse(20, "--overwrite will not delete it", "--overwrite")
 

@@ -285,18 +285,17 @@ def rule(path, leaf, strict=True):
     return MuonDimensionNumbers(1, 0) if path == "cube" else default_matrix_dims(path, leaf)
 
 
-@pytest.mark.parametrize(
-    "matrix_dims",
-    [
-        rule,
-        jax.tree_util.Partial(rule),
-        lambda params, flag=True: FULL,
-        lambda params: jax.tree.map(lambda x: {1: None, 2: IN_OUT, 3: CUBE}[x.ndim], params) | {"wte": None},
-        FULL,
-        assign({**PARAMS, "more": array(3)}, FULL | {"more": None}),
-    ],
-    ids=["rule", "jax partial", "callable", "tree_map", "tree", "assignment"],
-)
+OVERRIDES = {
+    "rule": rule,
+    "jax partial": jax.tree_util.Partial(rule),
+    "callable": lambda params, flag=True: FULL,
+    "tree_map": lambda p: jax.tree.map(lambda x: {1: None, 2: IN_OUT, 3: CUBE}[x.ndim], p) | {"wte": None},
+    "tree": FULL,
+    "assignment": assign({**PARAMS, "more": array(3)}, FULL | {"more": None}),
+}
+
+
+@pytest.mark.parametrize("matrix_dims", OVERRIDES.values(), ids=OVERRIDES)
 def test_overrides(matrix_dims):
     assert chosen(PARAMS, matrix_dims) == WANT
 

@@ -87,10 +87,8 @@ def test_alignment_and_rms(x64):
 def test_rows_and_the_radial_factor(x64):
     w = np.stack([weight(), 0.5 * weight(seed=4)])
     norms = np.linalg.norm(w, axis=-1)
-    close(
-        jnp.stack(diagnostics.row_norm_statistics(jnp.asarray(w))),
-        [norms.mean(-1), norms.std(-1), norms.min(-1), norms.max(-1)],
-    )
+    found = jnp.stack(diagnostics.row_norm_statistics(jnp.asarray(w)))
+    close(found, [norms.mean(-1), norms.std(-1), norms.min(-1), norms.max(-1)])
     mean, smallest, reversed_ = diagnostics.radial_factor(jnp.asarray(w))
     close(mean, (1 - norms**2).mean(-1))
     close(smallest, (1 - norms**2).min(-1))
@@ -104,9 +102,8 @@ def test_principal_angles_small_and_large(x64):
     turn = np.linalg.qr(gaussian((6, 6)))[0]
     a = np.eye(3, 6)
     b = np.cos(angles)[:, None] * a + np.sin(angles)[:, None] * np.roll(a, 3, axis=1)
-    found = diagnostics.principal_angles(
-        jnp.asarray(a @ turn), jnp.asarray(np.linalg.qr(gaussian((3, 3)))[0] @ b @ turn)
-    )
+    b = np.linalg.qr(gaussian((3, 3)))[0] @ b
+    found = diagnostics.principal_angles(*(jnp.asarray(x @ turn) for x in (a, b)))
     close(found, angles, atol=1e-14)  # acos alone would be off by 1e-8 at the smallest
 
 
