@@ -7,9 +7,11 @@ import sys
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import normpre_optax as npo
@@ -207,6 +209,19 @@ def package_calls(f):
     finally:
         sys.setprofile(None)
     return entered
+
+
+def equations(jaxpr):
+    """The equations of a program, also inside its loops and branches."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def rows(names, *values):
+    """Parametrize a test by the rows of a table, under the names of its columns."""
+    return pytest.mark.parametrize(names.split(), values)
 
 
 def put(tree, mesh, *spec):

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402 (flags must be set before JAX is imported)
 """Settings and fixtures of the whole test suite."""
 
 import gc
@@ -15,20 +16,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Eight virtual CPU devices for tests on meshes; everything else runs on the first one. The other flags compile three
 # times faster. Flags that are set already take precedence. All of this must be set before JAX is initialized.
-os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", "")]
-    + [
-        f"--{flag}"
-        for flag in (
-            "xla_force_host_platform_device_count=8",
-            "xla_backend_optimization_level=0",
-            "xla_cpu_parallel_codegen_split_count=1",
-            # later versions do not know this flag
-            *(["xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []),
-        )
-        if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", "")
-    ]
-)
+flags = {"force_host_platform_device_count": 8, "backend_optimization_level": 0, "cpu_parallel_codegen_split_count": 1}
+flags |= {"cpu_use_fusion_emitters": "false"} if version("jaxlib") < "0.11" else {}  # later versions do not know it
+given = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = " ".join([given, *(f"--xla_{flag}={x}" for flag, x in flags.items() if flag not in given)])
 
 import jax
 import pytest
@@ -40,12 +31,9 @@ from normpre_optax.linalg import precision
 gc.set_threshold(100_000, 10, 10)
 
 # Examples are few because a new shape compiles, and deterministic so that a red run can be repeated.
-settings.register_profile(
-    "normpre", max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile(  # pytest --hypothesis-profile=thorough
-    "thorough", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+calm = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("normpre", max_examples=20, derandomize=True, **calm)
+settings.register_profile("thorough", max_examples=1000, **calm)  # pytest --hypothesis-profile=thorough
 settings.load_profile("normpre")
 
 

@@ -102,9 +102,10 @@ SIDES, TANGENTS = ("alternating", "rows", "columns", "both"), ("relaxed", "stric
 THOROUGH = itertools.product(list(OPTIMIZERS)[:4], SIDES, TANGENTS, ("cpu", "tpu", "gpu"))
 
 
-@pytest.mark.parametrize(
-    ("stage", "orientation", "tangent", "platform"),
-    [*COMBINATIONS, *(pytest.param(*x, marks=pytest.mark.thorough) for x in THOROUGH if x not in COMBINATIONS)],
+@cases.rows(
+    "stage orientation tangent platform",
+    *COMBINATIONS,
+    *(pytest.param(*x, marks=pytest.mark.thorough) for x in THOROUGH if x not in COMBINATIONS),
 )
 def test_steps_agree_with_the_reference(stage, orientation, tangent, platform):
     """With a zero row, a zero matrix and one in a stack."""
@@ -170,9 +171,8 @@ def test_coefficients_and_steps_reach_the_spectral_stage(name, steps, headroom):
         np.testing.assert_allclose(got[key], x, atol=10 * EPS32 * 970 * 0.2)
 
 
-@pytest.mark.parametrize(
-    ("method", "rank", "level"),
-    [("exact", 0.25, None), ("exact", 99, 0.5), ("sketch", 0.25, 0.5), ("products", 3, None)],
+@cases.rows(
+    "method rank level", ("exact", 0.25, None), ("exact", 99, 0.5), ("sketch", 0.25, 0.5), ("products", 3, None)
 )
 def test_shares_and_thresholds_reach_the_spectral_stage(method, rank, level):
     """With a sketch of the whole smaller dimension; ``products`` clips every mode that the sketch sees."""

@@ -233,12 +233,10 @@ def test_injected_schedules_keep_the_state_and_the_updates(name):
     assert describe(jax.eval_shape(tx.update, params, state, params)) == describe((params, state))
 
 
-@pytest.mark.parametrize(
-    ("factory", "argument", "value"),
-    [
-        *((npo.normpre_l, name, 4) for name in ("rank", "oversample", "power_iterations", "seed")),
-        *((npo.muon, "ns_steps", 5), (npo.mano, "version", 1), (npo.swan, "whitening_steps", 6)),
-    ],
+@cases.rows(
+    "factory argument value",
+    *((npo.normpre_l, name, 4) for name in ("rank", "oversample", "power_iterations", "seed")),
+    *((npo.muon, "ns_steps", 5), (npo.mano, "version", 1), (npo.swan, "whitening_steps", 6)),
 )
 def test_a_traced_argument_that_must_be_static_is_named_with_the_fix(factory, argument, value):
     tx = optax.inject_hyperparams(factory, static_args=npo.static_args(factory) - {argument})
@@ -329,14 +327,8 @@ def test_gradients_that_do_not_fit_are_named():
     tx, bias = optimizer("normpre_g"), {"bias": jnp.ones(4)}
     state = jax.eval_shape(tx.init, params)
     for grads, said in (
-        (
-            {"up": {"kernel": jnp.ones((4, 3)), **bias}},
-            r"\['up'\]\['kernel'\] has shape \(4, 3\), expected shape \(3, 4\)",
-        ),
-        (
-            {"up": {"kernel": jnp.ones((1, 4)), **bias}},
-            r"\['up'\]\['kernel'\] has shape \(1, 4\), expected shape \(3, 4\)",
-        ),
+        ({"up": {"kernel": jnp.ones((4, 3)), **bias}}, r"\['kernel'\] has shape \(4, 3\), expected shape \(3, 4\)"),
+        ({"up": {"kernel": jnp.ones((1, 4)), **bias}}, r"\['kernel'\] has shape \(1, 4\), expected shape \(3, 4\)"),
         ({"up": {"kernel": jnp.ones((3, 4))}}, rf"\['bias'\] has nothing, expected shape \(4,\)\. .*{CALL}"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -345,15 +337,13 @@ def test_gradients_that_do_not_fit_are_named():
         tx.update(state, params, params)
 
 
-@pytest.mark.parametrize(
-    ("tx", "said"),
-    [
-        (npo.normpre_g(0.1), f"(?s){CALL}.*Equinox.*brax"),
-        (npo.hyperball(0.1), f"hyperball needs the parameters: call {CALL}"),
-        *((stage(), f"(?s){CALL}.*tangent='none'") for stage in (npo.scale_by_normpre_g, npo.scale_by_mano)),
-        *((stage(), f"(?s){CALL}.*tangent='none'") for stage in (npo.project_to_tangent, npo.normalize_tangent)),
-        (npo.scale_by_normpre_g(tangent="none"), None),
-    ],
+@cases.rows(
+    "tx said",
+    (npo.normpre_g(0.1), f"(?s){CALL}.*Equinox.*brax"),
+    (npo.hyperball(0.1), f"hyperball needs the parameters: call {CALL}"),
+    *((stage(), f"(?s){CALL}.*tangent='none'") for stage in (npo.scale_by_normpre_g, npo.scale_by_mano)),
+    *((stage(), f"(?s){CALL}.*tangent='none'") for stage in (npo.project_to_tangent, npo.normalize_tangent)),
+    (npo.scale_by_normpre_g(tangent="none"), None),
 )
 def test_missing_params_are_named(tx, said):
     params = {"kernel": jnp.ones((3, 4))}
@@ -362,17 +352,15 @@ def test_missing_params_are_named(tx, said):
         jax.eval_shape(lambda: tx.update(params, state))
 
 
-@pytest.mark.parametrize(
-    ("given", "tx", "said"),
-    [
-        (npo.normpre_h(0.1, 0.1), npo.muon(0.1), r"\.count has shape \(\)"),
-        (npo.normpre_l(0.1), npo.muon(0.1), r"state\S+ has shape \(\), expected nothing"),
-        (optax.sgd(0.1, momentum=0.9), npo.muon(0.1), "nothing"),
-        (npo.swan(0.1), npo.normpre_g(0.1), r"has nothing, expected shape"),
-        (npo.muon(lambda step: 0.1), npo.muon(0.1), "count"),
-        (npo.muon(0.1), npo.muon(0.1, weight_decay=lambda step: 0.1), "count"),
-        (npo.normuon(0.1), npo.adamuon(0.1), "state"),
-    ],
+@cases.rows(
+    "given tx said",
+    (npo.normpre_h(0.1, 0.1), npo.muon(0.1), r"\.count has shape \(\)"),
+    (npo.normpre_l(0.1), npo.muon(0.1), r"state\S+ has shape \(\), expected nothing"),
+    (optax.sgd(0.1, momentum=0.9), npo.muon(0.1), "nothing"),
+    (npo.swan(0.1), npo.normpre_g(0.1), r"has nothing, expected shape"),
+    (npo.muon(lambda step: 0.1), npo.muon(0.1), "count"),
+    (npo.muon(0.1), npo.muon(0.1, weight_decay=lambda step: 0.1), "count"),
+    (npo.normuon(0.1), npo.adamuon(0.1), "state"),
 )
 def test_a_state_of_another_optimizer_is_named(given, tx, said):
     params = {"dense": jnp.ones((3, 5)), "bias": jnp.ones(5)}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import normpre_optax as npo
+from tests import cases
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -100,15 +101,13 @@ class Thing:
 PAIR = "from typing import NamedTuple\nclass Pair(NamedTuple):\n    a: int\n"
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ("def silent(): pass\n", ["the public name face.silent has no documentation"]),
-        ("OTHER = 4\n", ["the public name face.OTHER has no documentation"]),
-        ("    def drop(self): pass\n", ["the method face.Thing.drop has no documentation"]),
-        (PAIR, ["the public name face.Pair has no documentation"]),
-        ("def _own(): pass\n", []),
-    ],
+@cases.rows(
+    "more expected",
+    ("def silent(): pass\n", ["the public name face.silent has no documentation"]),
+    ("OTHER = 4\n", ["the public name face.OTHER has no documentation"]),
+    ("    def drop(self): pass\n", ["the method face.Thing.drop has no documentation"]),
+    (PAIR, ["the public name face.Pair has no documentation"]),
+    ("def _own(): pass\n", []),
 )
 def test_an_undocumented_name_is_a_problem(more, expected, tmp_path, monkeypatch):
     (tmp_path / "face.py").write_text(DOCUMENTED + more)

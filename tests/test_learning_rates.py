@@ -23,13 +23,11 @@ def coherent(matrix_dims):
     return optax.stateless(lambda updates, params: jax.tree.map(jnp.ones_like, updates))
 
 
-@pytest.mark.parametrize(
-    ("factory", "update"),
-    [
-        (npo.muon, "orthogonal"),
-        (functools.partial(npo.normpre_h, adam_learning_rate=1.0), "relative"),
-        (functools.partial(npo.with_adamw, coherent), "elementwise"),
-    ],
+@cases.rows(
+    "factory update",
+    (npo.muon, "orthogonal"),
+    (functools.partial(npo.normpre_h, adam_learning_rate=1.0), "relative"),
+    (functools.partial(npo.with_adamw, coherent), "elementwise"),
 )
 def test_a_step_has_the_same_size_at_every_width(factory, update):
     """The size is the largest singular value over sqrt(out / in)."""
@@ -113,18 +111,16 @@ def test_multipliers_apply_to_updates_and_not_to_weight_decay(control):
 LIKE = "must be a tree like the parameters"
 
 
-@pytest.mark.parametrize(
-    ("option", "given", "message"),
-    [
-        ("learning_rate_multipliers", "x", "must be a tree of numbers"),
-        ("learning_rate_multipliers", {"first": 5.0, "second": 1.0}, LIKE),
-        ("learning_rate_multipliers", [5.0, 1.0], LIKE),
-        ("learning_rate_multipliers", lambda params: None, LIKE),
-        ("learning_rate_multipliers", {"up": -1.0, "down": 1.0}, r"of 'up/\w+' must be in \[0, inf\)"),
-        ("learning_rate_multipliers", {"up": float("nan"), "down": 1.0}, r"of 'up/\w+' must be in \[0, inf\)"),
-        ("weight_decay_mask", "x", "must be a tree of bools"),
-        ("weight_decay_mask", {"up": True}, LIKE),
-    ],
+@cases.rows(
+    "option given message",
+    ("learning_rate_multipliers", "x", "must be a tree of numbers"),
+    ("learning_rate_multipliers", {"first": 5.0, "second": 1.0}, LIKE),
+    ("learning_rate_multipliers", [5.0, 1.0], LIKE),
+    ("learning_rate_multipliers", lambda params: None, LIKE),
+    ("learning_rate_multipliers", {"up": -1.0, "down": 1.0}, r"of 'up/\w+' must be in \[0, inf\)"),
+    ("learning_rate_multipliers", {"up": float("nan"), "down": 1.0}, r"of 'up/\w+' must be in \[0, inf\)"),
+    ("weight_decay_mask", "x", "must be a tree of bools"),
+    ("weight_decay_mask", {"up": True}, LIKE),
 )
 def test_an_option_that_is_no_tree_like_the_parameters_is_named(option, given, message):
     with pytest.raises((TypeError, ValueError), match=f"{option} {message}"):
@@ -150,9 +146,13 @@ def test_what_does_not_fit_is_named():
 EXACT = {"ns_coeffs": ((1.875, -1.25, 0.375),) * 12, "ns_steps": 12}
 
 
-@pytest.mark.parametrize(
-    ("consistent_rms", "convention"),
-    [(None, "keller"), (None, "original"), (0.2, "moonlight"), (0.2, "match_rms_adamw"), (0.5, 0.5)],
+@cases.rows(
+    "consistent_rms convention",
+    (None, "keller"),
+    (None, "original"),
+    (0.2, "moonlight"),
+    (0.2, "match_rms_adamw"),
+    (0.5, 0.5),
 )
 def test_converted_learning_rates_take_the_same_step(consistent_rms, convention):
     """One step of optax's Muon, and of ours at the converted learning rate and weight decay."""

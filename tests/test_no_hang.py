@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from tests import cases
+
 TWO_CORES = """
 import os
 if hasattr(os, "sched_setaffinity"):
@@ -93,10 +95,12 @@ THOROUGH += [(one, MANY, 20, 4) for one in (G, EXACT, SKETCH, EXACT_L)]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("optimizer", "shapes", "steps", "lanes"),
-    [pytest.param(*x, marks=pytest.mark.slow) for x in RUNS]
-    + [pytest.param(*x, marks=pytest.mark.thorough) for x in THOROUGH],
+@cases.rows(
+    "optimizer shapes steps lanes",
+    *(
+        [pytest.param(*x, marks=pytest.mark.slow) for x in RUNS]
+        + [pytest.param(*x, marks=pytest.mark.thorough) for x in THOROUGH]
+    ),
 )
 def test_two_hundred_steps_of_48_matrices_return(optimizer, shapes, steps, lanes):
     returns(SCRIPT.format(optimizer=optimizer, shapes=shapes, steps=steps, lanes=lanes), 120 if shapes is FEW else 800)

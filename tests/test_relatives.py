@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The related optimizers against literal transcriptions of their rules, and Muon against optax's."""
+"""The related optimizers against literal transcriptions of their rules, and Muon against optax's and torch's."""
 
 import jax
 import jax.numpy as jnp
@@ -49,9 +49,23 @@ def test_every_relative_has_a_transcription():
     assert {name for name, *_ in VARIANTS.values()} == npo.families().keys() - {"normpre_g", "normpre_l"}
 
 
-@pytest.mark.parametrize(
-    ("convention", "consistent_rms", "nesterov", "steps"), [("moonlight", 0.2, False, 4), ("keller", None, True, 1)]
-)
+# Muon elsewhere.
+
+FLAT = {"tall": (12, 5), "wide": (5, 12), "square": (7, 7)}
+
+
+def follow_muon(expected, gradients, **options):
+    """Compare our Muon with another's weights after the same steps.
+
+    Two float32 programs: ten eps32 each, times a Lipschitz constant of 20 to 100, relative to the path; optax's
+    additive 1e-8 is below eps32 of norms of order one.
+    """
+    dims = dict.fromkeys(FLAT, npo.MatrixDims(inputs=0, outputs=1))
+    tx = npo.muon(LEARNING_RATE, weight_decay=WEIGHT_DECAY, matrix_dims=dims, **options)
+    cases.assert_same_path(cases.path(tx, gradients, FLAT), expected, 1e-4)
+
+
+@cases.rows("convention consistent_rms nesterov steps", ("moonlight", 0.2, False, 4), ("keller", None, True, 1))
 def test_muon_is_optaxs_muon(convention, consistent_rms, nesterov, steps):
     """optax averages, M = beta M + (1 - beta) G, and corrects the bias.
 
@@ -59,15 +73,26 @@ def test_muon_is_optaxs_muon(convention, consistent_rms, nesterov, steps):
     step. With Nesterov optax weights the gradient by (1 - beta) / (1 - beta^t) and the average by
     beta / (1 - beta^(t + 1)), which is proportional to ours on the first step only.
     """
-    flat = {"tall": (12, 5), "wide": (5, 12)}
-    options = {"nesterov": nesterov, "weight_decay": WEIGHT_DECAY}
-    dims = dict.fromkeys(flat, npo.MatrixDims(inputs=0, outputs=1))
-    theirs = dict.fromkeys(flat, optax.contrib.MuonDimensionNumbers(reduction_axis=0, output_axis=1))
-    ours = npo.muon(LEARNING_RATE, convention=convention, matrix_dims=dims, **options)
-    optaxs = optax.contrib.muon(
-        LEARNING_RATE, consistent_rms=consistent_rms, muon_weight_dimension_numbers=theirs, **options
-    )
-    # Two float32 programs: ten eps32 each, times a Lipschitz constant of 20 to 100, relative to the path; optax's
-    # additive 1e-8 is below eps32 of norms of order one.
-    got, expected = (cases.path(tx, cases.gradients(steps, shapes=flat), flat) for tx in (ours, optaxs))
-    cases.assert_same_path(got, expected, 1e-4)
+    dims = dict.fromkeys(FLAT, optax.contrib.MuonDimensionNumbers(reduction_axis=0, output_axis=1))
+    options = {"consistent_rms": consistent_rms, "nesterov": nesterov, "weight_decay": WEIGHT_DECAY}
+    tx = optax.contrib.muon(LEARNING_RATE, muon_weight_dimension_numbers=dims, **options)
+    gradients = cases.gradients(steps, shapes=FLAT)
+    follow_muon(cases.path(tx, gradients, FLAT), gradients, convention=convention, nesterov=nesterov)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("convention", "adjust_lr_fn"), [("keller", "original"), ("moonlight", "match_rms_adamw")])
+def test_muon_is_torchs_muon_in_float32(monkeypatch, convention, adjust_lr_fn, nesterov):
+    torch = pytest.importorskip("torch")
+    # torch casts its Newton-Schulz to bfloat16; with the cast taken out the same code runs in float32.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
+    params = {name: torch.nn.Parameter(torch.tensor(x)) for name, x in cases.weights(shapes=FLAT).items()}
+    options = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+    optimizer, gradients = torch.optim.Muon(params.values(), **options), cases.gradients(12, shapes=FLAT)
+    for gradient in gradients:
+        for name, p in params.items():
+            p.grad = torch.tensor(gradient[name])
+        optimizer.step()
+    expected = {name: p.detach().numpy().astype(np.float64) for name, p in params.items()}
+    follow_muon(expected, gradients, convention=convention, nesterov=nesterov)

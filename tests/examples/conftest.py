@@ -3,14 +3,23 @@
 
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from examples.pretrain import data
+from examples.pretrain.config import RunError
 from examples.pretrain.prepare import command
 
 PACKAGES = ("json", "email", "http", "logging")
+
+
+def refuses(message: str, call: Callable, *arguments, **options) -> None:
+    """Assert that a call is refused with one line."""
+    with pytest.raises(RunError, match=message) as error:
+        call(*arguments, **options)
+    assert "\n" not in str(error.value)
 
 
 @pytest.fixture(scope="session")

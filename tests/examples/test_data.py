@@ -13,8 +13,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, models
 
 from examples.pretrain import data
-from examples.pretrain.config import Config, RunError
+from examples.pretrain.config import Config
 from examples.pretrain.prepare import sources
+from tests.examples.conftest import refuses
 
 TOKENS = np.arange(1001, dtype="<u2")
 TOKENIZER = Tokenizer(models.BPE())
@@ -100,23 +101,20 @@ def test_a_document_is_a_sequence_truncated_or_padded():
 
 
 def test_what_cannot_be_batched_is_refused():
-    with pytest.raises(RunError, match=r"--batch-size 5 x --model\.context 10 needs more than the 50 training tokens"):
-        batches(tokens=TOKENS[:50])
-    with pytest.raises(RunError, match=r"--batch-size 5 must be a multiple of the number of hosts, 2"):
-        batches(hosts=2)
-    with pytest.raises(RunError, match=r"too few for --model\.context 10"):
-        data.validation_sequences(packed(TOKENS[:10]), context=10, count=100)
-    with pytest.raises(RunError, match=r"--model\.context 11 is longer than the 10 .* prepare them with --context 11"):
-        data.training_batches(documents([5] * 9), context=11, batch_size=2, seed=0)
-    with pytest.raises(RunError, match="more than the 9 training documents there are"):
-        data.training_batches(documents([5] * 9), context=10, batch_size=10, seed=0)
+    refuses(r"5 x --model\.context 10 needs more than the 50 training tokens", batches, tokens=TOKENS[:50])
+    refuses("--batch-size 5 must be a multiple of the number of hosts, 2", batches, hosts=2)
+    few = packed(TOKENS[:10])
+    refuses(r"too few for --model\.context 10", data.validation_sequences, few, context=10, count=100)
+    long = r"--model\.context 11 is longer than the 10 .* prepare them with --context 11"
+    refuses(long, data.training_batches, documents([5] * 9), context=11, batch_size=2, seed=0)
+    many = "more than the 9 training documents there are"
+    refuses(many, data.training_batches, documents([5] * 9), context=10, batch_size=10, seed=0)
 
 
 def test_a_missing_corpus_names_the_command_that_makes_it(tmp_path):
     for name, corpus in (("c4", "c4"), ("pile-small", "pile"), ("mine", "CORPUS")):
         message = f"`python -m examples.pretrain prepare {corpus} --output {tmp_path / name}` makes them"
-        with pytest.raises(RunError, match=message):
-            data.open_corpus(Config(tokens=tmp_path / name), Console(quiet=True))
+        refuses(message, data.open_corpus, Config(tokens=tmp_path / name), Console(quiet=True))
 
 
 def test_python_source_is_prepared_on_first_use(corpus, dataset, tmp_path, monkeypatch, capsys):

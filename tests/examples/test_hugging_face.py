@@ -15,18 +15,15 @@ from safetensors.numpy import load_file
 from examples.pretrain import models
 from examples.pretrain.config import ModelConfig
 from examples.pretrain.models.hugging_face import save_hf
+from tests.examples.test_models import MODELS, TOKENS
 
-VOCABULARY = 96
-BASE = ModelConfig(layers=3, width=48, heads=4, mlp_width=80, context=24)
+VOCABULARY = 100
+# Some with stacked layers, and each with an epsilon that has an effect.
+FORMS = {"gpt2": (False, 1e-5), "gpt2 with biases": (True, 1e-4), "llama": (False, 1e-3), "qwen3": (True, 1e-6)}
 CONFIGS = {
-    "gpt2": dataclasses.replace(BASE, family="gpt2", norm_epsilon=1e-5),
-    "gpt2 with biases": dataclasses.replace(BASE, family="gpt2", bias=True, tied_head=False, scan_layers=True),
-    "llama": dataclasses.replace(BASE, tied_head=False, norm_epsilon=1e-3),
-    "qwen3": dataclasses.replace(
-        BASE, family="qwen3", kv_heads=2, head_width=16, rotary_base=1e6, norm_epsilon=1e-6, scan_layers=True
-    ),
+    name: dataclasses.replace(MODELS[name], scan_layers=scan, norm_epsilon=epsilon)
+    for name, (scan, epsilon) in FORMS.items()
 }
-TOKENS = np.random.default_rng(0).integers(VOCABULARY, size=(3, 24))
 
 
 def random_parameters(config: ModelConfig):
@@ -73,9 +70,8 @@ def gpt2(t, s):
 def llama(t, s):
     """LLaMA's and Qwen3's logits in float64: transformers' ``modeling_llama.py`` and ``modeling_qwen3.py``."""
     width = s["head_dim"]
-    angles = np.arange(TOKENS.shape[1])[:, None] * s["rope_parameters"]["rope_theta"] ** -(
-        np.arange(0, width, 2) / width
-    )
+    frequencies = s["rope_parameters"]["rope_theta"] ** -(np.arange(0, width, 2) / width)
+    angles = np.arange(TOKENS.shape[1])[:, None] * frequencies
     cos, sin = np.cos(np.tile(angles, 2)), np.sin(np.tile(angles, 2))
 
     def norm(x, name):
@@ -139,5 +135,5 @@ def test_a_saved_model_is_one_of_theirs(name, tmp_path):
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     with torch.no_grad():
-        theirs = model.eval()(torch.asarray(TOKENS)).logits.numpy()
+        theirs = model.eval()(torch.asarray(np.array(TOKENS, np.int64))).logits.numpy()
     np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)

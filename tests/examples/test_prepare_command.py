@@ -17,10 +17,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from examples.pretrain import data
-from examples.pretrain.config import RunError
 from examples.pretrain.prepare import command, sources, token_files
 from examples.pretrain.prepare.token_files import byte_lengths, end_of_text, find_tokenizer, train_tokenizer
 from examples.pretrain.processes import Stopped
+from tests.examples.conftest import refuses
 
 WORDS = ["the", "and", "model", "größe", "雪", "matrix", "row", "3.14", "step", "falls", "rises", "loss\n"]
 
@@ -84,8 +84,11 @@ def out(tmp_path) -> Path:
     return tmp_path / "out"
 
 
-def run(*arguments: object) -> None:
-    command.main([str(argument) for argument in arguments])
+def run(*arguments: object) -> data.Dataset:
+    """Prepare token files, and load them."""
+    words = [str(argument) for argument in arguments]
+    command.main(words)
+    return data.load(Path(words[words.index("--output") + 1]))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -104,8 +107,7 @@ def test_openwebtext_from_local_files_is_held_out_by_its_text(tmp_path, out, byt
         assert list(sources.read_records(path, "body", sources.Problems(skip=False))) == TEXTS
     path = save(tmp_path / "a.jsonl", ["", " \n", *TEXTS])
     options = ("--validation-percent", 20, "--train-documents", 50, "--validation-documents", 20, "--output", out)
-    run("openwebtext", path, "--tokenizer", byte_level, *options)
-    dataset = data.load(out)
+    dataset = run("openwebtext", path, "--tokenizer", byte_level, *options)
     assert decoded(dataset, "train") == [text for text in TEXTS if sources.fraction(text) >= 0.2][:50]
     assert decoded(dataset, "validation") == [text for text in TEXTS if sources.fraction(text) < 0.2][:20]
     assert (dataset.manifest["source"], dataset.manifest["tokenizer"]) == (str(path), str(byte_level))
@@ -113,26 +115,24 @@ def test_openwebtext_from_local_files_is_held_out_by_its_text(tmp_path, out, byt
 
 def test_c4_is_a_truncated_or_padded_document_per_sequence(tmp_path, out, sentence_piece):
     train, validation = save(tmp_path / "t.json.gz", TEXTS), save(tmp_path / "v.jsonl", TEXTS[:9])
-    run(
+    dataset = run(
         *("c4", train, "--validation-files", validation, "--tokenizer", sentence_piece),
         *("--context", 24, "--train-documents", 250, "--validation-documents", 5, "--output", out),
     )
-    dataset = data.load(out)
     sums = {path.name: token_files.sha256(path) for path in out.iterdir() if path.name != "manifest.json"}
     assert dataset.manifest["sha256"] == sums
     assert dataset.manifest["train"]["bytes"] == sum(len(text.encode()) for text in TEXTS[:250])
     tokenizer = find_tokenizer(str(sentence_piece))
     end = tokenizer.token_to_id("</s>")
     assert end_of_text(tokenizer) == end
-    rows = data.validation_sequences(dataset, context=24, count=10**6)
-    iterator = data.training_batches(dataset, context=24, batch_size=10, seed=0)
-    epoch = {tuple(row) for _ in range(25) for row in next(iterator)}
     expected = []
     for text in TEXTS[:250]:
         tokens = [*tokenizer.encode(text, add_special_tokens=False).ids, end][:25]
         expected.append((*tokens, *[data.PADDING] * (25 - len(tokens))))
+    rows = data.validation_sequences(dataset, context=24, count=10**6)
+    epoch = next(data.training_batches(dataset, context=24, batch_size=250, seed=0))
     assert [tuple(row) for row in rows] == expected[:5]
-    assert epoch == set(expected)
+    assert {tuple(row) for row in epoch} == set(expected)
     assert {len([token for token in row if token >= 0]) == 25 for row in expected} == {True, False}
 
 
@@ -145,8 +145,7 @@ def test_folders_of_text_and_of_another_field(tmp_path, out):
     save(folder / "a.jsonl", TEXTS[:50], "body")
     save(folder / "b.jsonl.gz", TEXTS[50:100], "body")
     for options in (("text", tmp_path), ("jsonl", tmp_path, "--field", "body")):
-        run(*options, "--vocabulary", 300, "--overwrite", "--output", out)
-        dataset = data.load(out)
+        dataset = run(*options, "--vocabulary", 300, "--overwrite", "--output", out)
         assert dataset.vocabulary == 300
         assert sorted(decoded(dataset, "train") + decoded(dataset, "validation")) == sorted(TEXTS[:100])
 
@@ -159,8 +158,7 @@ def test_text_that_spells_a_special_token_stays_text(tmp_path, out, request, kin
     texts = [f"{number} a {SPECIAL[number % 4]} b{SPECIAL[number % 3]}{SPECIAL[1]} c" for number in range(200)]
     path = save(tmp_path / "a.jsonl", texts)
     tokenizer = () if kind == "trained" else ("--tokenizer", request.getfixturevalue(kind))
-    run("jsonl", path, *tokenizer, "--vocabulary", 300, "--validation-percent", 20, "--output", out)
-    dataset = data.load(out)
+    dataset = run("jsonl", path, *tokenizer, "--vocabulary", 300, "--validation-percent", 20, "--output", out)
     end = end_of_text(dataset.tokenizer)
     tokens = np.concatenate([dataset.train, dataset.validation])
     assert (tokens == end).sum() == 200
@@ -190,12 +188,7 @@ DIFFICULT = {  # name: (content, the error or "", what is reported without one o
     "array.json": (rows(LIST), r"one JSON array, not one object a line \(`jq -c '.\[\]' array", "one JSON", []),
     "pretty.json": (json.dumps(LIST, indent=1).encode(), "one JSON array", "one JSON array", []),
     "row.jsonl": (rows(GOOD, 17), "row.jsonl, line 2: .*not an object, but of type int.*; --skip", "is 2)", ["good"]),
-    "rows.jsonl": (
-        rows(GOOD, [1], {}, {"text": 1}, "{"),
-        "line 2",
-        "no text in the field 'text', skipped (lines: 3",
-        ["good"],
-    ),
+    "rows.jsonl": (rows(GOOD, [1], {}, {"text": 1}, "{"), "line 2", "'text', skipped (lines: 3", ["good"]),
     "number.jsonl": (rows({"text": 17}), r"line 1: no text in the field 'text' \(it has the type int", "skipped", []),
     "field.jsonl": (rows({"a": "", "b": ""}), r"\(there are: a, b; --field names another\)", "skipped", []),
     "null.jsonl": (rows(GOOD, {"text": None}), "", "null in the field 'text', left out (lines: 1", ["good"]),
@@ -217,16 +210,14 @@ def test_difficult_files(tmp_path, monkeypatch, capsys, byte_level, name):
     options = (last[5:].replace("txt", "text"), name, last, "--validation-files", last, "--tokenizer", byte_level)
     for skip in ((), ("--skip-bad",)):
         if refused and (not skip or reported is None):
-            with pytest.raises(RunError, match=refused) as error:
-                run(*options, *skip, "--output", "out")
-            assert "\n" not in str(error.value)
+            refuses(refused, run, *options, *skip, "--output", "out")
             assert not Path("out").exists()
         else:
-            run(*options, *skip, "--overwrite", "--output", "out")
+            dataset = run(*options, *skip, "--overwrite", "--output", "out")
             said = capsys.readouterr().out
             assert f"{name}: " in said if reported else name not in said
             assert reported in said
-            assert decoded(data.load(Path("out")), "train") == [*documents, "last"]
+            assert decoded(dataset, "train") == [*documents, "last"]
 
 
 def test_a_long_line_is_cut_at_spaces(tmp_path, out, capsys):
@@ -249,13 +240,12 @@ def test_a_long_line_is_cut_at_spaces(tmp_path, out, capsys):
     assert len(pieces[-2]) == 500  # minified: no space
     assert list(sources.pieces(io.StringIO("ab"), 1)) == ["a", "b"]
     options = ("text", path, "--skip-bad", "--validation-percent", 20, "--vocabulary", 300, "--output", out, "--cut")
-    run(*options, 500)
+    dataset = run(*options, 500)
     assert "long.txt: not UTF-8, skipped from there on\n" in capsys.readouterr().out
-    documents = decoded(data.load(out), "train") + decoded(data.load(out), "validation")
+    documents = decoded(dataset, "train") + decoded(dataset, "validation")
     assert 40 < len(documents) < len(pieces)
     assert set(documents) <= set(pieces)
-    with pytest.raises(RunError, match=r"no documents for (train|validation): .* a smaller --cut"):
-        run(*options, 10**6, "--overwrite")
+    refuses(r"no documents for (train|validation): .* a smaller --cut", run, *options, 10**6, "--overwrite")
     assert not list(tmp_path.glob(".out*"))
 
 
@@ -319,8 +309,7 @@ def test_a_streamed_data_set_resumes_where_it_stopped(tmp_path, byte_level, smal
     monkeypatch.setattr(command, "HubStream", local)
     options = ("openwebtext", "--revision", "refs/pr/22", "--tokenizer", byte_level, "--validation-percent", 10)
     options += ("--output",)
-    run(*options, tmp_path / "whole")
-    whole = data.load(tmp_path / "whole")
+    whole = run(*options, tmp_path / "whole")
     assert sorted(decoded(whole, "train") + decoded(whole, "validation")) == sorted(TEXTS)
     stop(12, signal.SIGKILL, *options, tmp_path / "parts")
     run(*options, tmp_path / "parts")
@@ -336,8 +325,7 @@ def test_an_unfinished_or_finished_folder_is_not_mixed_with_another(tmp_path, ou
     partial = tmp_path / ".out.partial"
 
     def refuse(percent, message, *more):
-        with pytest.raises(RunError, match=message):
-            run(*options, percent, *more)
+        refuses(message, run, *options, percent, *more)
 
     refuse(20, r"started with other settings \(validation_percent\)")
     with token_files.lock(partial):
@@ -347,11 +335,9 @@ def test_an_unfinished_or_finished_folder_is_not_mixed_with_another(tmp_path, ou
     for damage in ("{", "[" * 100_000):
         (partial / "state.json").write_text(damage)
         refuse(10, r"state\.json is damaged")
-    run(*options, 20, "--overwrite")
-    assert data.load(out).manifest["validation"]["documents"] > 30
+    assert run(*options, 20, "--overwrite").manifest["validation"]["documents"] > 30
     refuse(20, "exists: --overwrite replaces it")
-    run(*options, 20, "--train-documents", 100, "--overwrite")
-    assert data.load(out).manifest["train"]["documents"] == 100
+    assert run(*options, 20, "--train-documents", 100, "--overwrite").manifest["train"]["documents"] == 100
     (out / "manifest.json").unlink()
     refuse(20, "--overwrite will not delete it", "--overwrite")
 
@@ -375,9 +361,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(tmp_path, monkeypatch):
         ("pile", "--validation-percent", "51"): "--validation-percent must be in 0.001..50",
         ("jsonl", "a.jsonl", "--vocabulary", "256"): r"--vocabulary must be in 257",
     }.items():
-        with pytest.raises(RunError, match=message) as error:
-            run(*arguments, "--output", "out")
-        assert "\n" not in str(error.value)
+        refuses(message, run, *arguments, "--output", "out")
         assert not Path("out").exists()
         assert not Path(".out.partial").exists()
 
@@ -391,16 +375,10 @@ def test_an_unreachable_hub_is_said_in_one_line(monkeypatch, tmp_path, out, byte
     path = str(save(tmp_path / "a.jsonl", TEXTS))
     texts = sources.HubStream("json", "", "train", "text", sources.Problems(skip=False), 0.0, data_files=[path])
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    message = (
-        r"cannot stream allenai/c4 .* \(Couldn't reach it\): check .* the network; .* with paths it reads local copies"
-    )
-    with pytest.raises(RunError, match=message) as error:
-        run("c4", "--tokenizer", byte_level, "--output", out)
-    assert "\n" not in str(error.value)
-    fake = type("T", (), {"from_pretrained": staticmethod(unreachable)})
-    monkeypatch.setattr(token_files, "Tokenizer", fake)
-    with pytest.raises(RunError, match=r"tokenizer gpt2 \(Couldn't reach it\): .* the path .* check the network"):
-        find_tokenizer("gpt2")
+    message = r"stream allenai/c4 .* \(Couldn't reach it\): check .* the network; .* with paths it reads local copies"
+    refuses(message, run, "c4", "--tokenizer", byte_level, "--output", out)
+    monkeypatch.setattr(token_files, "Tokenizer", type("T", (), {"from_pretrained": staticmethod(unreachable)}))
+    refuses(r"tokenizer gpt2 \(Couldn't reach it\): .* the path .* check the network", find_tokenizer, "gpt2")
 
     def lost_midway():
         yield {"text": "first"}
@@ -409,8 +387,7 @@ def test_an_unreachable_hub_is_said_in_one_line(monkeypatch, tmp_path, out, byte
     monkeypatch.setattr(texts, "_rows", lost_midway())
     taken = iter(texts)
     assert next(taken) == "first"
-    with pytest.raises(RunError, match=r"\(ConnectionError\): .* the same command resumes"):
-        next(taken)
+    refuses(r"\(ConnectionError\): .* the same command resumes", next, taken)
 
 
 # Tokenizers

@@ -19,13 +19,8 @@ def test_it_is_short_and_the_switch_is_one_line():
     assert [line for line in lines if "normpre_h(" in line] == [f"tx = {RECOMMENDED}  # was: optax.adamw(schedule)"]
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(RECOMMENDED, marks=pytest.mark.slow),
-        pytest.param("optax.adamw(schedule)", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [RECOMMENDED, pytest.param("optax.adamw(schedule)", marks=pytest.mark.thorough)])
 def test_it_learns(tmp_path, optimizer):
     script = tmp_path / "quickstart.py"
     script.write_text(QUICKSTART.read_text().replace(RECOMMENDED, optimizer))

@@ -10,7 +10,7 @@ import pytest
 
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg.precision import on
-from tests import reference
+from tests import cases, reference
 from tests.cases import EPS32, gaussian, quick_jit, with_spectrum
 
 TABLES = reference.TABLES
@@ -97,19 +97,17 @@ def test_zero_scale_nan_and_rms_in_a_stack(name, shape):
         np.testing.assert_allclose(got, 0.5 * t / np.sqrt(np.mean(t**2)), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "table", "platform", "gram"),
-    [
-        ((8, 16), None, "muon", "cpu", True),
-        ((8, 11), None, "muon", "cpu", False),
-        ((8, 32), jnp.bfloat16, "you", "tpu", True),
-        # A steep first step and rounded operands; float32 operands are rounded where the usual product rounds them.
-        ((8, 32), jnp.bfloat16, "polar_express", "cpu", False),
-        ((8, 32), None, "polar_express", "cpu", True),
-        ((8, 32), None, "polar_express", "tpu", False),
-        ((8, 32), None, "polar_express", "gpu", False),
-        ((8, 32), jnp.float32, "polar_express", "tpu", True),
-    ],
+@cases.rows(
+    "shape dtype table platform gram",
+    ((8, 16), None, "muon", "cpu", True),
+    ((8, 11), None, "muon", "cpu", False),
+    ((8, 32), jnp.bfloat16, "you", "tpu", True),
+    # A steep first step and rounded operands; float32 operands are rounded where the usual product rounds them.
+    ((8, 32), jnp.bfloat16, "polar_express", "cpu", False),
+    ((8, 32), None, "polar_express", "cpu", True),
+    ((8, 32), None, "polar_express", "tpu", False),
+    ((8, 32), None, "polar_express", "gpu", False),
+    ((8, 32), jnp.float32, "polar_express", "tpu", True),
 )
 def test_which_form_is_used(shape, dtype, table, platform, gram):
     """The Gram form multiplies by the matrix itself four times in five steps: twice for each of its two parts."""

@@ -4,27 +4,20 @@
 import functools
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from normpre_optax.linalg.precision import by_platform, exact_product, inverse_root, on, platform, product
+from tests import cases
 
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
 
 def the_product(f, *args):
     """The one product of a program, also inside its conditionals."""
-
-    def products(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "dot_general":
-                yield eqn
-            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-                yield from products(inner)
-
-    (eqn,) = products(jax.make_jaxpr(f)(*args).jaxpr)
+    equations = cases.equations(jax.make_jaxpr(f)(*args).jaxpr)
+    (eqn,) = (eqn for eqn in equations if eqn.primitive.name == "dot_general")
     return eqn
 
 

@@ -4,7 +4,6 @@
 import functools
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,10 +63,7 @@ def test_exact_clipping_of_a_known_spectrum(x64):
         np.testing.assert_allclose(got, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("shape", "rank", "extra", "powers"),
-    [((8, 20), 3, 1, 0), ((8, 20), 3, 1, 2), ((8, 8), 1, 0, 1), ((1, 5), 4, 8, 1)],
-)
+@cases.rows("shape rank extra powers", ((8, 20), 3, 1, 0), ((8, 20), 3, 1, 2), ((8, 8), 1, 0, 1), ((1, 5), 4, 8, 1))
 def test_the_sketch_is_algorithm_2(x64, shape, rank, extra, powers):
     psi = unit(shape)
     omega = gaussian((shape[1], min(shape[0], rank + extra)), 7)
@@ -153,42 +149,13 @@ def test_leading_modes_are_clipped_to_the_rest(x64):
         np.testing.assert_allclose(sketched(psi, omega, 4, 6, products, 0.0, rest), expected, atol=1e-8)
 
 
-@pytest.mark.parametrize("products", [False, True])
-def test_a_bad_matrix_does_not_affect_its_neighbours(products):
-    psi = unit((24, 20)).reshape(3, 8, 20).astype(np.float32)
-    omega, bad = gaussian((3, 20, 5), 1).astype(np.float32), psi.copy()
-    bad[1, 0, 0] = np.nan
-    clean, hurt = (sketched(x, omega, 3, products=products) for x in (psi, bad))
-    np.testing.assert_allclose(hurt[[0, 2]], clean[[0, 2]], rtol=0, atol=4 * EPS32)
-    assert np.isnan(hurt[1]).any()
-    assert np.isnan(exact(bad[1], 3)).any()
-
-
-def test_matrices_of_several_shapes_are_solved_together_as_each_by_itself():
-    """One small factorization and one eigensolver serve all problems of one size, whatever stacks they come in."""
-    shapes, widths = [(8, 20), (3, 6, 9), (4, 30)], [5, 5, 4]
-    psis = [jnp.asarray(unit(s, i), jnp.float32) for i, s in enumerate(shapes)]
-    omegas = [jnp.asarray(gaussian((*s[:-2], w, s[-1]), 9), jnp.float32) for s, w in zip(shapes, widths, strict=True)]
-    for (t, _), psi, omega in zip(program(3)(psis, omegas, 1.0), psis, omegas, strict=True):
-        # The products of small matrices run over a stack instead of over one: other sums, times cond(Y) below 1e2.
-        np.testing.assert_allclose(t, sketched(psi, omega.mT, 3), rtol=0, atol=2e-5)
-
-
-def names(jaxpr):
-    """The primitives of a program, also inside its loops."""
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from names(inner)
-
-
 def test_one_batched_call_per_size_of_problem():
     """On an accelerator; a CPU loops, because batched LAPACK calls side by side can deadlock it."""
     psis, omegas = [jnp.ones((8, 20)), jnp.ones((3, 6, 9))], [jnp.ones((5, 20)), jnp.ones((3, 5, 9))]
     clippings = [clipping(psi, 3, 1.0) for psi in psis]
     for platform in ("cpu", "tpu", "gpu"):
         program = jax.make_jaxpr(lambda *given: sketch.clip_by_sketch(*given, clippings, 0))
-        found = list(names(on(platform, program, psis, omegas).jaxpr))
+        found = [eqn.primitive.name for eqn in cases.equations(on(platform, program, psis, omegas).jaxpr)]
         assert found.count("eigh") == 1
         assert found.count("cholesky") == 2  # for Y, and for the Gram matrix of Q
         assert bool({"while", "scan"} & {*found}) == (platform == "cpu")

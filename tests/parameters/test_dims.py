@@ -21,6 +21,7 @@ from normpre_optax.parameters.dims import (
     matrix_shape,
     to_matrices,
 )
+from tests import cases
 
 
 @st.composite
@@ -80,37 +81,29 @@ def test_dims_are_leaves_and_hashable_and_muons_are_accepted():
         as_matrix_dims("w", "matrix")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((0.5, 1), TypeError, "inputs must be an int or a tuple of ints, got 0.5"),
-        ((0, "1"), TypeError, "outputs must be an int or a tuple of ints, got '1'"),
-        ((0, (1, True)), TypeError, "outputs must be an int"),
-        (((), 1), ValueError, "inputs is empty"),
-        (((0, 1), 1), ValueError, "name an axis twice"),
-        ((0, 1, 1.0), TypeError, "output_blocks must be an int"),
-        ((0, 1, (4, 0)), ValueError, "output_blocks must be at least 1"),
-    ],
+@cases.rows(
+    "arguments error message",
+    ((0.5, 1), TypeError, "inputs must be an int or a tuple of ints, got 0.5"),
+    ((0, "1"), TypeError, "outputs must be an int or a tuple of ints, got '1'"),
+    ((0, (1, True)), TypeError, "outputs must be an int"),
+    (((), 1), ValueError, "inputs is empty"),
+    (((0, 1), 1), ValueError, "name an axis twice"),
+    ((0, 1, 1.0), TypeError, "output_blocks must be an int"),
+    ((0, 1, (4, 0)), ValueError, "output_blocks must be at least 1"),
 )
 def test_wrong_dims_are_refused_at_construction(arguments, error, message):
     with pytest.raises(error, match=message):
         MatrixDims(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dims", "message"),
-    [
-        ((3, 4), MatrixDims(0, 2), "outputs=2 is out of range for 2 axes"),
-        ((3, 4), MatrixDims(-3, 1), "inputs=-3 is out of range"),
-        ((3, 4, 5), MatrixDims((0, -3), 1), r"inputs=\(0, -3\) and outputs=1 name an axis twice"),
-        ((3, 2, 4), MatrixDims(0, (1, 2), 4), "output_blocks=4 does not divide axis 1 of size 2"),
-        ((3, 4), MatrixDims(0, 1, (2, 1)), r"output_blocks=\(2, 1\) must add up to its 4 outputs"),
-        (
-            (3, 2, 4),
-            MatrixDims(0, (1, 2), (6, 2)),
-            r"output_blocks=\(6, 2\) must add up to its 8 outputs, in multiples of 4",
-        ),
-    ],
+@cases.rows(
+    "shape dims message",
+    ((3, 4), MatrixDims(0, 2), "outputs=2 is out of range for 2 axes"),
+    ((3, 4), MatrixDims(-3, 1), "inputs=-3 is out of range"),
+    ((3, 4, 5), MatrixDims((0, -3), 1), r"inputs=\(0, -3\) and outputs=1 name an axis twice"),
+    ((3, 2, 4), MatrixDims(0, (1, 2), 4), "output_blocks=4 does not divide axis 1 of size 2"),
+    ((3, 4), MatrixDims(0, 1, (2, 1)), r"output_blocks=\(2, 1\) must add up to its 4 outputs"),
+    ((3, 2, 4), MatrixDims(0, (1, 2), (6, 2)), "must add up to its 8 outputs, in multiples of 4"),
 )
 def test_dims_that_do_not_fit_a_shape_name_the_parameter(shape, dims, message):
     with pytest.raises(ValueError, match=f"parameter 'blocks/0/up/kernel' of shape .*{message}"):

@@ -4,10 +4,10 @@
 import re
 
 import jax.numpy as jnp
-import pytest
 
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.explain import explain
+from tests import cases
 from tests.parameters.tables import array, tree
 
 
@@ -75,22 +75,20 @@ INTEGERS = {"a": array(8, 8, dtype=jnp.int8), "b": array(8, 8, dtype=jnp.int32)}
 ONE = "note: the word in quotes decided alone"
 
 
-@pytest.mark.parametrize(
-    ("params", "reason", "note"),
-    [
-        ("policy_head/dense_0/kernel 8x8", "output head ('head' in 'policy_head')", ONE),
-        ("wte/embedding 9x8; embed_tokens/kernel 9x8", "embedding", ""),
-        ("Dense_0/kernel 8x50; Embed_0/embedding 50x8", "(in, out), has an axis of the vocabulary size", VOCABULARY),
-        ("Dense_0/kernel 8x50; pos_embed/embedding 50x8", "(in, out)", ""),
-        ("Dense_0/kernel 8x8; Embed_0/embedding 8x8", "(in, out)", ""),
-        ("word_embeddings/weight 90x8; token_type_embeddings/weight 2x8; up/weight 8x8", "embedding", ""),
-        ("ln/scale 8; type_embed/embedding 2x8; up/kernel 8x8", "norm or scale", ""),
-        (INTEGERS, "int8, not floating point", "note: integer parameters (2) are passed to AdamW"),
-        ({"up": array(8, 8, dtype=jnp.complex64)}, "complex64, not real floating point", ""),
-        ("w 2x3x4", "no rule covers it", ""),
-        ({"": array(12)}, "vector", "note: the parameters are one vector without a name"),
-        ({"": array(3, 4, dtype=jnp.bfloat16)}, "(in, out)", ""),
-    ],
+@cases.rows(
+    "params reason note",
+    ("policy_head/dense_0/kernel 8x8", "output head ('head' in 'policy_head')", ONE),
+    ("wte/embedding 9x8; embed_tokens/kernel 9x8", "embedding", ""),
+    ("Dense_0/kernel 8x50; Embed_0/embedding 50x8", "(in, out), has an axis of the vocabulary size", VOCABULARY),
+    ("Dense_0/kernel 8x50; pos_embed/embedding 50x8", "(in, out)", ""),
+    ("Dense_0/kernel 8x8; Embed_0/embedding 8x8", "(in, out)", ""),
+    ("word_embeddings/weight 90x8; token_type_embeddings/weight 2x8; up/weight 8x8", "embedding", ""),
+    ("ln/scale 8; type_embed/embedding 2x8; up/kernel 8x8", "norm or scale", ""),
+    (INTEGERS, "int8, not floating point", "note: integer parameters (2) are passed to AdamW"),
+    ({"up": array(8, 8, dtype=jnp.complex64)}, "complex64, not real floating point", ""),
+    ("w 2x3x4", "no rule covers it", ""),
+    ({"": array(12)}, "vector", "note: the parameters are one vector without a name"),
+    ({"": array(3, 4, dtype=jnp.bfloat16)}, "(in, out)", ""),
 )
 def test_notes(params, reason, note):
     lines = explain(tree(params)).splitlines()

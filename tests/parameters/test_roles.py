@@ -10,6 +10,7 @@ from normpre_optax.parameters import presets
 from normpre_optax.parameters.dims import matrix_shape
 from normpre_optax.parameters.roles import residual_outputs, row_norms_by_role
 from normpre_optax.parameters.rules import assign
+from tests import cases
 from tests.parameters.tables import tree
 from tests.parameters.test_models import MODELS, entries_of
 
@@ -34,14 +35,12 @@ def test_the_matrices_that_write_are_found_and_counted(key):
     assert {norms[path] for path in norms.keys() - outputs} == {1.0}
 
 
-@pytest.mark.parametrize(
-    ("leaves", "outputs"),
-    [
-        ("up/{0,1}/kernel 8x32; down/{0,1}/kernel 32x8; attention/{0,1}/out/kernel 2x4x8", {"down", "attention"}),
-        ("Block_0/Dense_0/kernel 8x32; Block_0/Dense_1/kernel 32x8", {"Block_0"}),
-        ("input/kernel 20x8; layers/{0,1}/w 8x8", set()),  # neither a place inside a layer nor a name
-        ("layers/{0,1}/w1 8x8; layers/{0,1}/w2 8x8", {"layers"}),
-    ],
+@cases.rows(
+    "leaves outputs",
+    ("up/{0,1}/kernel 8x32; down/{0,1}/kernel 32x8; attention/{0,1}/out/kernel 2x4x8", {"down", "attention"}),
+    ("Block_0/Dense_0/kernel 8x32; Block_0/Dense_1/kernel 32x8", {"Block_0"}),
+    ("input/kernel 20x8; layers/{0,1}/w 8x8", set()),  # neither a place inside a layer nor a name
+    ("layers/{0,1}/w1 8x8; layers/{0,1}/w2 8x8", {"layers"}),
 )
 def test_small_models(leaves, outputs):
     assert {path.split("/")[0] for path in residual_outputs(assign(tree(leaves)))} == outputs

@@ -261,13 +261,11 @@ def test_an_attribute_called_value_is_no_box():
         assert found == {f"attn/{name}": TO_HEADS for name in (["query", "value"] if query is kernel else ["value"])}
 
 
-@pytest.mark.parametrize(
-    ("params", "error", "message"),
-    [
-        ({"a/b": array(2, 3), "a": {"b": array(2, 3)}}, ValueError, "two parameters have the path 'a/b'"),
-        ({"noise": jax.random.key(0)}, TypeError, "parameter 'noise' has dtype key<fry>"),
-        ({"activation": jnp.tanh, "w": array(2, 3)}, TypeError, "parameter 'activation' is .*not an array.*eqx.filter"),
-    ],
+@cases.rows(
+    "params error message",
+    ({"a/b": array(2, 3), "a": {"b": array(2, 3)}}, ValueError, "two parameters have the path 'a/b'"),
+    ({"noise": jax.random.key(0)}, TypeError, "parameter 'noise' has dtype key<fry>"),
+    ({"activation": jnp.tanh, "w": array(2, 3)}, TypeError, "parameter 'activation' is .*not an array.*eqx.filter"),
 )
 def test_wrong_leaves_are_errors(params, error, message):
     with pytest.raises(error, match=message):
@@ -287,18 +285,17 @@ def rule(path, leaf, strict=True):
     return MuonDimensionNumbers(1, 0) if path == "cube" else default_matrix_dims(path, leaf)
 
 
-@pytest.mark.parametrize(
-    "matrix_dims",
-    [
-        rule,
-        jax.tree_util.Partial(rule),
-        lambda params, flag=True: FULL,
-        lambda params: jax.tree.map(lambda x: {1: None, 2: IN_OUT, 3: CUBE}[x.ndim], params) | {"wte": None},
-        FULL,
-        assign({**PARAMS, "more": array(3)}, FULL | {"more": None}),
-    ],
-    ids=["rule", "jax partial", "callable", "tree_map", "tree", "assignment"],
-)
+OVERRIDES = {
+    "rule": rule,
+    "jax partial": jax.tree_util.Partial(rule),
+    "callable": lambda params, flag=True: FULL,
+    "tree_map": lambda p: jax.tree.map(lambda x: {1: None, 2: IN_OUT, 3: CUBE}[x.ndim], p) | {"wte": None},
+    "tree": FULL,
+    "assignment": assign({**PARAMS, "more": array(3)}, FULL | {"more": None}),
+}
+
+
+@pytest.mark.parametrize("matrix_dims", OVERRIDES.values(), ids=OVERRIDES)
 def test_overrides(matrix_dims):
     assert chosen(PARAMS, matrix_dims) == WANT
 
@@ -332,20 +329,18 @@ def test_rules_see_shape_dtype_and_axis_names():
     assert seen == {"a": ((2, 3), 2, 6, jnp.float32, None), "b": ((4,), 1, 4, jnp.bfloat16, ("embed",))}
 
 
-@pytest.mark.parametrize(
-    ("matrix_dims", "error", "message"),
-    [
-        ({**FULL, "cube": "matrix"}, TypeError, "matrix_dims for parameter 'cube' must be MatrixDims"),
-        ("muon", TypeError, r"must be None, a rule \(path, leaf\), .*; got 'muon'"),
-        (lambda *args: None, TypeError, "must be None, a rule"),
-        (lambda path, leaf, more: None, TypeError, "of 3 arguments"),
-        ({"blocks": FULL["blocks"], "cube": CUBE}, ValueError, "does not match .* no entry for 'wte'"),
-        ({**FULL, "cubes": CUBE}, ValueError, "does not match .* an entry at 'cubes'"),
-        ({**FULL, "cube": {"kernel": CUBE}}, ValueError, "does not match .* an entry at 'cube/kernel'"),
-        ({**FULL, "cube": MatrixDims(1, 3)}, ValueError, "parameter 'cube' of shape .* out of range"),
-        (lambda path, leaf: IN_OUT, ValueError, "parameter 'blocks/0/up/bias' of shape .* out of range"),
-        (lambda params: lambda path, leaf: None, TypeError, "must be MatrixDims"),
-    ],
+@cases.rows(
+    "matrix_dims error message",
+    ({**FULL, "cube": "matrix"}, TypeError, "matrix_dims for parameter 'cube' must be MatrixDims"),
+    ("muon", TypeError, r"must be None, a rule \(path, leaf\), .*; got 'muon'"),
+    (lambda *args: None, TypeError, "must be None, a rule"),
+    (lambda path, leaf, more: None, TypeError, "of 3 arguments"),
+    ({"blocks": FULL["blocks"], "cube": CUBE}, ValueError, "does not match .* no entry for 'wte'"),
+    ({**FULL, "cubes": CUBE}, ValueError, "does not match .* an entry at 'cubes'"),
+    ({**FULL, "cube": {"kernel": CUBE}}, ValueError, "does not match .* an entry at 'cube/kernel'"),
+    ({**FULL, "cube": MatrixDims(1, 3)}, ValueError, "parameter 'cube' of shape .* out of range"),
+    (lambda path, leaf: IN_OUT, ValueError, "parameter 'blocks/0/up/bias' of shape .* out of range"),
+    (lambda params: lambda path, leaf: None, TypeError, "must be MatrixDims"),
 )
 def test_wrong_overrides_name_the_parameter(matrix_dims, error, message):
     with pytest.raises(error, match=message):

@@ -22,63 +22,53 @@ def cycles(n):
     return f'metadata={{op_name="jit(step)/mul"}}, backend_config={{"estimated_cycles":"{n}"}}'
 
 
-def program(*computations):
-    return "HloModule test\n\n" + "\n\n".join(computations) + "\n"
+def computation(name, *lines):
+    """The computation of these instructions, of which the last is the root; "main" is the entry."""
+    inside = "".join(f"  {'ROOT ' * (line is lines[-1])}{line}\n" for line in lines)
+    return f"{'ENTRY ' * (name == 'main')}%{name} (x: f32[]) -> f32[] {{\n{inside}}}\n"
 
 
-def entry(*lines):
-    return "ENTRY %main (x: f32[1000]) -> f32[1000] {\n  " + "\n  ".join(lines) + "\n}"
-
-
-SCALE = """%scale (p: f32[1000]) -> f32[1000] {
-  %p = f32[1000]{0} parameter(0)
-  ROOT %double = f32[1000]{0} add(%p, %p)
-}"""
-LESS = """%{name} (c: (s32[], f32[1000], s32[])) -> pred[] {{
-  %c.{name} = (s32[], f32[1000]{{0}}, s32[]) parameter(0)
-  %i.{name} = s32[] get-tuple-element(%c.{name}), index=0
-  %n.{name} = s32[] {bound}
-  ROOT %less.{name} = pred[] compare(%i.{name}, %n.{name}), direction=LT
-}}"""
-BODY = """%{name} (c: (s32[], f32[1000], s32[])) -> (s32[], f32[1000], s32[]) {{
-  %b.{name} = (s32[], f32[1000]{{0}}, s32[]) parameter(0)
-  %j.{name} = s32[] get-tuple-element(%b.{name}), index=0
-  %y.{name} = f32[1000]{{0}} get-tuple-element(%b.{name}), index=1
-  %m.{name} = s32[] get-tuple-element(%b.{name}), index=2
-  %one.{name} = s32[] constant(1)
-  %next.{name} = s32[] add(%j.{name}, %one.{name})
-  {inside}
-  ROOT %t.{name} = (s32[], f32[1000]{{0}}, s32[]) tuple(%next.{name}, %z.{name}, %m.{name})
-}}"""
-WORK = "%z.body = f32[1000]{0} fusion(%y.body), kind=kLoop, calls=%scale, " + cycles(7)
+X, CARRY = "f32[1000]{0}", "(s32[], f32[1000]{0}, s32[])"
+SCALE = computation("scale", f"%p = {X} parameter(0)", f"%double = {X} add(%p, %p)")
+WORK = (f"%z = {X} fusion(%y), kind=kLoop, calls=%scale, {cycles(7)}",)
+IN_THE_TUPLE = "get-tuple-element(%c), index=2"
 COUNTER = 12  # bytes: a turn adds one to a number
 
 
-def looped(rest="", inside=WORK, bound="get-tuple-element(%c.test), index=2", *more):
+def one(*lines, computations=(SCALE,)):
+    return "\n".join([*computations, computation("main", f"%x = {X} parameter(0)", *lines)])
+
+
+def less(name, bound=IN_THE_TUPLE):
+    """The condition of a loop."""
+    found = (f"%c = {CARRY} parameter(0)", "%i = s32[] get-tuple-element(%c), index=0", f"%n = s32[] {bound}")
+    return computation(name, *found, "%less = pred[] compare(%i, %n), direction=LT")
+
+
+def body(name, inside, last="%m"):
+    """A turn of a loop, that makes z of y."""
+    parts = (("j", "s32[]"), ("y", X), ("m", "s32[]"))
+    found = (f"%{part} = {kind} get-tuple-element(%b), index={i}" for i, (part, kind) in enumerate(parts))
+    lines = (*found, "%one = s32[] constant(1)", "%next = s32[] add(%j, %one)", *inside)
+    return computation(name, f"%b = {CARRY} parameter(0)", *lines, f"%t = {CARRY} tuple(%next, %z, {last})")
+
+
+def looped(rest="", inside=WORK, bound=IN_THE_TUPLE, last="%m", more=()):
     """A loop over the scaling of a thousand numbers, started at 0 with the bound 4 in its tuple."""
-    return program(
-        *(SCALE, *more, LESS.format(name="test", bound=bound), BODY.format(name="body", inside=inside)),
-        entry(
-            "%x = f32[1000]{0} parameter(0)",
-            "%zero = s32[] constant(0)",
-            "%four = s32[] constant(4)",
-            "%start = (s32[], f32[1000]{0}, s32[]) tuple(%zero, %x, %four)",
-            f"%loop = (s32[], f32[1000]{{0}}, s32[]) while(%start), condition=%test, body=%body{rest}",
-            "ROOT %y = f32[1000]{0} get-tuple-element(%loop), index=1",
-        ),
+    return one(
+        *("%zero = s32[] constant(0)", "%four = s32[] constant(4)", f"%start = {CARRY} tuple(%zero, %x, %four)"),
+        f"%loop = {CARRY} while(%start), condition=%test, body=%body{rest}",
+        f"%y = {X} get-tuple-element(%loop), index=1",
+        computations=(SCALE, *more, less("test", bound), body("body", inside, last)),
     )
 
 
-def one(*lines, computations=(SCALE,)):
-    return program(*computations, entry("%x = f32[1000]{0} parameter(0)", *lines))
-
-
 def test_bytes_and_cycles_of_a_fusion_and_names_of_what_has_no_price():
-    row = machine_cost.meter(one(f"ROOT %y = f32[1000]{{0}} fusion(%x), kind=kLoop, calls=%scale, {cycles(3)}"), TPU)
+    row = machine_cost.meter(one(f"%y = {X} fusion(%x), kind=kLoop, calls=%scale, {cycles(3)}"), TPU)
     assert row["hbm_bytes"] == 8000  # four in, four out
     assert (row["compute_ms"], row["hbm_ms"]) == pytest.approx((0.003, 0.008))
     assert row["ms"] == row["hbm_ms"]  # the larger of the two
-    call = 'ROOT %y = f32[1000]{0} custom-call(%x), custom_call_target="Cholesky"'
+    call = f'%y = {X} custom-call(%x), custom_call_target="Cholesky"'
     assert machine_cost.meter(one(call), TPU)["unpriced"] == {"Cholesky": 1}
     # A Pallas kernel says how many operations it has.
     call += ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"20000000","transcendentals":"0"}}}'
@@ -94,7 +84,7 @@ def test_what_is_on_the_chip_costs_no_bytes_and_a_copy_counts_once():
             "%slice = ((f32[1000]{0:T(8)}), f32[10]{0:T(8)S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:10]}",
             "%part = f32[10]{0:T(8)S(1)} slice-done(%slice)",
             '%all = f32[10]{0:T(8)S(1)} custom-call(%part), custom_call_target="ConcatBitcast"',
-            f"ROOT %y = f32[1000]{{0:T(8)S(1)}} fusion(%here), kind=kLoop, calls=%scale, {cycles(3)}",
+            f"%y = f32[1000]{{0:T(8)S(1)}} fusion(%here), kind=kLoop, calls=%scale, {cycles(3)}",
         ),
         TPU,
     )
@@ -103,23 +93,15 @@ def test_what_is_on_the_chip_costs_no_bytes_and_a_copy_counts_once():
 
 
 def test_slices_in_a_fusion_count_with_the_slice():
-    inner = """%part (p: f32[100,1000], q: f32[100,1000], i: s32[]) -> f32[100,1000] {
-  %q = f32[100,1000]{1,0} parameter(1)
-  %i = s32[] parameter(2)
-  %nil = s32[] constant(0)
-  %p = f32[100,1000]{1,0} parameter(0)
-  %row = f32[1,1000]{1,0} dynamic-slice(%p, %i, %nil), dynamic_slice_sizes={1,1000}
-  %sine = f32[1,1000]{1,0} sine(%row)
-  ROOT %out = f32[100,1000]{1,0} dynamic-update-slice(%q, %sine, %i, %nil)
-}"""
-    text = program(
-        inner,
-        "ENTRY %main (a: f32[100,1000]) -> f32[100,1000] {\n"
-        "  %a = f32[100,1000]{1,0} parameter(0)\n  %b = f32[100,1000]{1,0} parameter(1)\n  %k = s32[] parameter(2)\n"
-        f"  ROOT %y = f32[100,1000]{{1,0}} fusion(%a, %b, %k), kind=kLoop, calls=%part, {cycles(1)}\n}}",
+    a, given = "f32[100,1000]{1,0}", ("%k = s32[] parameter(2)", "%nil = s32[] constant(0)")
+    given += (f"%p = {a} parameter(0)", f"%q = {a} parameter(1)")
+    inner = computation(
+        *("part", *given, "%row = f32[1,1000]{1,0} dynamic-slice(%p, %k, %nil), dynamic_slice_sizes={1,1000}"),
+        *("%sine = f32[1,1000]{1,0} sine(%row)", f"%out = {a} dynamic-update-slice(%q, %sine, %k, %nil)"),
     )
-    for machine in (TPU, GPU):
-        assert machine_cost.meter(text, machine)["hbm_bytes"] == 4000 + 4000 + 4  # a row in, a row out, the index
+    outer = computation("main", *given, f"%y = {a} fusion(%p, %q, %k), kind=kLoop, calls=%part, {cycles(1)}")
+    for machine in (TPU, GPU):  # a row in, a row out, the index
+        assert machine_cost.meter(inner + outer, machine)["hbm_bytes"] == 4000 + 4000 + 4
 
 
 def test_how_often_a_loop_turns():
@@ -131,30 +113,23 @@ def test_how_often_a_loop_turns():
         row = machine_cost.meter(text, TPU)
         assert row["compute_ms"] == pytest.approx(turns * 0.007)
         assert row["hbm_bytes"] == turns * (8000 + COUNTER)
-    changing = looped().replace("%z.body, %m.body)", "%z.body, %next.body)")  # a bound that is data
+    changing = looped(last="%next")  # a bound that is data
     with pytest.raises(ValueError, match="does not say how often"):
         machine_cost.meter(changing, TPU)
     assert machine_cost.meter(changing, TPU, turns=2.5)["compute_ms"] == pytest.approx(2.5 * 0.007)
     inner = (
-        "%start.body = (s32[], f32[1000]{0}, s32[]) tuple(%zero.body, %y.body, %m.body)\n"
-        "  %zero.body = s32[] constant(0)\n"
-        "  %loop.body = (s32[], f32[1000]{0}, s32[]) while(%start.body), condition=%inner, body=%work\n"
-        "  %z.body = f32[1000]{0} get-tuple-element(%loop.body), index=1"
+        f"%loop = {CARRY} while(%start), condition=%inner, body=%work",
+        f"%z = {X} get-tuple-element(%loop), index=1",
     )
-    work = BODY.format(name="work", inside=WORK.replace(".body", ".work"))
-    nested = looped(
-        "", inner, "constant(5)", LESS.format(name="inner", bound="get-tuple-element(%c.inner), index=2"), work
-    )
+    inner = ("%zero = s32[] constant(0)", f"%start = {CARRY} tuple(%zero, %y, %m)", *inner)
+    nested = looped(inside=inner, bound="constant(5)", more=(less("inner"), body("work", WORK)))
     assert machine_cost.meter(nested, TPU)["compute_ms"] == pytest.approx(5 * 4 * 0.007)
 
 
 def test_the_most_expensive_branch_counts():
-    branches = [
-        f"%b{k} (p: f32[1000]) -> f32[1000] {{\n  %p.{k} = f32[1000]{{0}} parameter(0)\n"
-        f"  ROOT %r.{k} = f32[1000]{{0}} fusion(%p.{k}), kind=kLoop, calls=%scale, {cycles(n)}\n}}"
-        for k, n in enumerate((10, 30, 20))
-    ]
-    call = "ROOT %y = f32[1000]{0} conditional(%which, %x, %x, %x), branch_computations={%b0, %b1, %b2}"
+    fusion = f"%r = {X} fusion(%p), kind=kLoop, calls=%scale, "
+    branches = [computation(f"b{n}", f"%p = {X} parameter(0)", fusion + cycles(n)) for n in (10, 30, 20)]
+    call = f"%y = {X} conditional(%which, %x, %x, %x), branch_computations={{%b10, %b30, %b20}}"
     row = machine_cost.meter(one("%which = s32[] constant(0)", call, computations=(SCALE, *branches)), TPU)
     assert row["compute_ms"] == pytest.approx(0.03)
     assert row["hbm_bytes"] == 8000
@@ -163,17 +138,10 @@ def test_the_most_expensive_branch_counts():
 
 def test_kernels_of_a_gpu():
     """A product of 100 x 100 in TF32 (2e6 operations, 4 us) that moves 120,000 bytes (120 us), and a launch."""
-    dot = """%gemm (p: f32[100,100], q: f32[100,100]) -> f32[100,100] {
-  %p = f32[100,100]{1,0} parameter(0)
-  %q = f32[100,100]{1,0} parameter(1)
-  ROOT %d = f32[100,100]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}"""
-    text = program(
-        dot,
-        "ENTRY %main (a: f32[100,100]) -> f32[100,100] {\n"
-        "  %a = f32[100,100]{1,0} parameter(0)\n  %b = f32[100,100]{1,0} bitcast(%a)\n"
-        "  ROOT %y = f32[100,100]{1,0} fusion(%a, %b), kind=kCustom, calls=%gemm\n}",
-    )
+    a, dims = "f32[100,100]{1,0}", "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    text = computation("gemm", f"%p = {a} parameter(0)", f"%q = {a} parameter(1)", f"%d = {a} dot(%p, %q), {dims}")
+    fusion = f"%y = {a} fusion(%a, %b), kind=kCustom, calls=%gemm"
+    text += computation("main", f"%a = {a} parameter(0)", f"%b = {a} bitcast(%a)", fusion)
     row = machine_cost.meter(text, GPU)
     assert row["kernels"] == 1
     assert row["flops"] == {"f32 default": 2e6}
@@ -185,31 +153,29 @@ def test_kernels_of_a_gpu():
 
 
 def test_products_of_libraries_and_as_convolutions():
-    config = '"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"]}'
-    text = (
-        "ENTRY %main (a: bf16[7,10,20]) -> bf16[7,10,30] {\n  %a = bf16[7,10,20]{2,1,0} parameter(0)\n"
-        "  %b = bf16[7,20,30]{2,1,0} parameter(1)\n  ROOT %y = (bf16[7,10,30]{2,1,0}, s8[64]{0}) custom-call(%a, %b), "
-        f'custom_call_target="__cublas$gemm", backend_config={{{config}}}\n}}'
-    )
-    row = machine_cost.meter(text, GPU)
+    def operands(a, b):
+        return f"%a = {a}{{2,1,0}} parameter(0)", f"%b = {b}{{2,1,0}} parameter(1)"
+
+    call = '%y = (bf16[7,10,30]{2,1,0}, s8[64]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", '
+    call += 'backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"]}}'
+    row = machine_cost.meter(computation("main", *operands("bf16[7,10,20]", "bf16[7,20,30]"), call), GPU)
     assert (row["flops"], row["unpriced"]) == ({"bf16 default": 2 * 7 * 10 * 20 * 30}, {})
-    text = (  # a batch of products that a TPU writes as a convolution
-        "ENTRY %main (a: f32[12,256,512]) -> f32[12,256,128] {\n  %a = f32[12,256,512]{2,1,0} parameter(0)\n"
-        "  %b = f32[12,512,128]{2,1,0} parameter(1)\n  ROOT %y = f32[12,256,128]{2,1,0} convolution(%a, %b), "
-        "window={size=12 stride=11 lhs_dilate=12}, dim_labels=0bf_0io->0bf\n}"
-    )
-    assert hlo.cost(text).flops == 2 * 12 * 256 * 512 * 128
+    # A batch of products that a TPU writes as a convolution.
+    batch = "%y = f32[12,256,128]{2,1,0} convolution(%a, %b), window={size=12 stride=11 lhs_dilate=12}, "
+    batch = (*operands("f32[12,256,512]", "f32[12,512,128]"), batch + "dim_labels=0bf_0io->0bf")
+    assert hlo.cost(computation("main", *batch)).flops == 2 * 12 * 256 * 512 * 128
 
 
 def test_eigendecompositions_are_priced_by_assumption():
-    text = (
-        "ENTRY %main (x: f32[3,20,20]) -> f32[3,20] {{\n  %x = f32[{0},{1},{1}]{{2,1,0{2}}} parameter(0)\n"
-        '  ROOT %y = f32[{0},{1}]{{1,0{2}}} custom-call({3}), custom_call_target="{4}"\n}}'
-    )
-    row = machine_cost.meter(text.format(3, 20, ":S(1)", "%x, %x, %x, %x", "EighTpu"), TPU)
+    def call(count, size, target, memory="", given="%x"):
+        x, y = (f"f32[{count},{size},{size}]{{2,1,0{memory}}}", f"f32[{count},{size}]{{1,0{memory}}}")
+        eigh = f'%y = {y} custom-call({given}), custom_call_target="{target}"'
+        return computation("main", f"%x = {x} parameter(0)", eigh)
+
+    row = machine_cost.meter(call(3, 20, "EighTpu", ":S(1)", "%x, %x, %x, %x"), TPU)
     assert row["ms"] == pytest.approx(row["eigh_ms"]) == pytest.approx(3 * 8 * 39 * 150 / 1e3)
     assert row["unpriced"] == {}
-    row = machine_cost.meter(text.format(65, 40, "", "%x", "cusolver_syevd_ffi"), GPU)
+    row = machine_cost.meter(call(65, 40, "cusolver_syevd_ffi"), GPU)
     assert (row["eigh_ms"], row["kernels"]) == (1, 1)  # two batches of up to 64
 
 

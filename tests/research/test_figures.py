@@ -21,7 +21,7 @@ from examples.pretrain.config import Config, ModelConfig
 from examples.pretrain.data import load, training_batches
 from examples.pretrain.evaluate import token_losses
 from examples.pretrain.logs import read_lines
-from examples.research import clipping, command, figure_data, figure_drawing, figures
+from examples.research import clipping, command, diagnostics, figure_data, figure_drawing, figures
 from normpre_optax import families, precondition_locally
 from tests import reference
 
@@ -131,34 +131,26 @@ def by_hand(runs) -> dict[str, dict[str, np.ndarray]]:
     return found
 
 
-def spectra(matrix: dict, orientation: str) -> tuple[np.ndarray, np.ndarray]:
-    """Eigenvalues before (scaled to trace d) and after normalization, largest first: those of the smaller dimension."""
-    m, w = (matrix[key] if orientation == "rows" else matrix[key].T for key in ("momentum", "weight"))
-    x = reference.tangent_rows(m, w)
-    psi = reference.unit_rows(x)
-    before = np.linalg.eigvalsh(len(x) / np.trace(x @ x.T) * x @ x.T)[::-1]
-    return before[:16], np.linalg.eigvalsh(psi @ psi.T)[::-1][:16]
-
-
 @pytest.mark.parametrize("orientation", ORIENTATIONS)
 def test_spectra_and_energies_are_those_of_the_next_update(drawn, by_hand, orientation):
-    found = checkpoint(drawn[1], "rmnp", 8)[orientation]
-    for place, which in enumerate(("before", "after")):
-        table = np.array([spectra(matrix, orientation)[place] for matrix in by_hand.values()])
+    """By the functions that ``test_diagnostics`` compares with the reference."""
+    found, signals = checkpoint(drawn[1], "rmnp", 8)[orientation], {}
+    for name, matrix in by_hand.items():
+        m, w = (matrix[key] if orientation == "rows" else matrix[key].T for key in ("momentum", "weight"))
+        signals[name] = diagnostics.normalized(jnp.asarray(m), jnp.asarray(w))
+    spectra = [diagnostics.trace_matched_spectra(x) for x, _ in signals.values()]
+    for which, table in zip(("before", "after"), map(np.stack, zip(*spectra, strict=True)), strict=True):
         assert found[which]["count"] == [MATRICES] * 16
         # Five digits are kept; float32 leaves 1e-6 of the largest eigenvalue, about 30.
-        close = {"rtol": 1e-3, "atol": 1e-4}
-        np.testing.assert_allclose(found[which]["mean"], table.mean(0), **close)
-        np.testing.assert_allclose(found[which]["low"], np.percentile(table, 25, axis=0), **close)
-        np.testing.assert_allclose(found[which]["high"], np.percentile(table, 75, axis=0), **close)
+        parts, expected = (
+            [found[which][part] for part in ("mean", "low", "high")],
+            np.percentile(table, [25, 75], axis=0),
+        )
+        np.testing.assert_allclose(parts, [table.mean(0), *expected], rtol=1e-3, atol=1e-4)
     for rank in (RANK, 2):
-        energies, shares = found["energies"][str(rank)], {}
-        for name, matrix in by_hand.items():
-            values = np.sqrt(np.maximum(spectra(matrix, orientation)[1], 0))
-            energy, above = (values - 1) ** 2, values > 1
-            parts = energy[above][:rank].sum(), energy[above][rank:].sum(), energy[~above].sum()
-            shares[name] = np.array(parts) / energy.sum()
-            np.testing.assert_allclose(energies["top_of"][name], shares[name][0], rtol=1e-3)
+        shares = {name: diagnostics.mode_energies(psi, rank).shares() for name, (_, psi) in signals.items()}
+        energies = found["energies"][str(rank)]
+        assert energies["top_of"] == {name: pytest.approx(float(x.top), rel=1e-3) for name, x in shares.items()}
         mean = [energies[part] for part in ("top", "remain", "sub")]
         np.testing.assert_allclose(mean, np.mean([*shares.values()], axis=0), rtol=1e-3)
         assert mean[1] > 0.01 or rank > 2

@@ -33,12 +33,10 @@ def first_record(tx, params=None):
     return monitored(cases.quick_jit(tx.update)(grads, tx.init(params), params)[1]).record
 
 
-@pytest.mark.parametrize(
-    ("tx", "record"),
-    [
-        (npo.normpre_l(1e-2, rank=2), ("mode_energies", "alignment")),
-        pytest.param(npo.muon(1e-2), diagnostics.NAMES, marks=pytest.mark.slow),
-    ],
+@cases.rows(
+    "tx record",
+    (npo.normpre_l(1e-2, rank=2), ("mode_energies", "alignment")),
+    pytest.param(npo.muon(1e-2), diagnostics.NAMES, marks=pytest.mark.slow),
 )
 def test_updates_and_states_are_the_optimizers_to_the_last_bit(tx, record):
     """Compiled as users do, with all of LLVM's optimizations."""

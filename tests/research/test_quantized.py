@@ -88,9 +88,11 @@ def update_all_kinds(x, states):
     return [tx.update(x, state) for tx, state in zip(KINDS, states, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("axis_type", "spec"),
-    [(AxisType.Explicit, ("fsdp", None)), (AxisType.Explicit, (None, "fsdp")), (AxisType.Auto, (None, "fsdp"))],
+@cases.rows(
+    "axis_type spec",
+    (AxisType.Explicit, ("fsdp", None)),
+    (AxisType.Explicit, (None, "fsdp")),
+    (AxisType.Auto, (None, "fsdp")),
 )
 def test_on_a_mesh_it_is_the_same_and_stays_where_it_is(axis_type, spec):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(axis_type,))

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from examples.pretrain.config import RunError
 from examples.research import sweeps
+from tests.examples.conftest import refuses
 
 RATES = (1e-4, 4e-4, 1e-3, 5e-3)
 
@@ -56,10 +56,8 @@ def test_losses_less_those_of_another_and_what_cannot_be_joined():
     assert [x.optimizer for x in found] == ["muon", "muon"]
     assert found[0].losses[1e-3] == pytest.approx(np.log(16 / 20) ** 2)
     assert "+0.0498" in sweeps.table(found, over="muoneq")
-    with pytest.raises(RunError, match="one size and seed"):
-        sweeps.sweeps([CONTENTS[0]] * 2)
-    with pytest.raises(RunError, match="no runs of 'mano': it has muon, muoneq"):
-        sweeps.sweeps(CONTENTS, over="mano")
+    refuses("one size and seed", sweeps.sweeps, [CONTENTS[0]] * 2)
+    refuses("no runs of 'mano': it has muon, muoneq", sweeps.sweeps, CONTENTS, over="mano")
 
 
 def test_the_report(tmp_path, capsys):
@@ -82,5 +80,4 @@ def test_the_report(tmp_path, capsys):
         ([str(tmp_path / "none"), *out], r"holds no comparison\.json and no report/comparison\.json"),
         (out, "which folders"),
     ):
-        with pytest.raises(RunError, match=line):
-            sweeps.main(arguments)
+        refuses(line, sweeps.main, arguments)

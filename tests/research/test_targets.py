@@ -8,6 +8,7 @@ reached plus a few per cent for another version of the compiler; docs/performanc
 import pytest
 
 from examples.research import ahead
+from tests import cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.every_platform, pytest.mark.timeout(900)]
 
@@ -18,20 +19,18 @@ def row(target, name):
     return ahead.estimate(target, "gpt2_small", 2 if target == "v5e" else None, name)
 
 
-@pytest.mark.parametrize(
-    ("target", "name", "against", "bound"),
-    [
-        ("v5e", "normpre_g", "optax_muon", 0.88),
-        ("v5e", "normpre_l", "optax_muon", 0.49),
-        ("v5e", "normpre_l", "adamw", 1.8),
-        ("v5e", "mano", "adamw", 1.3),
-        ("v5e", "rmnp", "adamw", 1.1),
-        ("h100", "normpre_g", "optax_muon", 0.68),
-        ("h100", "normpre_l", "optax_muon", 0.24),
-        ("h100", "normpre_l", "adamw", 2.7),
-        ("h100", "mano", "adamw", 1.35),  # on steps by columns, which take the longer
-        ("h100", "rmnp", "adamw", 1.3),
-    ],
+@cases.rows(
+    "target name against bound",
+    ("v5e", "normpre_g", "optax_muon", 0.88),
+    ("v5e", "normpre_l", "optax_muon", 0.49),
+    ("v5e", "normpre_l", "adamw", 1.8),
+    ("v5e", "mano", "adamw", 1.3),
+    ("v5e", "rmnp", "adamw", 1.1),
+    ("h100", "normpre_g", "optax_muon", 0.68),
+    ("h100", "normpre_l", "optax_muon", 0.24),
+    ("h100", "normpre_l", "adamw", 2.7),
+    ("h100", "mano", "adamw", 1.35),  # on steps by columns, which take the longer
+    ("h100", "rmnp", "adamw", 1.3),
 )
 def test_a_step_costs_no_more_than(target, name, against, bound):
     found = row(target, name)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from examples.pretrain import configs
-from examples.pretrain.config import RunError, to_dict
+from examples.pretrain.config import to_dict
 from examples.research import coordinates, walk
+from tests.examples.conftest import refuses
 
 
 def test_a_walk_of_many_entries_gets_as_far():
@@ -44,8 +45,7 @@ def test_the_walks_report(tmp_path, capsys):
     assert "| 0.004 | mlp/up | 0.16 | 0.17 | 0.50 | 0.50 | 0.32 |" in report
     (axes,) = walk.draw(content).axes
     assert [line.get_label() for line in axes.get_lines()] == ["random walk", "no tangent", "with tangent"]
-    with pytest.raises(RunError, match=r"no finished run of normpre_g,tangent=none"):
-        walk.arms_of(content | {"arms": content["arms"][1:]})
+    refuses("no finished run of normpre_g,tangent=none", walk.arms_of, content | {"arms": content["arms"][1:]})
 
 
 def test_the_coordinate_checks_exponent_of_the_width():

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import normpre_optax as npo
 from examples.research import hlo
+from tests import cases
 
 KERNELS = {"q": (768, 768), "k": (768, 768), "v": (768, 768), "o": (768, 768), "up": (768, 3072), "down": (3072, 768)}
 # name: sizes, axes, those that shard the rows, and the bound on Auto axes in MB
@@ -43,9 +44,7 @@ DEFAULT = (("normpre_g", "fsdp 4 x tensor 2"),)  # the others run in CI
 CASES = [(name, mesh) for name in npo.families() for mesh in MESHES]
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"), [pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.slow) for case in CASES]
-)
+@cases.rows("name mesh", *([pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.slow) for case in CASES]))
 def test_on_auto_axes_without_any_option(name, mesh):
     assert megabytes(name, mesh, AxisType.Auto) <= (12 if name == "normpre_l" else MESHES[mesh][-1])
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import normpre_optax as npo
 from normpre_optax.linalg.precision import on
 from normpre_optax.parameters.dims import split_axes
-from normpre_optax.sharding.exchange import Shard, exchange, from_lines, plan, to_lines
+from normpre_optax.sharding.exchange import Shard, exchange, plan
 from tests import cases
 
 DIMS = npo.MatrixDims(0, 1)
@@ -75,14 +75,6 @@ def test_ties_go_to_the_shortest_buffer():
     teams = plan({"fsdp": 8}, [shard(12, 64, 32, ("fsdp",), (8, 1)), shard(12, 64, 32, ("fsdp",), (1, 8))])
     assert [sorted(map(len, team.owned)) for team in teams] == [[1] * 4 + [2] * 4] * 2
     assert {len(a) + len(b) for a, b in zip(*(team.owned for team in teams), strict=True)} == {3}
-
-
-@pytest.mark.parametrize("shape", [(48, 256), (256, 48), (3, 5)])
-def test_lines_are_inverted(shape):
-    x = jnp.arange(2 * np.prod(shape), dtype=jnp.float32).reshape(2, *shape)
-    lines = to_lines(x)
-    assert lines.shape == (2, -(-np.prod(shape) // 128), 128)
-    np.testing.assert_array_equal(from_lines(lines, *shape), x)
 
 
 def test_each_matrix_arrives_whole_and_results_return():

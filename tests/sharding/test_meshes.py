@@ -107,15 +107,13 @@ def check(name, mesh_name, kind=AxisType.Explicit, known=False, layouts=tuple(SH
                 assert x.sharding.is_equivalent_to(params[layout]["up"]["kernel"].sharding, 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "layouts"),
-    [
-        (AxisType.Explicit, "normpre_g", ("both", "columns_of_blocks")),
-        (AxisType.Auto, "normpre_g", ("both", "columns_of_blocks")),
-        (AxisType.Explicit, "normpre_l", ("both",)),
-        (AxisType.Auto, "normpre_l", ("experts",)),  # draws depend on a matrix's index among layers and experts
-        (AxisType.Explicit, "normpre_h", ("columns_of_blocks",)),
-    ],
+@cases.rows(
+    "kind name layouts",
+    (AxisType.Explicit, "normpre_g", ("both", "columns_of_blocks")),
+    (AxisType.Auto, "normpre_g", ("both", "columns_of_blocks")),
+    (AxisType.Explicit, "normpre_l", ("both",)),
+    (AxisType.Auto, "normpre_l", ("experts",)),  # draws depend on a matrix's index among layers and experts
+    (AxisType.Explicit, "normpre_h", ("columns_of_blocks",)),
 )
 def test_a_mesh_of_two_axes_needs_no_option(kind, name, layouts):
     check(name, "2x4", kind, layouts=layouts)

@@ -19,15 +19,13 @@ def mesh_2x4(kind=AxisType.Explicit):
     return jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(kind,) * 2)
 
 
-@pytest.mark.parametrize(
-    ("shardings", "message"),
-    [
-        ({"up": {"kernel": 3}}, "must be a NamedSharding, PartitionSpec or None"),
-        ({"down": PartitionSpec()}, r"does not match the parameters \(in Flax NNX"),
-        ({"up": {"kernel": PartitionSpec(None, None, "fsdp")}}, "more entries than parameter 'up/kernel' of shape"),
-        ({"up": {"kernel": PartitionSpec("tensor")}}, "'up/kernel' .*no axis 'tensor'"),
-        ({"up": {"kernel": PartitionSpec(("data", "fsdp", "data"))}}, "'up/kernel' .*does not divide axis 0"),
-    ],
+@cases.rows(
+    "shardings message",
+    ({"up": {"kernel": 3}}, "must be a NamedSharding, PartitionSpec or None"),
+    ({"down": PartitionSpec()}, r"does not match the parameters \(in Flax NNX"),
+    ({"up": {"kernel": PartitionSpec(None, None, "fsdp")}}, "more entries than parameter 'up/kernel' of shape"),
+    ({"up": {"kernel": PartitionSpec("tensor")}}, "'up/kernel' .*no axis 'tensor'"),
+    ({"up": {"kernel": PartitionSpec(("data", "fsdp", "data"))}}, "'up/kernel' .*does not divide axis 0"),
 )
 def test_shardings_that_do_not_fit_are_named(shardings, message):
     params = {"up": {"kernel": put(KERNEL, mesh_2x4(AxisType.Auto), None, "fsdp")}}
@@ -95,10 +93,12 @@ NAMES = (*npo.families(), "normpre_h", "muon-keller")
 COMPILED = ("normpre_g", "normuon", "adamuon", "normpre_h", "muon-keller")  # by default: one per kind of state
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [(name, AxisType.Explicit) for name in NAMES]
-    + [pytest.param(n, AxisType.Auto, marks=() if n in COMPILED else pytest.mark.slow) for n in NAMES],
+@cases.rows(
+    "name kind",
+    *(
+        [(name, AxisType.Explicit) for name in NAMES]
+        + [pytest.param(n, AxisType.Auto, marks=() if n in COMPILED else pytest.mark.slow) for n in NAMES]
+    ),
 )
 def test_init_places_the_state_where_every_update_leaves_it(name, kind):
     """So that one compilation serves all steps. On Explicit axes the traced types have the shardings."""
