@@ -175,7 +175,7 @@ class Trainer:
 
     def __init__(self, config: Config, dataset: data.Dataset, weights: optax.Params | None = None):
         self.config = config
-        self.layout = make_layout(config.mesh)
+        self.layout = make_layout(config.replicas, config.fsdp)
         host, hosts = self.layout.batch_part(config.batch_size)
         sizes = {"context": config.model.context, "batch_size": config.batch_size}
         self.batches = data.training_batches(dataset, **sizes, seed=config.seed, host=host, hosts=hosts)

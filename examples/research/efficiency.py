@@ -90,7 +90,7 @@ def corpus(config: Config, console: Console) -> data.Dataset:
 
 def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Timed:
     """Model, optimizer and compiled step."""
-    layout = mesh.make_layout(config.mesh)
+    layout = mesh.make_layout(config.replicas, config.fsdp)
     graphdef, params = initialise(config, dataset)
     params = layout.parameters(params)
     tx = make_optimizer(config, schedule(config))

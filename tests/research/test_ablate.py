@@ -51,7 +51,7 @@ BAD = {
     "tangent --rows strict;weak": "--rows must be of no tangent; strict; relaxed, got 'weak'",
     "all --optimizer muon": "--optimizer is what `ablate` sets itself",
     "tangent --seed 3": "--seed is what `ablate` sets itself",
-    "tangent --mesh data=2 --process 0": "ablate runs in one process",
+    "tangent --replicas 2 --process 0": "ablate runs in one process",
     "tangent --resume": "ablate resumes by itself",
     "tangent --config huge": "--config must be one of",
 }

@@ -39,7 +39,7 @@ def test_every_optimizer_has_a_row(flags, tmp_path, capsys):
     ("words", "line"),
     [
         (["--steps", "0"], "--steps must be at least 1"),
-        (["--mesh", "data=2", "--process", "0"], "efficiency runs in one process"),
+        (["--replicas", "2", "--process", "0"], "efficiency runs in one process"),
     ],
 )
 def test_what_is_refused_is_one_line(words, line, capsys):
