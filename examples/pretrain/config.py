@@ -164,9 +164,8 @@ class Generate(Stored):
 
     prompt: str = ""  # The text; empty: begin a document.
     sample_tokens: int = 160  # Length of the continuation.
-    samples: int = 1  # How many continuations.
     temperature: float = 0.6  # 0 takes the likeliest token each time.
-    seed: int = 0  # Seed of the draws.
+    seed: int = 0  # Seed of the draws; another seed gives another text.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,7 +173,7 @@ def introduce(
     console.print(
         f"Text       {texts['source']}: {texts['train']['documents']:,} training documents "
         f"({texts['train']['tokens']:,} tokens), {texts['validation']['documents']:,} validation documents; "
-        f"vocabulary {dataset.vocabulary:,}\n"
+        f"vocabulary {texts['vocabulary']:,}\n"
         f"Model      {model.family}, {model.layers} layers, width {model.width}, context {model.context}: "
         f"{count:,} parameters\n"
         f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}{adam}; {totals}\n"

@@ -155,7 +155,7 @@ def of_study(study: compare.Study, names: Sequence[str], steps: int, file: str) 
     study.console.print(f"Measuring {steps} steps of each optimizer")
     words = [sys.executable, "-m", "examples.research.efficiency", "--optimizers", ",".join(names)]
     words += ["--steps", str(steps), "--output", str(path), *study.config_flags]
-    done = subprocess.run(words, check=False, capture_output=True, text=True, env=compare.environment())
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
         study.console.print(f"efficiency could not be measured: {lines[-1] if lines else done.returncode}")
