@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import matplotlib.figure
 import pytest
@@ -211,7 +212,8 @@ def test_a_comparison_from_end_to_end(flags, tmp_path):
     command += ["--steps", "200", "--checkpoint-every", "10", "--log-every", "5"]
 
     def start() -> subprocess.Popen:
-        return subprocess.Popen(command, cwd=tmp_path, env=compare.environment(), stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
 
     folder = tmp_path / "runs" / "compare-tiny"
     first = folder / "normpre_g-lr0.01-seed0"

@@ -110,7 +110,7 @@ def test_progress_is_a_line_every_30_seconds_without_a_terminal(monkeypatch):
     progress = logs.Progress(Console(file=file, width=200), 800)
     for step in range(1, 801):
         clock[0] += 0.25
-        progress.update(step, 3.0, 0.25, 512, None)
+        progress.update(step, 3.0, 0.25, 512)
     lines = file.getvalue().splitlines()
     assert len(lines) == 6  # in 200 seconds
     assert lines[0] == "step    120 of 800  loss 3.0000  2,048 tokens/s  0:02:50 left"
@@ -314,10 +314,12 @@ def test_a_model_is_scored_continued_and_exported(copy, capsys):
     assert main.main(["evaluate", str(run), "--step", "8", "--validation-tokens", "512"]) == 0
     assert "step 8: loss" in capsys.readouterr().out
     generate = ["generate", str(run), "--sample-tokens", "20", "--temperature", "0"]
-    assert main.main([*generate, "--prompt", "def read_lines(path):", "--samples", "2"]) == 0
-    first, second = capsys.readouterr().out.split("--- ")[1:]
-    assert first.startswith("1\ndef read_lines(path):")
-    assert first[1:].strip() == second[1:].strip()  # nothing is drawn
+    said = []
+    for seed in ("0", "1"):
+        assert main.main([*generate, "--prompt", "def read_lines(path):", "--seed", seed]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0].startswith("def read_lines(path):")
+    assert said[0] == said[1]  # nothing is drawn
     export = ["export", str(run), "--output", "exported"]
     assert main.main(export) == 0
     assert files(Path("exported")) == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -342,7 +344,7 @@ def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, other_tokens, cap
         (["evaluate", "nowhere"], "is not the folder of a run"),
         (["generate", str(run), "--step", "5"], "no checkpoint of step 5"),
         (["generate", str(run), "--step", "5"], "there are 8, 12"),
-        (["generate", str(run), "--samples", "0"], "--samples must be at least 1"),
+        (["generate", str(run), "--seed", "-1"], "--seed must be in 0.."),
         (["generate", str(run), "--sample-tokens", "100000"], "--sample-tokens must be in 0..65536"),
         (["generate", str(run), "--temperature", "nan"], "--temperature must be at least 0"),
         (["evaluate", str(run), "--tokens", str(tmp_path / "no")], "there are no token files in"),

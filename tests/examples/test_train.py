@@ -16,7 +16,7 @@ from flax import nnx
 
 import examples
 import normpre_optax
-from examples.pretrain import configs, models, optimizers, train
+from examples.pretrain import models, optimizers, train
 from examples.pretrain.commands import Trained, continuation
 from examples.pretrain.config import Config, ModelConfig, RunError
 from examples.pretrain.data import PADDING
@@ -284,15 +284,6 @@ def test_generate_stops_at_the_end_of_a_text(dataset):
     model = Trained(Config(model=MODEL), dataset, graphdef, {}, 0)
     text = continuation(model, "x", new_tokens=6, temperature=0.0, seed=0)
     assert text == "x" + tokenizer.decode([start + 1, start + 2])
-
-
-def test_flops():
-    kinds = ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "TPU v5p", "TPU v5 lite", "NVIDIA L40S", "cpu")
-    assert [*map(train.peak_flops, kinds)] == [989e12, 312e12, 459e12, 197e12, 362e12, None]
-    config = configs.load("gpt2_small").model
-    hidden, table, norms = 12 * 12 * 768**2, 50_304 * 768, 25 * 768
-    expected = 6 * (hidden + table + norms) + 12 * 12 * 1024 * 768  # six per weight, and attention
-    assert train.flops_per_token(config, models.shapes(config, 50_304)) == expected
 
 
 def test_only_optimizers_imports_the_library_its_public_names_and_nothing_imports_research():

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from examples.pretrain import configs, data, optimizers
-from examples.pretrain.compare import Arm, environment, make_study
+from examples.pretrain.compare import Arm, make_study
 from examples.pretrain.config import RunError, check, read_compare
 from examples.pretrain.processes import lock
 from examples.research import ablate, ablation_report, command, train
@@ -51,7 +52,7 @@ BAD = {
     "tangent --rows strict;weak": "--rows must be of no tangent; strict; relaxed, got 'weak'",
     "all --optimizer muon": "--optimizer is what `ablate` sets itself",
     "tangent --seed 3": "--seed is what `ablate` sets itself",
-    "tangent --mesh data=2 --process 0": "ablate runs in one process",
+    "tangent --replicas 2 --process 0": "ablate runs in one process",
     "tangent --resume": "ablate resumes by itself",
     "tangent --config huge": "--config must be one of",
 }
@@ -242,7 +243,8 @@ def test_an_ablation_from_end_to_end(flags, tmp_path):
     """Two rows of a table; what has run once is not run again."""
     line = [sys.executable, "-m", "examples.research.ablate", "rank", "--rows", "1", *flags, "--jobs", "2"]
     line += ["--seeds", "1", "--steps", "20", "--warmup-steps", "2", "--efficiency-steps", "3"]
-    run = lambda *more: subprocess.run([*line, *more], cwd=tmp_path, env=environment(), capture_output=True, text=True)  # noqa: E731
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    run = lambda *more: subprocess.run([*line, *more], cwd=tmp_path, env=environment, capture_output=True, text=True)  # noqa: E731
     said = [run(), run()]
     assert [one.stdout.count("was there: ") for one in said] == [0, 2], said[0].stderr
     found = json.loads((tmp_path / "runs" / "ablate-tiny" / "report" / "rank.json").read_text())

@@ -20,7 +20,7 @@ def test_random_tokens_replace_a_corpus_that_is_not_prepared(tmp_path):
     assert "random tokens" in said.getvalue()
     batch = next(data.training_batches(dataset, context=1024, batch_size=2, seed=0))
     assert (batch.shape, batch.min() >= 0, batch.max() < 50_304) == ((2, 1025), True, True)
-    assert dataset.largest_token < dataset.vocabulary == 50_304
+    assert dataset.manifest["largest_token"] < dataset.manifest["vocabulary"] == 50_304
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_every_optimizer_has_a_row(flags, tmp_path, capsys):
     ("words", "line"),
     [
         (["--steps", "0"], "--steps must be at least 1"),
-        (["--mesh", "data=2", "--process", "0"], "efficiency runs in one process"),
+        (["--replicas", "2", "--process", "0"], "efficiency runs in one process"),
     ],
 )
 def test_what_is_refused_is_one_line(words, line, capsys):
