@@ -3,13 +3,11 @@
 
 import dataclasses
 import json
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -20,10 +18,10 @@ import pytest
 from flax import nnx
 
 from examples.pretrain import cluster, main, mesh, models, train
-from examples.pretrain.config import ModelConfig, RunError
-from examples.pretrain.logs import read_lines
+from examples.pretrain.config import ModelConfig
+from tests import cases
+from tests.examples.conftest import ENVIRONMENT, losses, wait_for
 
-ROOT = Path(__file__).parents[2]
 VOCABULARY = 32
 MODEL = ModelConfig(layers=2, width=16, heads=4, mlp_width=32, context=8)
 STEPS = ["--steps", "12", "--warmup-steps", "2", "--checkpoint-every", "8", "--evaluate-every", "6", "--log-every", "3"]
@@ -37,26 +35,20 @@ ROUNDING = 2e-6
 ADDRESS = ["--processes", "2", "--process", "0"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--replicas", "0"], "--replicas must be at least 1, got 0"),
-        (["--replicas", "3"], "--batch-size 8 must be a multiple of --replicas x --fsdp, 3"),
-        (["--fsdp", "8", "--replicas", "2"], "--batch-size 8 must be a multiple of --replicas x --fsdp, 16"),
-        (["--fsdp", "4", "--micro-batch", "2"], "--micro-batch 2 must be a multiple of --replicas x --fsdp, 4"),
-        (["--fsdp", "8", "--model.width", "36"], "--model.width 36 must be a multiple of --fsdp, 8"),
-        (["--fsdp", "2"], "--replicas 1 x --fsdp 2 is not the number of devices: there are 8 devices in 1 processes"),
-        (["--processes", "2"], "--fsdp N says over how many"),
-        (["--coordinator", "a:1", *ADDRESS], "--fsdp N says over how many"),
-        (["--replicas", "2", "--coordinator", "a", *ADDRESS], "must be host:port"),
-    ],
+@cases.rows(
+    "arguments line",
+    (["--replicas", "0"], "--replicas must be at least 1, got 0"),
+    (["--replicas", "3"], "--batch-size 8 must be a multiple of --replicas x --fsdp, 3"),
+    (["--fsdp", "8", "--replicas", "2"], "--batch-size 8 must be a multiple of --replicas x --fsdp, 16"),
+    (["--fsdp", "4", "--micro-batch", "2"], "--micro-batch 2 must be a multiple of --replicas x --fsdp, 4"),
+    (["--fsdp", "8", "--model.width", "36"], "--model.width 36 must be a multiple of --fsdp, 8"),
+    (["--fsdp", "2"], "--replicas 1 x --fsdp 2 is not the number of devices: there are 8 devices in 1 processes"),
+    (["--processes", "2"], "--fsdp N says over how many"),
+    (["--coordinator", "a:1", *ADDRESS], "--fsdp N says over how many"),
+    (["--replicas", "2", "--coordinator", "a", *ADDRESS], "must be host:port"),
 )
-def test_a_mesh_that_cannot_be_is_one_line_before_anything_is_written(arguments, line, flags, tmp_path, capsys):
-    assert main.main([*flags, *arguments]) == 1
-    said = capsys.readouterr()
-    assert line in said.err
-    assert said.err.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
+def test_a_mesh_that_cannot_be_is_one_line_before_anything_is_written(arguments, line, flags, refused_at_once):
+    refused_at_once([*flags, *arguments], line)
 
 
 def test_an_incomplete_address_is_one_line(tmp_path):
@@ -66,9 +58,8 @@ from examples.pretrain.main import main
 for address in (["--processes", "2"], ["--coordinator", "a:1", "--processes", "2", "--process", "2"]):
     assert main(["--config", "tiny", "--replicas", "2", *address]) == 1
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, check=True, capture_output=True, text=True)
     first, second = done.stderr.splitlines()
     assert "coordinator_address should be defined" in first
     assert "process_id < num_processes" in second
@@ -110,15 +101,13 @@ GPT2 = {"family": "gpt2", "bias": True, "scan_layers": True, "tied_head": False}
 QWEN3 = {"family": "qwen3", "kv_heads": 2, "head_width": 8, "remat": True}
 
 
-@pytest.mark.parametrize(
-    ("form", "parts", "shape"),
-    [
-        pytest.param(GPT2, 1, (1, 4), marks=pytest.mark.slow),
-        pytest.param(QWEN3, 1, (1, 4), marks=pytest.mark.slow),
-        pytest.param({}, 2, (2, 2), marks=pytest.mark.slow),
-        pytest.param(GPT2, 2, (4, 1), marks=pytest.mark.thorough),
-        pytest.param(QWEN3, 2, (4, 1), marks=pytest.mark.thorough),
-    ],
+@cases.rows(
+    "form parts shape",
+    pytest.param(GPT2, 1, (1, 4), marks=pytest.mark.slow),
+    pytest.param(QWEN3, 1, (1, 4), marks=pytest.mark.slow),
+    pytest.param({}, 2, (2, 2), marks=pytest.mark.slow),
+    pytest.param(GPT2, 2, (4, 1), marks=pytest.mark.thorough),
+    pytest.param(QWEN3, 2, (4, 1), marks=pytest.mark.thorough),
 )
 def test_a_step_on_a_mesh_is_that_of_one_device(form, parts, shape):
     config = dataclasses.replace(MODEL, **form)
@@ -156,11 +145,10 @@ def test_a_batch_is_read_in_parts():
     assert {shard.data.shape for shard in parts.addressable_shards} == {(2, 1, 5)}  # each part on all devices
 
 
-def test_other_commands_run_in_one_process(capsys):
-    assert main.main(["compare", "--config", "tiny", "--replicas", "2", "--process", "0"]) == 1
-    assert "compare runs in one process" in capsys.readouterr().err
-    assert main.main(["compare", "--config", "tiny", "--replicas", "3"]) == 1
-    assert "must be a multiple of --replicas x --fsdp" in capsys.readouterr().err
+def test_other_commands_run_in_one_process(refused_at_once):
+    command = ["compare", "--config", "tiny"]
+    refused_at_once([*command, "--replicas", "2", "--process", "0"], "compare runs in one process")
+    refused_at_once([*command, "--replicas", "3"], "must be a multiple of --replicas x --fsdp")
 
 
 def test_launchers_are_recognized():
@@ -181,24 +169,6 @@ def test_launchers_are_recognized():
     }.items():
         for environment in environments:
             assert cluster.several(environment) is expected, environment
-
-
-def test_one_process_has_nobody_to_ask():
-    assert cluster.gathered("a") == ["a"]
-    assert cluster.first()
-    assert cluster.from_the_first(lambda: {"a": 1}) == {"a": 1}
-    assert cluster.first_of_all(lambda: 3) == 3
-    vote = cluster.Vote()
-    assert [vote(None), vote(15), vote(None)] == [None, 15, None]
-    with pytest.raises(RunError, match="why"):
-        cluster.together(lambda: (_ for _ in ()).throw(RunError("why")))
-    with pytest.raises(KeyError), cluster.leaving_at_once():
-        raise KeyError
-
-
-def losses(run: Path) -> list[dict]:
-    """The log without what the clock says."""
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_lines(run / "log.jsonl")]
 
 
 def close(run: Path, other: Path) -> None:
@@ -225,7 +195,7 @@ class Runs:
             together = ["--coordinator", f"localhost:{port}", "--processes", str(processes), "--process", str(i)]
             command = [sys.executable, "-m", "examples.pretrain", *self.flags, "--name", name, *more]
             xla = f"--xla_force_host_platform_device_count={devices}"
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla}
+            environment = {**ENVIRONMENT, "XLA_FLAGS": xla}
             with (self.folder / f"{name}.{i}.txt").open("a") as said:
                 command += together if processes > 1 else []
                 started.append(
@@ -242,11 +212,7 @@ class Runs:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"{name}.*.txt")))
 
     def wait_for(self, name: str, step: int, started: list[subprocess.Popen]) -> None:
-        deadline = time.monotonic() + 300
-        while not any(line["step"] >= step for line in read_lines(self.folder / "runs" / name / "log.jsonl")):
-            assert all(process.poll() is None for process in started), self.said(name)
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(self.folder / "runs" / name, step, *started)
 
 
 @pytest.fixture
@@ -277,12 +243,10 @@ def test_four_devices_and_fewer(runs):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("processes", "axes"),
-    [
-        pytest.param(2, (2, 2), marks=pytest.mark.slow),
-        pytest.param(4, (1, 4), marks=pytest.mark.thorough),
-    ],
+@cases.rows(
+    "processes axes",
+    pytest.param(2, (2, 2), marks=pytest.mark.slow),
+    pytest.param(4, (1, 4), marks=pytest.mark.thorough),
 )
 def test_processes_that_train_together(runs, processes, axes):
     runs.flags += ["--optimizer", "normpre_l" if processes == 2 else "normpre_g"]
@@ -307,7 +271,7 @@ def test_a_run_that_lost_a_process_goes_on_exactly(runs, lost):
     assert left.wait(150) != 0
     if lost == 1:  # without process 0, which everything is agreed through, JAX may end the others before they can speak
         assert "the same commands with --resume continue" in runs.said("part")
-    assert read_lines(whole.with_name("part") / "log.jsonl")[-1]["step"] < 120
+    assert losses(whole.with_name("part"))[-1]["step"] < 120
     part = runs.finish("part", *flags, "--resume", processes=2)
     assert "Resuming from step" in runs.said("part")
     assert losses(part) == losses(whole)

@@ -2,10 +2,10 @@
 """Ablations: what their rows train, the preconditioner built from X, tables and figures."""
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from examples.pretrain.processes import lock
 from examples.research import ablate, ablation_report, command, train
 from normpre_optax import normpre_g, normpre_l
 from tests import reference
+from tests.examples.conftest import ENVIRONMENT, FACTS
 
 FROM_X = {name: train.FURTHER[f"{name}_from_x"][0] for name in ("normpre_g", "normpre_l")}
 SMALL, WIDE = (configs.load(name) for name in ("nano", "gpt2_small"))
@@ -58,14 +59,9 @@ BAD = {
 }
 
 
-def test_a_bad_ablation_is_one_line_before_anything_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_bad_ablation_is_one_line_before_anything_is_written(refused_at_once):
     for arguments, line in BAD.items():
-        assert command.run(ablate.main, arguments.split()) == 1
-        said = capsys.readouterr().err
-        assert line in said
-        assert said.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+        refused_at_once(arguments.split(), line, functools.partial(command.run, ablate.main))
 
 
 def test_a_folder_belongs_to_one_study_and_a_run_to_one_process(tmp_path, monkeypatch):
@@ -92,11 +88,8 @@ def from_x(x: np.ndarray, name: str, rank: int) -> np.ndarray:
     """The two preconditioners in float64, by full decompositions."""
     psi = x / np.linalg.norm(x, axis=1, keepdims=True)
     if name == "normpre_l":
-        values, vectors = np.linalg.eigh(x @ x.T * len(x) / np.trace(x @ x.T))
-        p = np.eye(len(x))
-        for value, u in list(zip(values, vectors.T, strict=True))[::-1][:rank]:
-            p += (value**-0.5 - 1) * np.outer(u, u) if value > 1 else 0
-        return p @ psi
+        modes = reference.active_modes(x @ x.T * len(x) / np.trace(x @ x.T), rank)
+        return reference.local_preconditioner(*modes) @ psi
     y, p = x / np.linalg.norm(x), np.eye(len(x))
     for _ in range(5):
         gram = y @ y.T
@@ -184,13 +177,7 @@ def content() -> dict:
         **{"name": "tangent", "title": "Momentum", "rows": ["none", "strict", "relaxed"], "published": "relaxed"},
         **{"optimizers": ["normpre_g", "normpre_l"], "axis": "", "cost": None, "arms": arms},
         "paper": {"none": (3.09, 3.11), "strict": (3.18, 3.12), "relaxed": (3.07, 3.08)},
-        **{"settings": "nano", "command": "python -m examples.research.ablate", "date": "2026-01-01"},
-        **{"machine": {"kind": "cpu", "cores": 1}, "versions": {"python": "3.11", "jax": "0.10"}},
-        "config": {
-            **{"steps": 10, "batch_size": 2, "learning_rate": 0.1, "model.context": 4, "model.family": "gpt2"},
-            **{"model.layers": 1, "model.width": 8},
-        },
-        **{"parameters": 1000, "text": {"source": "text"}},
+        **FACTS,
     }
 
 
@@ -243,8 +230,7 @@ def test_an_ablation_from_end_to_end(flags, tmp_path):
     """Two rows of a table; what has run once is not run again."""
     line = [sys.executable, "-m", "examples.research.ablate", "rank", "--rows", "1", *flags, "--jobs", "2"]
     line += ["--seeds", "1", "--steps", "20", "--warmup-steps", "2", "--efficiency-steps", "3"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    run = lambda *more: subprocess.run([*line, *more], cwd=tmp_path, env=environment, capture_output=True, text=True)  # noqa: E731
+    run = lambda *more: subprocess.run([*line, *more], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)  # noqa: E731
     said = [run(), run()]
     assert [one.stdout.count("was there: ") for one in said] == [0, 2], said[0].stderr
     found = json.loads((tmp_path / "runs" / "ablate-tiny" / "report" / "rank.json").read_text())

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time and memory of a training step."""
 
+import functools
 import io
 import json
 
@@ -35,13 +36,8 @@ def test_every_optimizer_has_a_row(flags, tmp_path, capsys):
     assert "normpre_l,rank=8 optimizer" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--steps", "0"], "--steps must be at least 1"),
-        (["--replicas", "2", "--process", "0"], "efficiency runs in one process"),
-    ],
-)
-def test_what_is_refused_is_one_line(words, line, capsys):
-    assert command.run(efficiency.main, ["--config", "tiny", *words]) == 1
-    assert line in capsys.readouterr().err
+def test_what_is_refused_is_one_line(refused_at_once):
+    program = functools.partial(command.run, efficiency.main)
+    refused_at_once(["--config", "tiny", "--steps", "0"], "--steps must be at least 1", program)
+    flags = ["--config", "tiny", "--replicas", "2", "--process", "0"]
+    refused_at_once(flags, "efficiency runs in one process", program)
