@@ -57,9 +57,8 @@ def finished(tmp_path_factory, dataset) -> tuple[Path, list[str], str]:
 def other_tokens(corpus, tmp_path) -> str:
     """Token files of another text and tokenizer."""
     folder = str(tmp_path / "other")
-    command.main(
-        ["python", str(corpus / "email"), "--vocabulary", "400", "--validation-percent", "20", "--output", folder]
-    )
+    options = ["--vocabulary", "400", "--validation-percent", "20", "--output", folder]
+    command.main(["python", str(corpus / "email"), *options])
     return folder
 
 
