@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 
 from .config import RunError
 from .mesh import by_name
+from .prepare.sources import one_line
 
 
 class Checkpoints:
@@ -131,5 +132,4 @@ def writing(folder: Path) -> Iterator[None]:
 
 def first_line(error: Exception) -> str:
     """The message of an error, in one short line."""
-    lines = str(error).partition(" See full TensorStore details")[0].strip().splitlines()
-    return f"{lines[0] if lines else type(error).__name__:.160}"
+    return f"{one_line(error).partition(' See full TensorStore details')[0]:.160}"

@@ -53,18 +53,18 @@ def several(environment: Mapping[str, str]) -> bool:
 
 @contextmanager
 def joined(config: Config) -> Iterator[None]:
-    """While inside, this process is one of those that train on ``config.mesh`` together, if there are several.
+    """While inside, this process is one of those that train on ``config.devices`` together, if there are several.
 
     Must be entered before JAX looks for devices.
 
     Raises:
         RunError: if their address is incomplete, or they do not find each other.
     """
-    if addressed(config) and not config.mesh:
-        raise RunError("--coordinator is for processes that train together: --mesh data=N says how")
+    if addressed(config) and config.devices == 1:
+        raise RunError("--coordinator is for processes that train together: --fsdp N says over how many devices")
     if config.coordinator and not config.coordinator.rpartition(":")[2].isdecimal():
         raise RunError(f"--coordinator must be host:port, got {config.coordinator!r}")
-    if not config.mesh or not (addressed(config) or several(os.environ)):
+    if config.devices == 1 or not (addressed(config) or several(os.environ)):
         yield
         return
     jax.config.update("jax_enable_preemption_service", False)  # its handler of SIGTERM would replace the program's

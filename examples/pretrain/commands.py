@@ -111,13 +111,11 @@ def evaluate(options: Evaluate) -> None:
 
 
 def generate(options: Generate) -> None:
-    """Print continuations of a text."""
+    """Print a continuation of a text."""
     check_ranges(vars(options))
     trained = load(options.run, options.step, options.tokens)
-    how = {"new_tokens": options.sample_tokens, "temperature": options.temperature}
-    for number in range(options.samples):
-        text = continuation(trained, options.prompt, **how, seed=options.seed + number)
-        print(text if options.samples == 1 else f"--- {number + 1}\n{text}")
+    how = {"temperature": options.temperature, "seed": options.seed}
+    print(continuation(trained, options.prompt, new_tokens=options.sample_tokens, **how))
 
 
 def export(options: Export) -> None:

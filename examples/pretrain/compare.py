@@ -3,8 +3,7 @@
 
 Each arm is an ordinary run (``python -m examples.pretrain train``) in a folder of its own. First every optimizer runs
 at every learning rate with the first seed, then at its best one with the other seeds. A stopped comparison resumes, and
-an arm that diverges or fails is reported while the others continue. ``python -m examples.pretrain.compare DIR`` draws
-the report in ``DIR`` again, from its ``comparison.json``.
+an arm that diverges or fails is reported while the others continue.
 """
 
 import functools
@@ -31,12 +30,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from rich.console import Console
 
 from . import cluster, configs, data, mesh
-from .config import Compare, Config, RunError, join_name, split_name
+from .config import Compare, Config, RunError, check_ranges, join_name, split_name
 from .logs import read_lines, write_json
 from .optimizers import make_optimizer
 from .processes import Stopped, begin_as_child, lock, on_signals
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = "examples.pretrain"  # what trains an arm; examples.research.train has further optimizers
 Result = dict[str, Any]
 
@@ -132,7 +130,7 @@ class Study:
         command += ["--runs-folder", str(self.folder), *(["--resume"] if folder.exists() else [])]
         begin = functools.partial(begin_as_child, cores_of(place, self.jobs)) if os.name == "posix" else None
         with (self.folder / f"{arm.name}.txt").open("a") as out:
-            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment(), preexec_fn=begin)
+            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=begin)
 
     def ended(self, arm: Arm, process: subprocess.Popen) -> None:
         """Record an arm whose process has ended; one that left no result has failed, with the last line it printed."""
@@ -203,16 +201,13 @@ def make_study(kind: str, options: Any) -> Study:
     Raises:
         RunError: naming the flag and its valid values.
     """
-    config = configs.parse(options.rest)
+    check_ranges(vars(options))
+    name = options.name or f"{kind}-{options.config}"
+    config = configs.parse([*options.rest, "--name", name])
     mesh.check(config)
     cluster.refuse_several(config, kind)
     if config.resume or config.overwrite:
         raise RunError(f"{kind} resumes by itself: leave --resume and --overwrite out, or give a --name")
-    name = options.name or f"{kind}-{config.config}"
-    if Path(name).name != name:
-        raise RunError(f"--name must be a plain folder name, got {name!r}")
-    if options.seeds < 1 or options.jobs < 1:
-        raise RunError("--seeds and --jobs must be at least 1")
     console = Console(markup=False, highlight=False, soft_wrap=True)
     return Study(config, list(options.rest), options.runs_folder / name, options.jobs, console)
 
@@ -253,11 +248,6 @@ def learning_rates(options: Compare, study: Study) -> dict[str, list[float]]:
 def stop(number: int) -> None:
     """Handle a signal: arms save, and everything that has ended is kept."""
     raise Stopped("stopped; the same command resumes it", number)
-
-
-def environment() -> dict[str, str]:
-    """The environment of this process, in which a child finds this program from any folder."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
 def cores_of(place: int, jobs: int) -> set[int]:
@@ -512,7 +502,3 @@ def frame(axes: Axes, legend: str = "beside") -> None:
 def save(figure: Figure, file: Path) -> None:
     """Write the figure as a PNG; the same figure gives the same bytes."""
     figure.savefig(file.with_suffix(".png"), dpi=150)
-
-
-if __name__ == "__main__":
-    print(write(Path(sys.argv[1]), json.loads((Path(sys.argv[1]) / "comparison.json").read_text())))

@@ -73,10 +73,7 @@ class Common:
     learning_rate: float = 4e-3
     steps: int = 800  # Number of updates.
     batch_size: int = 16  # Sequences per update.
-    # Devices to train on, such as data=2,fsdp=4: axes data (the batch is split), fsdp (batch, parameters and
-    # optimizer state are split) and tensor (each layer is split). Their product is the number of devices. Empty:
-    # one device.
-    mesh: str = ""
+    fsdp: int = 1  # Devices that the batch, the parameters and the optimizer state are split over.
 
 
 @dataclass(frozen=True)
@@ -114,6 +111,8 @@ class Config(Common):
     # Type of the forward and backward pass; parameters stay float32. auto: bfloat16, on CPU float32.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
+    # Groups of --fsdp devices, each with a copy of the parameters; the batch is split over all devices.
+    replicas: int = 1
     # host:port of process 0 where several processes train together; detected under SLURM, Open MPI and on GKE.
     coordinator: str = ""
     processes: int | None = None  # With --coordinator: how many processes there are.
@@ -125,6 +124,11 @@ class Config(Common):
     keep_checkpoints: int = 2  # Checkpoints kept on disk.
 
     model: ModelConfig = field(default_factory=ModelConfig)
+
+    @property
+    def devices(self) -> int:
+        """Devices to train on."""
+        return self.replicas * self.fsdp
 
     @property
     def run_name(self) -> str:
@@ -160,9 +164,8 @@ class Generate(Stored):
 
     prompt: str = ""  # The text; empty: begin a document.
     sample_tokens: int = 160  # Length of the continuation.
-    samples: int = 1  # How many continuations.
     temperature: float = 0.6  # 0 takes the likeliest token each time.
-    seed: int = 0  # Seed of the draws.
+    seed: int = 0  # Seed of the draws; another seed gives another text.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,11 +245,12 @@ def apply_name(config: Config) -> Config:
     return dataclasses.replace(config, optimizer=join_name(name, settings), **options)
 
 
-# Fields that may differ between a run and its continuation: they do not change the losses (the mesh: up to rounding).
+# Fields that may differ between a run and its continuation: they do not change the losses (devices: up to rounding).
 # Of the text the tokens themselves are compared.
 FREE_ON_RESUME = frozenset(
     (
-        *("config", "name", "runs_folder", "resume", "overwrite", "mesh", "coordinator", "processes", "process"),
+        *("config", "name", "runs_folder", "resume", "overwrite"),
+        *("fsdp", "replicas", "coordinator", "processes", "process"),
         *("evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints"),
         *("tokens", "installed_packages"),
     )

@@ -40,16 +40,6 @@ class Dataset:
     tokenizer: Tokenizer
     offsets: dict[str, np.ndarray] | None = None
 
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens the tokenizer knows."""
-        return self.manifest["vocabulary"]
-
-    @property
-    def largest_token(self) -> int:
-        """Largest token in the files: a smaller token table than the tokenizer's needs at least one row more."""
-        return self.manifest["largest_token"]
-
 
 def open_corpus(config: Config, console: Console) -> Dataset:
     """The prepared corpus that ``config`` names, else Python source, prepared on first use.

@@ -46,8 +46,7 @@ def make_evaluate(
     """A function from parameters, placed as ``layout`` says, to their ``Score`` on ``sequences``."""
     losses_of = jax.jit(lambda params, tokens_BxS: whole(token_losses(graphdef, params, tokens_BxS).sum(axis=1)))
     count, length = sequences_NxS.shape
-    shares = layout.mesh.shape["data"] * layout.mesh.shape["fsdp"]
-    size = math.ceil(min(batch_size, count) / shares) * shares
+    size = math.ceil(min(batch_size, count) / layout.mesh.size) * layout.mesh.size
     batches = np.resize(sequences_NxS, (math.ceil(count / size), size, length))  # repeats from the start at the end
     targets = sequences_NxS[:, 1:][sequences_NxS[:, 1:] >= 0]
     text_bytes = float(np.asarray(bytes_per_token_V)[targets].sum())

@@ -88,11 +88,10 @@ class Progress:
         """Whether the last line is 30 seconds old."""
         return time.monotonic() - self._last >= LINE_SECONDS
 
-    def update(self, done: int, loss: float, seconds: float, tokens: int, mfu: float | None) -> None:
+    def update(self, done: int, loss: float, seconds: float, tokens: int) -> None:
         """Say that ``done`` updates are done, the last ones in so many ``seconds``, with ``tokens``, each."""
         left = timedelta(seconds=round(seconds * (self._steps - done)))
-        share, speed = f"  MFU {100 * mfu:.1f} %" if mfu else "", f"{tokens / seconds:,.0f} tokens/s"
-        line = f"step {done:>6,} of {self._steps:,}  loss {loss:.4f}  {speed}{share}  {left} left"
+        line = f"step {done:>6,} of {self._steps:,}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s  {left} left"
         self.status.update(line)
         if self.due():
             if not self._console.is_terminal:

@@ -167,13 +167,13 @@ def introduce(
     logs.write_json(config.run_folder / "run.json", run)  # first: a folder without it is no run
     (config.run_folder / "parameters.txt").write_text(table + "\n")
     kind, tokens = environment["device"]["kind"], config.steps * config.batch_size * model.context
-    devices = f"{trainer.layout.mesh.size} x {kind} ({config.mesh})" if config.mesh else kind
+    devices = f"{config.devices} x {kind} ({config.fsdp} x FSDP)" if config.devices > 1 else kind
     parts = f", {config.micro_batch} at a time," if config.micro_batch else ""
     adam = f", AdamW learning rate {config.adam_learning_rate:g}" if config.adam_learning_rate else ""
     console.print(
         f"Text       {texts['source']}: {texts['train']['documents']:,} training documents "
         f"({texts['train']['tokens']:,} tokens), {texts['validation']['documents']:,} validation documents; "
-        f"vocabulary {dataset.vocabulary:,}\n"
+        f"vocabulary {texts['vocabulary']:,}\n"
         f"Model      {model.family}, {model.layers} layers, width {model.width}, context {model.context}: "
         f"{count:,} parameters\n"
         f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}{adam}; {totals}\n"

@@ -17,7 +17,7 @@ from rich.console import Console
 from . import data, models
 from .checkpoint import Checkpoints, difference, leaves_of
 from .cluster import Vote, alone
-from .config import Config, Diverged, ModelConfig, RunError
+from .config import Config, Diverged, RunError
 from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token_losses
 from .logs import Log, Progress
 from .mesh import Layout, in_parts, make_layout
@@ -26,13 +26,6 @@ from .prepare.token_files import byte_lengths
 from .processes import Stopped
 
 FINAL_FRACTION = 0.1
-# Dense bfloat16 FLOP/s that the manufacturers state, by JAX's name of the device (the first that it contains).
-PEAK_FLOPS = {
-    **{"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12},
-    **{"L40S": 362e12, "L40": 181e12, "L4": 121e12},
-    "V100": 125e12,  # float16
-    **{"TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12},
-}
 
 
 class TrainState(NamedTuple):
@@ -83,7 +76,7 @@ def micro_batches(config: Config) -> int:
 
 def vocabulary_of(config: Config, dataset: data.Dataset) -> int:
     """Rows of the model's token table."""
-    return config.model.vocabulary or dataset.vocabulary
+    return config.model.vocabulary or dataset.manifest["vocabulary"]
 
 
 def initialise(config: Config, dataset: data.Dataset) -> tuple[nnx.GraphDef, dict]:
@@ -92,33 +85,14 @@ def initialise(config: Config, dataset: data.Dataset) -> tuple[nnx.GraphDef, dic
     Raises:
         RunError: if the vocabulary is smaller than the data's.
     """
-    vocabulary = vocabulary_of(config, dataset)
-    if vocabulary <= dataset.largest_token:
-        raise RunError(
-            f"--model.vocabulary {vocabulary} is too small: {dataset.folder} has tokens up to {dataset.largest_token}"
-        )
+    vocabulary, largest = vocabulary_of(config, dataset), dataset.manifest["largest_token"]
+    if vocabulary <= largest:
+        raise RunError(f"--model.vocabulary {vocabulary} is too small: {dataset.folder} has tokens up to {largest}")
     narrower = math.sqrt((config.base_width or config.model.width) / config.model.width)
     network = dataclasses.replace(config.model, hidden_std=config.model.hidden_std * narrower)
     model = models.build(network, vocabulary, dtype=compute_dtype(config), seed=config.seed)
     graphdef, variables = nnx.split(model)
     return graphdef, nnx.to_pure_dict(variables)
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """FLOP/s of one device, None where unknown (CPUs among others)."""
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_kind), None)
-
-
-def flops_per_token(model: ModelConfig, params: Any) -> float:
-    """FLOPs of a forward and backward pass: 6 per weight of a product, and attention's 12 L T (H K), both triangles.
-
-    Look-ups (positions, a table that is not the head, too) have no product. Recomputation (remat) is not counted.
-    """
-    weights = sum(leaf.size for leaf in jax.tree.leaves(params))
-    looked_up = params["positions"]["embedding"].size if "positions" in params else 0
-    looked_up += 0 if model.tied_head else params["tokens"]["embedding"].size
-    attention_width = model.heads * (model.head_width or model.width // model.heads)
-    return 6.0 * (weights - looked_up) + 12.0 * model.layers * model.context * attention_width
 
 
 def loss_and_gradients(
@@ -175,7 +149,7 @@ class Trainer:
 
     def __init__(self, config: Config, dataset: data.Dataset, weights: optax.Params | None = None):
         self.config = config
-        self.layout = make_layout(config.mesh)
+        self.layout = make_layout(config.replicas, config.fsdp)
         host, hosts = self.layout.batch_part(config.batch_size)
         sizes = {"context": config.model.context, "batch_size": config.batch_size}
         self.batches = data.training_batches(dataset, **sizes, seed=config.seed, host=host, hosts=hosts)
@@ -194,8 +168,6 @@ class Trainer:
         self.step = bound(make_train_step(self.graphdef, optimizer, micro_batches(config)))
         self.evaluate = evaluation(config, dataset, self.graphdef, self.layout)
         self.norms = bound(norms)
-        self.flops = flops_per_token(config.model, params)
-        self.peak_flops = (peak_flops(jax.devices()[0].device_kind) or 0) * self.layout.mesh.size
         self.start = 0
         self.stopping: int | None = None
 
@@ -263,18 +235,18 @@ class Trainer:
         values = jax.device_get(pending)  # waits for the device
         now = time.perf_counter()
         seconds, tokens = (now - clock) / len(values), self.config.batch_size * self.config.model.context
-        speed = tokens / seconds
-        mfu = speed * self.flops / self.peak_flops if self.peak_flops else None
         first = done - len(values)
         rates = self.learning_rates[first:done]
-        common: dict[str, Any] = {"tokens_per_second": round(speed, 1)} | ({"mfu": round(mfu, 4)} if mfu else {})
+        speed = round(tokens / seconds, 1)
         records = [
-            {"step": step, "loss": float(x.loss), "grad_norm": float(x.grad_norm), "learning_rate": float(rate)}
-            | common
+            {
+                **{"step": step, "loss": float(x.loss), "grad_norm": float(x.grad_norm)},
+                **{"learning_rate": float(rate), "tokens_per_second": speed},
+            }
             for step, (x, rate) in enumerate(zip(values, rates, strict=True), first + 1)
         ]
         log.write(records)
-        progress.update(done, float(np.mean([x.loss for x in values])), seconds, tokens, mfu)
+        progress.update(done, float(np.mean([x.loss for x in values])), seconds, tokens)
         for record in records:
             if not math.isfinite(record["loss"]):
                 lower = f"try a --learning-rate below {self.config.learning_rate:g}"

@@ -186,8 +186,6 @@ def main(arguments: Sequence[str]) -> None:
     known = ablations(study.config)
     if word not in (*known, "all"):
         raise RunError(f"ablate what? {', '.join(known)} or all" + (f", not {word!r}" if word else ""))
-    if options.efficiency_steps < 1:
-        raise RunError("--efficiency-steps must be at least 1")
     for flag in ("--optimizer", "--seed"):
         if any(part.partition("=")[0] == flag for part in options.rest):
             raise RunError(f"{flag} is what `ablate` sets itself: leave it out")

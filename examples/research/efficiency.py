@@ -90,7 +90,7 @@ def corpus(config: Config, console: Console) -> data.Dataset:
 
 def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Timed:
     """Model, optimizer and compiled step."""
-    layout = mesh.make_layout(config.mesh)
+    layout = mesh.make_layout(config.replicas, config.fsdp)
     graphdef, params = initialise(config, dataset)
     params = layout.parameters(params)
     tx = make_optimizer(config, schedule(config))
@@ -155,7 +155,7 @@ def of_study(study: compare.Study, names: Sequence[str], steps: int, file: str) 
     study.console.print(f"Measuring {steps} steps of each optimizer")
     words = [sys.executable, "-m", "examples.research.efficiency", "--optimizers", ",".join(names)]
     words += ["--steps", str(steps), "--output", str(path), *study.config_flags]
-    done = subprocess.run(words, check=False, capture_output=True, text=True, env=compare.environment())
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
         study.console.print(f"efficiency could not be measured: {lines[-1] if lines else done.returncode}")

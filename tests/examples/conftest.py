@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """A corpus of a few standard packages: real Python, tokenized in about a second."""
 
+import os
 import shutil
+import subprocess
 import sysconfig
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from examples.pretrain import data
+from examples.pretrain import data, main
 from examples.pretrain.config import RunError
+from examples.pretrain.logs import read_lines
 from examples.pretrain.prepare import command
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 PACKAGES = ("json", "email", "http", "logging")
+# What every report says of its runs.
+FACTS = {
+    **{"settings": "nano --steps 10", "command": "python -m examples", "date": "2026-01-01"},
+    **{"machine": {"kind": "cpu", "cores": 1}, "versions": {"python": "3.11", "jax": "0.10"}},
+    **{"parameters": 1000, "text": {"source": "text"}},
+    "config": {"config": "nano", "steps": 10, "batch_size": 2, "learning_rate": 0.1}
+    | {"model.context": 4, "model.family": "gpt2", "model.layers": 1, "model.width": 8},
+}
 
 
 def refuses(message: str, call: Callable, *arguments, **options) -> None:
@@ -43,3 +56,33 @@ def dataset(corpus, tmp_path_factory) -> data.Dataset:
 def flags(dataset, tmp_path) -> list[str]:
     """Command-line arguments of a tiny run on the session's corpus, in a folder of the test's own."""
     return ["--config", "tiny", "--runs-folder", str(tmp_path / "runs"), "--tokens", str(dataset.folder)]
+
+
+@pytest.fixture
+def refused_at_once(tmp_path, monkeypatch, capsys) -> Callable:
+    """The check that a program refuses its arguments with one line, before anything is written."""
+    monkeypatch.chdir(tmp_path)
+
+    def check(arguments: list[str], line: str, program: Callable = main.main) -> None:
+        assert program(arguments) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert line in said
+        assert said.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []
+
+    return check
+
+
+def losses(run: Path) -> list[dict]:
+    """The log of a run without what the clock says."""
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_lines(run / "log.jsonl")]
+
+
+def wait_for(run: Path, step: int, *processes: subprocess.Popen) -> None:
+    """Wait until these processes have logged a step of their run."""
+    deadline = time.monotonic() + 300
+    while not any(line["step"] >= step for line in read_lines(run / "log.jsonl")):
+        assert all(process.poll() is None for process in processes)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

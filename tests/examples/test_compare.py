@@ -7,16 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import matplotlib.figure
 import pytest
 
-from examples.pretrain import compare, configs, main
+from examples.pretrain import compare, configs
 from examples.pretrain.compare import Arm
 from examples.pretrain.config import Compare, RunError, read_compare
-from examples.pretrain.logs import read_lines
 from examples.pretrain.optimizers import OPTIMIZERS
+from tests.examples.conftest import ENVIRONMENT, FACTS, wait_for
 
 NO_TANGENT = "normpre_g,tangent=none"
 
@@ -36,15 +35,7 @@ def arm(optimizer: str, learning_rate: float, seed: int, loss: float, **more) ->
 @pytest.fixture
 def content() -> dict:
     return {
-        **{"settings": "nano --steps 10", "command": "python -m examples.pretrain compare", "date": "2026-01-01"},
-        "machine": {"kind": "cpu", "cores": 1},
-        "versions": {"python": "3.11", "jax": "0.10"},
-        "config": {
-            **{"config": "nano", "steps": 10, "batch_size": 2, "model.context": 4, "model.family": "gpt2"},
-            **{"model.layers": 1, "model.width": 8},
-        },
-        "parameters": 1000,
-        "text": {"source": "text"},
+        **FACTS,
         "arms": [
             arm(NO_TANGENT, 0.2, 0, 2.6),
             *(arm("adamw", 0.1, 0, 3.0), arm("adamw", 0.1, 1, 3.2), arm("adamw", 0.2, 0, 9.5)),
@@ -123,8 +114,7 @@ def test_optimizers_have_names_and_colours_of_their_own_and_new_ones_are_drawn()
     assert compare.style("scion", content)["label"] == "scion"
 
 
-def test_a_bad_comparison_is_one_line_before_anything_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_bad_comparison_is_one_line_before_anything_is_written(refused_at_once):
     for arguments, line in {
         "--optimizers adam": "--optimizer must be one of adamw, normpre_h",
         "--optimizers ,": "--optimizers must name at least one",
@@ -138,11 +128,7 @@ def test_a_bad_comparison_is_one_line_before_anything_is_written(tmp_path, monke
         "--seeds 0": "must be at least 1",
         "--name a/b": "plain folder name",
     }.items():
-        assert main.main(["compare", "--config", "tiny", *arguments.split()]) == 1
-        said = capsys.readouterr().err
-        assert line in said
-        assert said.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+        refused_at_once(["compare", "--config", "tiny", *arguments.split()], line)
 
 
 def study_of(options: Compare) -> compare.Study:
@@ -211,15 +197,12 @@ def test_a_comparison_from_end_to_end(flags, tmp_path):
     command += ["--steps", "200", "--checkpoint-every", "10", "--log-every", "5"]
 
     def start() -> subprocess.Popen:
-        return subprocess.Popen(command, cwd=tmp_path, env=compare.environment(), stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
 
     folder = tmp_path / "runs" / "compare-tiny"
     first = folder / "normpre_g-lr0.01-seed0"
-    process, deadline = start(), time.monotonic() + 200
-    while not (lines := read_lines(first / "log.jsonl")) or lines[-1]["step"] < 20:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    process = start()
+    wait_for(first, 20, process)
     process.send_signal(signal.SIGTERM)
     process.communicate()
     assert process.returncode == 143

@@ -22,6 +22,7 @@ from examples.pretrain.config import (
     split_name,
     to_dict,
 )
+from tests import cases
 
 
 def test_flags_override_the_named_configuration():
@@ -112,14 +113,12 @@ def test_commands(capsys):
     assert "there is no command 'trian'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "program"),
-    [
-        (["--lerning-rate", "1"], "train"),
-        (["compare", "--lerning-rate", "1"], "train"),
-        (["evaluate", "run", "--lerning-rate=1"], "evaluate"),
-        (["prepare", "text", "file", "--lerning-rate", "1"], "prepare text"),
-    ],
+@cases.rows(
+    "arguments program",
+    (["--lerning-rate", "1"], "train"),
+    (["compare", "--lerning-rate", "1"], "train"),
+    (["evaluate", "run", "--lerning-rate=1"], "evaluate"),
+    (["prepare", "text", "file", "--lerning-rate", "1"], "prepare text"),
 )
 def test_an_option_that_does_not_exist(arguments, program, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -146,51 +145,43 @@ assert not slow & set(sys.modules), slow & set(sys.modules)
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--batch-size", "-3"], "--batch-size must be at least 1"),
-        (["--learning-rate", "0"], "--learning-rate must be a positive number"),
-        (["--learning-rate", "nan"], "--learning-rate must be a positive number"),
-        (["--learning-rate", "inf"], "--learning-rate must be a positive number"),
-        (["--weight-decay", "-0.1"], "--weight-decay must be at least 0"),
-        (["--adam-b1", "1"], "--adam-b1 must be in 0..1"),
-        (["--seed", "99999999999999999999"], "--seed must be in 0..2147483647"),
-        (["--seed", "-1"], "--seed must be in 0.."),
-        (["--micro-batch", "0"], "--micro-batch must be at least 1"),
-        (["--vocabulary", "100"], "--vocabulary must be in 257..65536"),
-        (["--validation-tokens", "10"], "must hold one sequence"),
-        (["--name", "a/b"], "--name must be a plain folder name"),
-        (["--name", ".."], "--name must be a plain folder name"),
-        (["--resume", "--overwrite"], "exclude each other"),
-        (["--config", "huge"], "--config must be one of tiny, nano, first_run"),
-        (["--micro-batch", "5"], "--micro-batch 5 must divide --batch-size 16"),
-        (["--model.heads", "3"], "--model.heads 3 must divide --model.width 128 into even parts"),
-        (["--model.family", "gpt2", "--model.heads", "3"], "must divide --model.width 128 into equal parts"),
-        (["--model.kv-heads", "2"], "--model.kv-heads is a field of qwen3, the model is llama"),
-        (["--model.head-width", "16", "--model.family", "gpt2"], "--model.head-width is a field of qwen3"),
-        (["--model.bias"], "--model.bias is a field of gpt2, the model is llama"),
-        (["--model.family", "qwen3", "--model.kv-heads", "3"], "--model.kv-heads 3 must divide --model.heads 4"),
-        (["--model.family", "qwen3", "--model.head-width", "9"], "--model.head-width must be even"),
-        (["--config", "gpt2_small", "--steps", "9999", "--warmup-steps", "9"], "prepare openwebtext"),
-        (["--optimizer", "sgd"], "--optimizer must be one of adamw, "),
-        (["--optimizer", "muon,8"], "settings are written once each, muon,rank=8, got 'muon,8'"),
-        (["--optimizer", "muon,nesterov="], "settings are written once each"),
-        (["--optimizer", "muon,ns_steps=4,ns_steps=5"], "settings are written once each"),
-        (["--optimizer", "muon,rank=8"], "muon has no setting 'rank'; it has convention, momentum"),
-        (["--optimizer", "muon,weight_decay=little"], "could not convert string to float: 'little'"),
-        (["--optimizer", "muon,weight_decay=-1"], "--weight-decay must be at least 0"),
-    ],
+@cases.rows(
+    "arguments line",
+    (["--steps", "0"], "--steps must be at least 1, got 0"),
+    (["--batch-size", "-3"], "--batch-size must be at least 1"),
+    (["--learning-rate", "0"], "--learning-rate must be a positive number"),
+    (["--learning-rate", "nan"], "--learning-rate must be a positive number"),
+    (["--learning-rate", "inf"], "--learning-rate must be a positive number"),
+    (["--weight-decay", "-0.1"], "--weight-decay must be at least 0"),
+    (["--adam-b1", "1"], "--adam-b1 must be in 0..1"),
+    (["--seed", "99999999999999999999"], "--seed must be in 0..2147483647"),
+    (["--seed", "-1"], "--seed must be in 0.."),
+    (["--micro-batch", "0"], "--micro-batch must be at least 1"),
+    (["--vocabulary", "100"], "--vocabulary must be in 257..65536"),
+    (["--validation-tokens", "10"], "must hold one sequence"),
+    (["--name", "a/b"], "--name must be a plain folder name"),
+    (["--name", ".."], "--name must be a plain folder name"),
+    (["--resume", "--overwrite"], "exclude each other"),
+    (["--config", "huge"], "--config must be one of tiny, nano, first_run"),
+    (["--micro-batch", "5"], "--micro-batch 5 must divide --batch-size 16"),
+    (["--model.heads", "3"], "--model.heads 3 must divide --model.width 128 into even parts"),
+    (["--model.family", "gpt2", "--model.heads", "3"], "must divide --model.width 128 into equal parts"),
+    (["--model.kv-heads", "2"], "--model.kv-heads is a field of qwen3, the model is llama"),
+    (["--model.head-width", "16", "--model.family", "gpt2"], "--model.head-width is a field of qwen3"),
+    (["--model.bias"], "--model.bias is a field of gpt2, the model is llama"),
+    (["--model.family", "qwen3", "--model.kv-heads", "3"], "--model.kv-heads 3 must divide --model.heads 4"),
+    (["--model.family", "qwen3", "--model.head-width", "9"], "--model.head-width must be even"),
+    (["--config", "gpt2_small", "--steps", "9999", "--warmup-steps", "9"], "prepare openwebtext"),
+    (["--optimizer", "sgd"], "--optimizer must be one of adamw, "),
+    (["--optimizer", "muon,8"], "settings are written once each, muon,rank=8, got 'muon,8'"),
+    (["--optimizer", "muon,nesterov="], "settings are written once each"),
+    (["--optimizer", "muon,ns_steps=4,ns_steps=5"], "settings are written once each"),
+    (["--optimizer", "muon,rank=8"], "muon has no setting 'rank'; it has convention, momentum"),
+    (["--optimizer", "muon,weight_decay=little"], "could not convert string to float: 'little'"),
+    (["--optimizer", "muon,weight_decay=-1"], "--weight-decay must be at least 0"),
 )
-def test_a_bad_setting_is_one_line_before_anything_is_written(arguments, line, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main.main(["--steps", "100", "--warmup-steps", "80", *arguments]) == 1
-    said = capsys.readouterr()
-    assert line in said.err
-    assert said.err.count("\n") == 1
-    assert said.err.startswith("error: ")
-    assert list(tmp_path.iterdir()) == []
+def test_a_bad_setting_is_one_line_before_anything_is_written(arguments, line, refused_at_once):
+    refused_at_once(["--steps", "100", "--warmup-steps", "80", *arguments], line)
 
 
 def test_differences_name_what_changes_the_losses_only():

@@ -3,13 +3,11 @@
 
 import dataclasses
 import json
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -20,10 +18,10 @@ import pytest
 from flax import nnx
 
 from examples.pretrain import cluster, main, mesh, models, train
-from examples.pretrain.config import ModelConfig, RunError
-from examples.pretrain.logs import read_lines
+from examples.pretrain.config import ModelConfig
+from tests import cases
+from tests.examples.conftest import ENVIRONMENT, losses, wait_for
 
-ROOT = Path(__file__).parents[2]
 VOCABULARY = 32
 MODEL = ModelConfig(layers=2, width=16, heads=4, mlp_width=32, context=8)
 STEPS = ["--steps", "12", "--warmup-steps", "2", "--checkpoint-every", "8", "--evaluate-every", "6", "--log-every", "3"]
@@ -37,33 +35,20 @@ ROUNDING = 2e-6
 ADDRESS = ["--processes", "2", "--process", "0"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--mesh", "model=2"], "has the axes data, fsdp, tensor, got 'model'"),
-        (["--mesh", "data"], "a number of devices for data"),
-        (["--mesh", "data=0"], "a number of devices for data, 1 or more, got '0'"),
-        (["--mesh", "data=2,data=2"], "names data twice"),
-        (["--mesh", "data=2,"], "got ''"),
-        (["--mesh", "data=3"], "--batch-size 8 must be a multiple of data x fsdp, 3"),
-        (["--mesh", "fsdp=8,data=2"], "--batch-size 8 must be a multiple of data x fsdp, 16"),
-        (["--mesh", "fsdp=4", "--micro-batch", "2"], "--micro-batch 2 must be a multiple of data x fsdp, 4"),
-        (["--mesh", "fsdp=8", "--model.width", "36"], "--model.width 36 must be a multiple of fsdp, 8"),
-        (["--mesh", "tensor=3"], "--model.heads 2 must be a multiple of tensor, 3"),
-        (["--mesh", "tensor=2", "--model.mlp-width", "33"], "--model.mlp-width 33 must be a multiple of tensor, 2"),
-        (["--mesh", "tensor=2", "--model.family", "qwen3", "--model.kv-heads", "1"], "--model.kv-heads 1 must be a mu"),
-        (["--mesh", "fsdp=2"], "is made of 2 devices, there are 8"),
-        (["--processes", "2"], "--mesh data=N says how"),
-        (["--coordinator", "a:1", *ADDRESS], "--mesh data=N says how"),
-        (["--mesh", "data=2", "--coordinator", "a", *ADDRESS], "must be host:port"),
-    ],
+@cases.rows(
+    "arguments line",
+    (["--replicas", "0"], "--replicas must be at least 1, got 0"),
+    (["--replicas", "3"], "--batch-size 8 must be a multiple of --replicas x --fsdp, 3"),
+    (["--fsdp", "8", "--replicas", "2"], "--batch-size 8 must be a multiple of --replicas x --fsdp, 16"),
+    (["--fsdp", "4", "--micro-batch", "2"], "--micro-batch 2 must be a multiple of --replicas x --fsdp, 4"),
+    (["--fsdp", "8", "--model.width", "36"], "--model.width 36 must be a multiple of --fsdp, 8"),
+    (["--fsdp", "2"], "--replicas 1 x --fsdp 2 is not the number of devices: there are 8 devices in 1 processes"),
+    (["--processes", "2"], "--fsdp N says over how many"),
+    (["--coordinator", "a:1", *ADDRESS], "--fsdp N says over how many"),
+    (["--replicas", "2", "--coordinator", "a", *ADDRESS], "must be host:port"),
 )
-def test_a_mesh_that_cannot_be_is_one_line_before_anything_is_written(arguments, line, flags, tmp_path, capsys):
-    assert main.main([*flags, *arguments]) == 1
-    said = capsys.readouterr()
-    assert line in said.err
-    assert said.err.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
+def test_a_mesh_that_cannot_be_is_one_line_before_anything_is_written(arguments, line, flags, refused_at_once):
+    refused_at_once([*flags, *arguments], line)
 
 
 def test_an_incomplete_address_is_one_line(tmp_path):
@@ -71,11 +56,10 @@ def test_an_incomplete_address_is_one_line(tmp_path):
     code = """
 from examples.pretrain.main import main
 for address in (["--processes", "2"], ["--coordinator", "a:1", "--processes", "2", "--process", "2"]):
-    assert main(["--config", "tiny", "--mesh", "data=2", *address]) == 1
+    assert main(["--config", "tiny", "--replicas", "2", *address]) == 1
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, check=True, capture_output=True, text=True)
     first, second = done.stderr.splitlines()
     assert "coordinator_address should be defined" in first
     assert "process_id < num_processes" in second
@@ -94,9 +78,9 @@ def test_every_matrix_has_its_shares(family, scan):
             assert split == {}, name
         elif layer in {"tokens", "positions", "head"}:
             assert split == {"fsdp": MODEL.width}, name
-        else:  # along the residual stream, and along heads or the hidden width
-            assert split["fsdp"] == MODEL.width, name
-            assert axes[-2:] == (("tensor", "fsdp") if layer in {"out", "down"} else ("fsdp", "tensor")), name
+        else:  # along the residual stream
+            assert split == {"fsdp": MODEL.width}, name
+            assert axes[-2:] == ((None, "fsdp") if layer in {"out", "down"} else ("fsdp", None)), name
 
 
 def step_of(config: ModelConfig, parts: int, layout: mesh.Layout):
@@ -117,26 +101,24 @@ GPT2 = {"family": "gpt2", "bias": True, "scan_layers": True, "tied_head": False}
 QWEN3 = {"family": "qwen3", "kv_heads": 2, "head_width": 8, "remat": True}
 
 
-@pytest.mark.parametrize(
-    ("form", "parts", "shape"),
-    [
-        pytest.param(GPT2, 1, (1, 2, 2), marks=pytest.mark.slow),
-        pytest.param(QWEN3, 1, (1, 2, 2), marks=pytest.mark.slow),
-        pytest.param({}, 2, (2, 2, 1), marks=pytest.mark.slow),
-        pytest.param(GPT2, 2, (2, 1, 2), marks=pytest.mark.thorough),
-        pytest.param(QWEN3, 2, (2, 1, 2), marks=pytest.mark.thorough),
-    ],
+@cases.rows(
+    "form parts shape",
+    pytest.param(GPT2, 1, (1, 4), marks=pytest.mark.slow),
+    pytest.param(QWEN3, 1, (1, 4), marks=pytest.mark.slow),
+    pytest.param({}, 2, (2, 2), marks=pytest.mark.slow),
+    pytest.param(GPT2, 2, (4, 1), marks=pytest.mark.thorough),
+    pytest.param(QWEN3, 2, (4, 1), marks=pytest.mark.thorough),
 )
 def test_a_step_on_a_mesh_is_that_of_one_device(form, parts, shape):
     config = dataclasses.replace(MODEL, **form)
     expected = step_of(config, parts, mesh.make_layout())
-    found = step_of(config, parts, mesh.Layout(jax.make_mesh(shape, mesh.AXES)))
+    found = step_of(config, parts, mesh.Layout(jax.make_mesh(shape, mesh.BATCH)))
     # Parameters of at most 1 minus gradients below 1: two roundings of 6e-8, and the gradients' own 1e-6.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6, rtol=2e-6), found, expected)
 
 
 def test_gathered_weights_are_not_kept_for_the_backward_pass():
-    layout = mesh.Layout(jax.make_mesh((1, 4, 1), mesh.AXES))
+    layout = mesh.Layout(jax.make_mesh((1, 4), mesh.BATCH))
     model = dataclasses.replace(MODEL, layers=1, mlp_width=40)  # a shape of its own
     graphdef, variables = nnx.split(models.build(model, VOCABULARY, dtype=jnp.dtype("float32"), seed=0))
     params = layout.parameters(nnx.to_pure_dict(variables))
@@ -152,7 +134,7 @@ def test_gathered_weights_are_not_kept_for_the_backward_pass():
 
 
 def test_a_batch_is_read_in_parts():
-    layout = mesh.Layout(jax.make_mesh((2, 2, 1), mesh.AXES))
+    layout = mesh.Layout(jax.make_mesh((2, 2), mesh.BATCH))
     assert layout.batch_part(8) == (0, 1)
     tokens = np.arange(40, dtype=np.int32).reshape(8, 5)
     batch = layout.batch(tokens, 8)
@@ -163,11 +145,10 @@ def test_a_batch_is_read_in_parts():
     assert {shard.data.shape for shard in parts.addressable_shards} == {(2, 1, 5)}  # each part on all devices
 
 
-def test_other_commands_run_in_one_process(capsys):
-    assert main.main(["compare", "--config", "tiny", "--mesh", "data=2", "--process", "0"]) == 1
-    assert "compare runs in one process" in capsys.readouterr().err
-    assert main.main(["compare", "--config", "tiny", "--mesh", "data=3"]) == 1
-    assert "must be a multiple of data x fsdp" in capsys.readouterr().err
+def test_other_commands_run_in_one_process(refused_at_once):
+    command = ["compare", "--config", "tiny"]
+    refused_at_once([*command, "--replicas", "2", "--process", "0"], "compare runs in one process")
+    refused_at_once([*command, "--replicas", "3"], "must be a multiple of --replicas x --fsdp")
 
 
 def test_launchers_are_recognized():
@@ -188,24 +169,6 @@ def test_launchers_are_recognized():
     }.items():
         for environment in environments:
             assert cluster.several(environment) is expected, environment
-
-
-def test_one_process_has_nobody_to_ask():
-    assert cluster.gathered("a") == ["a"]
-    assert cluster.first()
-    assert cluster.from_the_first(lambda: {"a": 1}) == {"a": 1}
-    assert cluster.first_of_all(lambda: 3) == 3
-    vote = cluster.Vote()
-    assert [vote(None), vote(15), vote(None)] == [None, 15, None]
-    with pytest.raises(RunError, match="why"):
-        cluster.together(lambda: (_ for _ in ()).throw(RunError("why")))
-    with pytest.raises(KeyError), cluster.leaving_at_once():
-        raise KeyError
-
-
-def losses(run: Path) -> list[dict]:
-    """The log without what the clock says."""
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_lines(run / "log.jsonl")]
 
 
 def close(run: Path, other: Path) -> None:
@@ -232,7 +195,7 @@ class Runs:
             together = ["--coordinator", f"localhost:{port}", "--processes", str(processes), "--process", str(i)]
             command = [sys.executable, "-m", "examples.pretrain", *self.flags, "--name", name, *more]
             xla = f"--xla_force_host_platform_device_count={devices}"
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla}
+            environment = {**ENVIRONMENT, "XLA_FLAGS": xla}
             with (self.folder / f"{name}.{i}.txt").open("a") as said:
                 command += together if processes > 1 else []
                 started.append(
@@ -249,11 +212,7 @@ class Runs:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"{name}.*.txt")))
 
     def wait_for(self, name: str, step: int, started: list[subprocess.Popen]) -> None:
-        deadline = time.monotonic() + 300
-        while not any(line["step"] >= step for line in read_lines(self.folder / "runs" / name / "log.jsonl")):
-            assert all(process.poll() is None for process in started), self.said(name)
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(self.folder / "runs" / name, step, *started)
 
 
 @pytest.fixture
@@ -264,37 +223,36 @@ def runs(flags, tmp_path) -> Runs:
 def test_a_run_on_a_mesh(flags, tmp_path, capsys):
     arguments = [*flags, *STEPS, *SMALLEST, "--optimizer", "adamw", "--steps", "3", "--checkpoint-every", "3"]
     assert main.main([*arguments, "--name", "one"]) == 0
-    assert main.main([*arguments, "--name", "mesh", "--mesh", "data=2,fsdp=2,tensor=2"]) == 0
-    assert "8 x cpu (data=2,fsdp=2,tensor=2)" in capsys.readouterr().out
+    assert main.main([*arguments, "--name", "mesh", "--replicas", "2", "--fsdp", "4"]) == 0
+    assert "8 x cpu (4 x FSDP)" in capsys.readouterr().out
     close(tmp_path / "runs" / "mesh", tmp_path / "runs" / "one")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_eight_devices_and_fewer(runs):
+def test_four_devices_and_fewer(runs):
     runs.flags += ["--optimizer", "normpre_l"]
-    on_mesh = ["--mesh", "data=2,fsdp=2,tensor=2", "--micro-batch", "4"]
+    on_mesh = ["--replicas", "2", "--fsdp", "2", "--micro-batch", "4"]
     one = runs.finish("one", "--micro-batch", "4")
-    eight = runs.finish("eight", *on_mesh, devices=8)
-    close(eight, one)
-    fewer = shutil.copytree(eight, eight.with_name("fewer"))
+    four = runs.finish("four", *on_mesh, devices=4)
+    close(four, one)
+    fewer = shutil.copytree(four, four.with_name("fewer"))
     shutil.rmtree(fewer / "checkpoints" / "12")
-    close(runs.finish("fewer", "--micro-batch", "4", "--resume", "--mesh", "fsdp=2", devices=2), one)
+    close(runs.finish("fewer", "--micro-batch", "4", "--resume", "--fsdp", "2", devices=2), one)
     assert "Resuming from step 8" in runs.said("fewer")
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("processes", "axes"),
-    [
-        pytest.param(2, "data=2,fsdp=2", marks=pytest.mark.slow),
-        pytest.param(4, "data=2,tensor=2", marks=pytest.mark.thorough),
-    ],
+@cases.rows(
+    "processes axes",
+    pytest.param(2, (2, 2), marks=pytest.mark.slow),
+    pytest.param(4, (1, 4), marks=pytest.mark.thorough),
 )
 def test_processes_that_train_together(runs, processes, axes):
     runs.flags += ["--optimizer", "normpre_l" if processes == 2 else "normpre_g"]
     one = runs.finish("one")
-    many = runs.finish("many", "--mesh", axes, devices=4 // processes, processes=processes)
+    flags = ["--replicas", str(axes[0]), "--fsdp", str(axes[1])]
+    many = runs.finish("many", *flags, devices=4 // processes, processes=processes)
     close(many, one)
     assert json.loads((many / "run.json").read_text())["sessions"][0]["processes"] == processes
     assert sorted(path.name for path in many.iterdir()) == sorted(path.name for path in one.iterdir())
@@ -304,7 +262,7 @@ def test_processes_that_train_together(runs, processes, axes):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_run_that_lost_a_process_goes_on_exactly(runs, lost):
-    flags = ["--mesh", "data=2", "--steps", "120", "--checkpoint-every", "20"]
+    flags = ["--replicas", "2", "--steps", "120", "--checkpoint-every", "20"]
     whole = runs.finish("whole", *flags, processes=2)
     started = runs.start("part", *flags, processes=2)
     runs.wait_for("part", 50, started)
@@ -313,7 +271,7 @@ def test_a_run_that_lost_a_process_goes_on_exactly(runs, lost):
     assert left.wait(150) != 0
     if lost == 1:  # without process 0, which everything is agreed through, JAX may end the others before they can speak
         assert "the same commands with --resume continue" in runs.said("part")
-    assert read_lines(whole.with_name("part") / "log.jsonl")[-1]["step"] < 120
+    assert losses(whole.with_name("part"))[-1]["step"] < 120
     part = runs.finish("part", *flags, "--resume", processes=2)
     assert "Resuming from step" in runs.said("part")
     assert losses(part) == losses(whole)
@@ -322,7 +280,7 @@ def test_a_run_that_lost_a_process_goes_on_exactly(runs, lost):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
-    flags = ["--mesh", "data=2", "--steps", "2000", "--checkpoint-every", "2000", "--evaluate-every", "2000"]
+    flags = ["--replicas", "2", "--steps", "2000", "--checkpoint-every", "2000", "--evaluate-every", "2000"]
     started = runs.start("part", *flags, processes=2)
     runs.wait_for("part", 30, started)
     started[1].send_signal(signal.SIGTERM)
@@ -338,7 +296,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
 @pytest.mark.timeout(900)
 def test_what_one_process_lacks_stops_all_with_one_line_each(runs, tmp_path):
     def refused(*more: str) -> list[str]:
-        started = runs.start("bad", "--mesh", "data=2", *more, processes=2)
+        started = runs.start("bad", "--replicas", "2", *more, processes=2)
         assert [process.wait(150) for process in started] == [1, 1], runs.said("bad")
         texts = [(tmp_path / f"bad.{i}.txt").read_text() for i in range(2)]
         return [line for text in texts for line in text.splitlines() if line.startswith("error: ")]
@@ -347,5 +305,5 @@ def test_what_one_process_lacks_stops_all_with_one_line_each(runs, tmp_path):
     first, second = refused()
     assert "--resume continues it" in first
     assert "process 0: " in second
-    assert len(refused("--overwrite", "--mesh", "data=4")) == 4
+    assert len(refused("--overwrite", "--replicas", "4")) == 4
     assert (tmp_path / "runs" / "bad" / "result.json").exists()

@@ -85,7 +85,7 @@ def test_tokenizer_gives_every_text_back(dataset):
     everything = "".join(map(chr, range(1, 1000))) + "𝛁W ← W − η·T\t \r\n   \n    return None\n" + "\u200b \U0001f9ea"
     for text in [everything, "", " ", "\n\n\n", "def f(x):\n        return  x\n", "\x00\x01", END_OF_TEXT]:
         assert dataset.tokenizer.decode(dataset.tokenizer.encode(text).ids) == text
-    assert dataset.vocabulary == 512
+    assert dataset.manifest["vocabulary"] == 512
 
 
 def test_token_files_and_the_manifest_hold_the_documents(dataset, corpus):
@@ -100,7 +100,7 @@ def test_token_files_and_the_manifest_hold_the_documents(dataset, corpus):
         assert dataset.manifest[split] == {"documents": len(texts), "bytes": size, "tokens": len(tokens)}
         content = (dataset.folder / f"{split}.bin").read_bytes()
         assert dataset.manifest["sha256"][f"{split}.bin"] == hashlib.sha256(content).hexdigest()
-    assert dataset.largest_token == max(int(dataset.train.max()), int(dataset.validation.max()))
+    assert dataset.manifest["largest_token"] == max(int(dataset.train.max()), int(dataset.validation.max()))
     assert (dataset.offsets, dataset.manifest["context"]) == (None, None)
 
 

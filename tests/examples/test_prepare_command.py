@@ -146,7 +146,7 @@ def test_folders_of_text_and_of_another_field(tmp_path, out):
     save(folder / "b.jsonl.gz", TEXTS[50:100], "body")
     for options in (("text", tmp_path), ("jsonl", tmp_path, "--field", "body")):
         dataset = run(*options, "--vocabulary", 300, "--overwrite", "--output", out)
-        assert dataset.vocabulary == 300
+        assert dataset.manifest["vocabulary"] == 300
         assert sorted(decoded(dataset, "train") + decoded(dataset, "validation")) == sorted(TEXTS[:100])
 
 

@@ -18,16 +18,12 @@ from rich.console import Console
 
 from examples.pretrain import checkpoint, configs, logs, main, processes, train
 from examples.pretrain import run as run_module
-from examples.pretrain.logs import read_lines
 from examples.pretrain.prepare import command
+from tests import cases
+from tests.examples.conftest import ENVIRONMENT, losses, wait_for
 
 STEPS = ["--steps", "12", "--warmup-steps", "2", "--checkpoint-every", "4", "--evaluate-every", "6", "--log-every", "3"]
 SMALLEST = ["--model.layers", "1", "--model.width", "16", "--model.mlp-width", "32", "--batch-size", "4"]
-
-
-def losses(run: Path) -> list[dict]:
-    """The log without what the clock says."""
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_lines(run / "log.jsonl")]
 
 
 def refused(arguments: list[str], capture, *, midway: bool = False) -> str:
@@ -61,9 +57,8 @@ def finished(tmp_path_factory, dataset) -> tuple[Path, list[str], str]:
 def other_tokens(corpus, tmp_path) -> str:
     """Token files of another text and tokenizer."""
     folder = str(tmp_path / "other")
-    command.main(
-        ["python", str(corpus / "email"), "--vocabulary", "400", "--validation-percent", "20", "--output", folder]
-    )
+    options = ["--vocabulary", "400", "--validation-percent", "20", "--output", folder]
+    command.main(["python", str(corpus / "email"), *options])
     return folder
 
 
@@ -110,7 +105,7 @@ def test_progress_is_a_line_every_30_seconds_without_a_terminal(monkeypatch):
     progress = logs.Progress(Console(file=file, width=200), 800)
     for step in range(1, 801):
         clock[0] += 0.25
-        progress.update(step, 3.0, 0.25, 512, None)
+        progress.update(step, 3.0, 0.25, 512)
     lines = file.getvalue().splitlines()
     assert len(lines) == 6  # in 200 seconds
     assert lines[0] == "step    120 of 800  loss 3.0000  2,048 tokens/s  0:02:50 left"
@@ -146,15 +141,13 @@ def signal_while_logging(patch, number: int) -> None:
     patch.setattr(train.Log, "write", write)
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "send", "after"),
-    [
-        (signal.SIGTERM, 143, signal_in_a_step, 5),
-        pytest.param(signal.SIGINT, 130, signal_in_a_step, 5, marks=pytest.mark.slow),
-        pytest.param(0, 130, signal_in_a_step, 4, marks=pytest.mark.slow),
-        # The writes are those of the first score, step 3, step 6 and its score: step 7 is the first to know.
-        pytest.param(signal.SIGTERM, 143, signal_while_logging, 7, marks=pytest.mark.slow),
-    ],
+@cases.rows(
+    "number status send after",
+    (signal.SIGTERM, 143, signal_in_a_step, 5),
+    pytest.param(signal.SIGINT, 130, signal_in_a_step, 5, marks=pytest.mark.slow),
+    pytest.param(0, 130, signal_in_a_step, 4, marks=pytest.mark.slow),
+    # The writes are those of the first score, step 3, step 6 and its score: step 7 is the first to know.
+    pytest.param(signal.SIGTERM, 143, signal_while_logging, 7, marks=pytest.mark.slow),
 )
 def test_a_stopped_run_goes_on_exactly(finished, tmp_path, monkeypatch, capsys, number, status, send, after):
     run, arguments, _ = finished
@@ -314,10 +307,12 @@ def test_a_model_is_scored_continued_and_exported(copy, capsys):
     assert main.main(["evaluate", str(run), "--step", "8", "--validation-tokens", "512"]) == 0
     assert "step 8: loss" in capsys.readouterr().out
     generate = ["generate", str(run), "--sample-tokens", "20", "--temperature", "0"]
-    assert main.main([*generate, "--prompt", "def read_lines(path):", "--samples", "2"]) == 0
-    first, second = capsys.readouterr().out.split("--- ")[1:]
-    assert first.startswith("1\ndef read_lines(path):")
-    assert first[1:].strip() == second[1:].strip()  # nothing is drawn
+    said = []
+    for seed in ("0", "1"):
+        assert main.main([*generate, "--prompt", "def read_lines(path):", "--seed", seed]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0].startswith("def read_lines(path):")
+    assert said[0] == said[1]  # nothing is drawn
     export = ["export", str(run), "--output", "exported"]
     assert main.main(export) == 0
     assert files(Path("exported")) == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -342,7 +337,7 @@ def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, other_tokens, cap
         (["evaluate", "nowhere"], "is not the folder of a run"),
         (["generate", str(run), "--step", "5"], "no checkpoint of step 5"),
         (["generate", str(run), "--step", "5"], "there are 8, 12"),
-        (["generate", str(run), "--samples", "0"], "--samples must be at least 1"),
+        (["generate", str(run), "--seed", "-1"], "--seed must be in 0.."),
         (["generate", str(run), "--sample-tokens", "100000"], "--sample-tokens must be in 0..65536"),
         (["generate", str(run), "--temperature", "nan"], "--temperature must be at least 0"),
         (["evaluate", str(run), "--tokens", str(tmp_path / "no")], "there are no token files in"),
@@ -376,28 +371,23 @@ def test_what_a_process_has_begun_ends_with_it():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_run_goes_on_exactly(flags, tmp_path):
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "examples.pretrain", *flags, "--steps", "400", "--checkpoint-every", "7"]
     command += ["--evaluate-every", "100", "--optimizer", "normpre_l"]
+    killed = tmp_path / "runs" / "killed"
 
     def start(*more: str) -> subprocess.Popen:
-        return subprocess.Popen([*command, *more], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+        return subprocess.Popen([*command, *more], cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
 
-    def kill_after(process: subprocess.Popen, log: Path, step: int) -> None:
-        deadline = time.monotonic() + 120
-        while not any(line["step"] >= step for line in read_lines(log)):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    def kill_after(step: int, *more: str) -> None:
+        process = start("--name", "killed", *more)
+        wait_for(killed, step, process)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
 
     assert start("--name", "whole").wait(200) == 0
-    log = tmp_path / "runs" / "killed" / "log.jsonl"
-    kill_after(start("--name", "killed"), log, 60)
-    kill_after(start("--name", "killed", "--resume"), log, 200)
-    assert read_lines(log)[-1]["step"] < 400
+    kill_after(60)
+    kill_after(200, "--resume")
+    assert losses(killed)[-1]["step"] < 400
     assert start("--name", "killed", "--resume").wait(200) == 0
-    assert losses(log.parent) == losses(tmp_path / "runs" / "whole")
-    assert len(json.loads((log.parent / "run.json").read_text())["sessions"]) == 3
+    assert losses(killed) == losses(killed.with_name("whole"))
+    assert len(json.loads((killed / "run.json").read_text())["sessions"]) == 3

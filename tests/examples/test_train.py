@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule, the step, the optimizers by name, evaluation and generation."""
 
-import ast
 import dataclasses
 import functools
 import inspect
@@ -16,13 +15,15 @@ from flax import nnx
 
 import examples
 import normpre_optax
-from examples.pretrain import configs, models, optimizers, train
+from examples.pretrain import models, optimizers, train
 from examples.pretrain.commands import Trained, continuation
 from examples.pretrain.config import Config, ModelConfig, RunError
 from examples.pretrain.data import PADDING
 from examples.pretrain.evaluate import EVALUATION_BATCH, make_evaluate
 from examples.pretrain.mesh import by_name, make_layout
 from examples.pretrain.prepare.token_files import end_of_text
+from tests import cases
+from tests.test_imports import imports
 
 MODEL = ModelConfig(layers=1, width=16, heads=2, mlp_width=32, context=8)
 VOCABULARY = 32
@@ -62,47 +63,6 @@ def test_schedule(asked, steps, warmup):
     assert rate(jnp.int32(0)).dtype == jnp.float32
 
 
-@functools.cache
-def gradients():
-    graphdef, params = model_and_params()
-    return jax.jit(jax.grad(lambda p: train.token_losses(graphdef, p, jnp.asarray(batch(4))).mean()))(params)
-
-
-@functools.cache
-def first_updates(name: str) -> list[dict[str, np.ndarray]]:
-    """The first update at weight decay 0 and at 0.5."""
-    _, params = model_and_params()
-
-    @jax.jit
-    def update(weight_decay, grads, params):
-        optimizer = optimizer_of(name, 1.0, weight_decay=weight_decay, clip_norm=1.0)
-        return optimizer.update(grads, optimizer.init(params), params)[0]
-
-    return [named(update(weight_decay, gradients(), params)) for weight_decay in (0.0, 0.5)]
-
-
-# The others are called by name in `test_settings_reach_the_optimizer_that_has_them`, without compiling.
-@pytest.mark.parametrize("name", ["adamw", "mano", "muon", "normpre_g", "normpre_l"])
-def test_the_papers_optimizers_by_name(name):
-    params = named(model_and_params()[1])
-    updates, decayed = first_updates(name)
-    tx = optax.adamw(1.0, b1=0.9, b2=0.95, weight_decay=0.0)
-    grads = jax.tree.map(lambda g: g * jnp.minimum(1, 1 / optax.tree.norm(gradients())), gradients())
-    adamw = named(tx.update(grads, tx.init(grads), grads)[0])
-    for path, update in updates.items():
-        rms = np.sqrt(np.mean(np.square(update, dtype=np.float64)))
-        if name == "adamw" or not any(f"{m}/kernel" in path for m in MATRICES):
-            np.testing.assert_allclose(update, adamw[path], atol=1e-6, err_msg=path)
-        elif name == "muon":  # Newton-Schulz leaves singular values in 0.65..1.25
-            assert 0.13 < rms < 0.25, path
-        else:
-            np.testing.assert_allclose(rms, 0.2, rtol=1e-5, err_msg=path)
-        # Decay is decoupled: learning rate 1 x 0.5 x W, gains apart. The direction, at most 3, is rounded to 2e-7, so
-        # is the sum.
-        decay = 0.5 * (params[path].ndim > 1)
-        np.testing.assert_allclose(decayed[path] - update, -decay * params[path], atol=1e-6, err_msg=path)
-
-
 def test_gains_do_not_decay_and_the_adamw_group_may_have_its_own_learning_rate():
     params = {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}, "wte": {"embedding": jnp.ones((5, 3))}}
     zero = jax.tree.map(jnp.zeros_like, params)
@@ -115,14 +75,12 @@ def test_gains_do_not_decay_and_the_adamw_group_may_have_its_own_learning_rate()
         np.testing.assert_allclose(updates["wte"]["embedding"], -0.25, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("name", "control", "rate", "form"),
-    [
-        ("adamw", "none", 0.25, {}),
-        ("normpre_g", "none", 0.5, {"family": "gpt2", "bias": True, "scan_layers": True, "layers": 2}),
-        ("muon", "hyperball", 1.0, {}),
-        ("normuon", "none", 1.0, {}),
-    ],
+@cases.rows(
+    "name control rate form",
+    ("adamw", "none", 0.25, {}),
+    ("normpre_g", "none", 0.5, {"family": "gpt2", "bias": True, "scan_layers": True, "layers": 2}),
+    ("muon", "hyperball", 1.0, {}),
+    ("normuon", "none", 1.0, {}),
 )
 def test_learning_rates_by_width(name, control, rate, form):
     model = dataclasses.replace(MODEL, **form)
@@ -286,26 +244,12 @@ def test_generate_stops_at_the_end_of_a_text(dataset):
     assert text == "x" + tokenizer.decode([start + 1, start + 2])
 
 
-def test_flops():
-    kinds = ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "TPU v5p", "TPU v5 lite", "NVIDIA L40S", "cpu")
-    assert [*map(train.peak_flops, kinds)] == [989e12, 312e12, 459e12, 197e12, 362e12, None]
-    config = configs.load("gpt2_small").model
-    hidden, table, norms = 12 * 12 * 768**2, 50_304 * 768, 25 * 768
-    expected = 6 * (hidden + table + norms) + 12 * 12 * 1024 * 768  # six per weight, and attention
-    assert train.flops_per_token(config, models.shapes(config, 50_304)) == expected
-
-
 def test_only_optimizers_imports_the_library_its_public_names_and_nothing_imports_research():
-    root = Path(examples.__file__).parent / "pretrain"
-    knowing = set()
+    root, knowing = Path(examples.__file__).parent / "pretrain", set()
     for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else names
-            assert not any(name.startswith("examples.research") for name in names), path
-            if any(name.split(".")[0] == "normpre_optax" for name in names):
-                knowing.add(path.relative_to(root).as_posix())
-                assert isinstance(node, ast.ImportFrom)
-                assert node.module == "normpre_optax"
-                assert {alias.name for alias in node.names} <= set(normpre_optax.__all__)
+        names = {name for name, _ in imports(path.read_text())}
+        assert not any(name.startswith("examples.research") for name in names), path
+        ours = {name for name in names if name.split(".")[0] == "normpre_optax"}
+        assert ours <= {f"normpre_optax.{name}" for name in normpre_optax.__all__}
+        knowing |= {path.relative_to(root).as_posix()} if ours else set()
     assert knowing == {"optimizers.py"}

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """The corpus of the pretraining program's tests."""
 
-from tests.examples.conftest import corpus, dataset, flags  # noqa: F401
+from tests.examples.conftest import corpus, dataset, flags, refused_at_once  # noqa: F401

@@ -7,17 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from ..config import ModelConfig, check_model
+from ..config import ModelConfig
 from .transformer import Transformer
 
 
 def build(config: ModelConfig, vocabulary: int, *, dtype: jnp.dtype, seed: int) -> nnx.Module:
-    """An initialized model with ``vocabulary`` rows in its table; the same for every optimizer at a seed.
-
-    Raises:
-        RunError: if the family has no such model.
-    """
-    check_model(config)
+    """An initialized model with ``vocabulary`` rows in its table; the same for every optimizer at a seed."""
     return Transformer(config, vocabulary, dtype=dtype, rngs=nnx.Rngs(seed))
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..config import ModelConfig
-from ..mesh import BATCH, gather_again, gathered, on_mesh, product, spread, whole
+from ..mesh import BATCH, gather_again, on_mesh, whole
 
 INIT_STD = 0.02
 CUDNN_HEAD_WIDTH = 128
@@ -33,22 +33,10 @@ class Linear(nnx.Linear):
     """``nnx.Linear`` with the leading axes flattened: on CPU, XLA computes a 2-D weight gradient in half the time."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(..., inputs) to (..., outputs)."""
-        return self.outputs(x, self.kernel[...], None if self.bias is None else self.bias[...])
-
-    def parts(self, x: jax.Array, count: int) -> list[jax.Array]:
-        """The outputs as ``count`` arrays of equal size, each split over ``tensor`` by itself."""
-        if not on_mesh():
-            return jnp.split(self(x), count, axis=-1)
-        kernel = whole(self.kernel[...].astype(self.dtype))
-        kernels = [spread(part, None, "tensor") for part in jnp.split(kernel, count, axis=1)]
-        biases = [None] * count if self.bias is None else jnp.split(self.bias[...], count)
-        return [self.outputs(x, kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
-
-    def outputs(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """The sum x @ kernel + bias in ``dtype``."""
-        x, kernel, bias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
-        y = product(x.reshape(-1, x.shape[-1]), kernel)
+        """(..., inputs) to (..., outputs), in ``dtype``."""
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = self.promote_dtype((x, self.kernel[...], bias), dtype=self.dtype)
+        y = jnp.dot(x.reshape(-1, x.shape[-1]), whole(kernel))
         return (y if bias is None else y + bias.reshape(1, -1)).reshape(*x.shape[:-1], -1)
 
 
@@ -64,12 +52,11 @@ class Embedding(nnx.Embed):
 
     def table(self) -> jax.Array:
         """The table in ``dtype``, gathered over ``fsdp``."""
-        return gathered(self.embedding[...].astype(self.dtype))
+        return whole(self.embedding[...].astype(self.dtype))
 
     def attend(self, x: jax.Array) -> jax.Array:
         """(..., D) to logits (..., V); flattened as in ``Linear``."""
-        table_DxV = self.embedding[...].astype(self.dtype).T
-        return product(x.astype(self.dtype).reshape(-1, x.shape[-1]), table_DxV).reshape(*x.shape[:-1], -1)
+        return jnp.dot(x.astype(self.dtype).reshape(-1, x.shape[-1]), self.table().T).reshape(*x.shape[:-1], -1)
 
 
 def linear(
@@ -132,10 +119,10 @@ def cudnn_runs(width: int, dtype: jnp.dtype) -> bool:
 def attend(
     query_BxTxHxK: jax.Array, key_BxTxGxK: jax.Array, value_BxTxGxK: jax.Array, implementation: Implementation
 ) -> jax.Array:
-    """Causal attention, (B, T, H, K); on a mesh every device computes its own sequences and heads."""
+    """Causal attention, (B, T, H, K); on a mesh every device computes its own sequences."""
     function = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
     if on_mesh():
-        axes = jax.sharding.PartitionSpec(BATCH, None, "tensor", None)
+        axes = jax.sharding.PartitionSpec(BATCH)
         function = jax.shard_map(function, in_specs=(axes, axes, axes), out_specs=axes)
     return function(query_BxTxHxK, key_BxTxGxK, value_BxTxGxK)
 
@@ -166,12 +153,14 @@ class Attention(nnx.Module):
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """(B, T, D) to the same."""
         family, base, shape = self.config.family, self.config.rotary_base, x_BxTxD.shape[:2]
-        gpt2 = family == "gpt2"
-        parts = self.qkv.parts(x_BxTxD, 3) if gpt2 else [f(x_BxTxD) for f in (self.query, self.key, self.value)]
+        if family == "gpt2":
+            parts = jnp.split(self.qkv(x_BxTxD), 3, axis=-1)
+        else:
+            parts = [layer(x_BxTxD) for layer in (self.query, self.key, self.value)]
         query_BxTxHxK, key_BxTxGxK, value_BxTxGxK = (x.reshape(*shape, -1, head_width(self.config)) for x in parts)
         if family == "qwen3":
             query_BxTxHxK, key_BxTxGxK = self.query_norm(query_BxTxHxK), self.key_norm(key_BxTxGxK)
-        if not gpt2:
+        if family != "gpt2":
             query_BxTxHxK, key_BxTxGxK = rotate(query_BxTxHxK, base), rotate(key_BxTxGxK, base)
         mixed_BxTxHxK = attend(query_BxTxHxK, key_BxTxGxK, value_BxTxGxK, self.implementation)
         return self.out(mixed_BxTxHxK.reshape(*shape, -1))

@@ -7,7 +7,6 @@ import itertools
 import json
 import platform
 import shutil
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from tokenizers import Tokenizer
 from ..config import RunError, check_ranges
 from ..processes import Stopped, on_signals
 from . import sources, token_files
-from .sources import HubStream, Problems, Stream, find_files, one_line
+from .sources import HubStream, Problems, Stream, find_files
 from .token_files import find_tokenizer, train_on
 
 
@@ -138,13 +137,8 @@ def main(arguments: Sequence[str]) -> None:
     program = f"python -m examples.pretrain prepare {name}"
     corpus = tyro.cli(Corpus, default=CORPORA[name][1], args=options, prog=program)
     stopping: list[int] = []
-    try:
-        with on_signals(stopping.append):
-            prepare(corpus, Console(markup=False, highlight=False, soft_wrap=True), stopping)
-    except KeyboardInterrupt:
-        raise Stopped(RESUME, signal.SIGINT) from None
-    except OSError as error:  # a full disk, a folder that may not be written
-        raise RunError(f"cannot prepare the corpus ({one_line(error)})") from error
+    with on_signals(stopping.append):
+        prepare(corpus, Console(markup=False, highlight=False, soft_wrap=True), stopping)
 
 
 def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> None:
