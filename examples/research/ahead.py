@@ -203,7 +203,9 @@ def estimate_train_step(
     config = configs.load(config_name)
     model = dataclasses.replace(config.model, layers=layers or config.model.layers, attention="xla")
     micro_batch = micro_batch or config.micro_batch
-    config = dataclasses.replace(config, model=model, optimizer=optimizer_name, micro_batch=micro_batch, mesh="")
+    config = dataclasses.replace(
+        config, model=model, optimizer=optimizer_name, micro_batch=micro_batch, replicas=1, fsdp=1
+    )
     vocabulary = model.vocabulary or config.vocabulary
     build = lambda: models.build(model, vocabulary, dtype=jnp.dtype(jnp.bfloat16), seed=0)  # noqa: E731
     graphdef, variables = nnx.split(nnx.eval_shape(build))

@@ -87,7 +87,7 @@ def open_run(folder: Path, tokens: Path | None = None) -> OpenRun:
     """
     try:
         record, config, dataset = read_run(folder, tokens)
-        trainer = Trainer(replace(config, mesh=""), dataset)
+        trainer = Trainer(replace(config, replicas=1, fsdp=1), dataset)
     except RunError as error:
         raise RunError(f"--run {folder}: {error}") from error
     checkpoints = Checkpoints(folder / "checkpoints")
