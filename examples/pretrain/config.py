@@ -97,7 +97,8 @@ class Config(Common):
 
     # Sequences per forward and backward pass; gradients are accumulated before the update. None: all at once.
     micro_batch: int | None = None
-    adam_learning_rate: float | None = None  # Peak learning rate of the AdamW group; None: --learning-rate.
+    # Peak learning rate of the AdamW group; None: --learning-rate. For normpre_h in larger models: AdamW's.
+    adam_learning_rate: float | None = None
     # Width of the model that learning rates and --model.hidden-std were tuned on: the initial standard deviation of
     # hidden matrices is divided by the root of the ratio, and learning rates are multiplied by
     # normpre_optax.multipliers_by_width.

@@ -20,6 +20,7 @@ QWEN3: dict[str, Any] = {
     **{"vocabulary": 151_936, "rotary_base": 1e6, "scaled_residuals": False, "scan_layers": True, "remat": True},
 }
 RELATIVE_STEP = 1.6e-2  # learning rate of normpre_h and others under Hyperball
+MEASURED = {"tiny", "nano", "first_run", "gpt2_2m"}  # where the AdamW group has it, too; in others AdamW's
 GPT2 = ModelConfig("gpt2", 12, 768, 12, mlp_width=3072, context=1024, vocabulary=50_304, norm_epsilon=1e-5)
 
 
@@ -115,7 +116,8 @@ def parse(arguments: Sequence[str]) -> Config:
     given = first.parse_known_args(arguments)[0]
     config = load(given.config)
     if is_relative(given.optimizer or config.optimizer):
-        config = dataclasses.replace(config, learning_rate=RELATIVE_STEP)
+        adam = None if config.config in MEASURED else config.learning_rate
+        config = dataclasses.replace(config, learning_rate=RELATIVE_STEP, adam_learning_rate=adam)
     shown = Common(**{option.name: getattr(config, option.name) for option in dataclasses.fields(Common)})
     program = "python -m examples.pretrain train"
     if {"-h", "--help"} & set(arguments):

@@ -52,12 +52,10 @@ UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {
     **dict.fromkeys(("muon_plus", "normuon"), "relative"),
 }
 # Arguments of a factory that options of the program set.
-GIVEN = frozenset(
-    (
-        *("learning_rate", "adam_learning_rate", "learning_rate_multipliers", "adam_b1", "adam_b2", "seed"),
-        *("weight_decay", "adam_weight_decay", "weight_decay_mask", "matrix_dims", "shardings"),
-    )
-)
+GIVEN = {
+    *("learning_rate", "adam_learning_rate", "learning_rate_multipliers", "adam_b1", "adam_b2", "seed"),
+    *("weight_decay", "adam_weight_decay", "weight_decay_mask", "matrix_dims", "shardings", "row_norms"),
+}
 
 
 def settings_of(optimizer: str) -> tuple[str, dict[str, Any]]:

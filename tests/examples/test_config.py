@@ -38,6 +38,16 @@ def test_flags_override_the_named_configuration():
     assert configs.parse([]) == dataclasses.replace(configs.load("first_run"), learning_rate=configs.RELATIVE_STEP)
 
 
+@pytest.mark.parametrize("name", configs.CONFIGS)
+def test_the_adamw_group_has_a_rate_that_was_measured(name):
+    """In larger models, where the step of the matrices was never tried for it, that of AdamW."""
+    matrices, adam = configs.RELATIVE_STEP, configs.load(name).learning_rate
+    for optimizer in ("normpre_h", "muon,norm_control=hyperball"):
+        config = configs.parse(["--config", name, "--optimizer", optimizer])
+        small = name in ("tiny", "nano", "first_run", "gpt2_2m")
+        assert (config.learning_rate, config.adam_learning_rate or matrices) == (matrices, matrices if small else adam)
+
+
 # Table 3 of the paper: layers, width, hidden layer of the MLP, heads, peak learning rate, warm-up; and of all of them
 # sequence length, batch, steps, decay and clipping.
 PAPER = {
