@@ -15,19 +15,18 @@ PASS_PARAMS = (
     "call update(grads, state, params). In an Equinox loop that is optimizer.update(grads, state, eqx.filter(model, "
     "eqx.is_inexact_array)); a loop that never passes params (brax) needs that third argument"
 )
+# Numbers that may be a schedule.
+SCHEDULES = {"learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_decay"}
 # Ranges [least, below) of numbers, by the name of the option.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("momentum", "b2", "adam_b1", "adam_b2"), (0, 1)),
-    **dict.fromkeys(
-        ("learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_decay", "adam_eps"), (0, math.inf)
-    ),
+    **dict.fromkeys((*SCHEDULES, "adam_eps"), (0, math.inf)),
     **dict.fromkeys(("rms", "relative_threshold"), (1e-15, 1e15)),
 }
 TREES = {"row_norms": (1e-15, 1e15), "learning_rate_multipliers": (0, math.inf)}  # of trees of numbers
 
 
-# Numbers that may be a schedule, and those that may be None.
-SCHEDULES = {"learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_decay"}
+# Numbers that may be None.
 OPTIONAL = {"rms", "relative_threshold", "adam_learning_rate", "adam_weight_decay"}
 
 

@@ -114,10 +114,8 @@ def learning_rate_from_muon(
         name = {"original": "keller", "match_rms_adamw": "moonlight"}.get(convention, convention)
         if name not in CONVENTIONS:
             raise ValueError(f"convention={convention!r} is not 'keller', 'original', 'moonlight', 'match_rms_adamw'")
-        if shape is None and name == "keller":
-            raise ValueError(f"{convention=} depends on the shape of a matrix: pass shape=(outputs, inputs)")
-        if shape is not None and (not isinstance(shape, tuple) or len(shape) != 2 or min(shape) < 1):
-            raise ValueError(f"shape must be (outputs, inputs), got {shape!r}")
+        if (shape or name == "keller") and not (isinstance(shape, tuple) and len(shape) == 2 and min(shape) > 0):
+            raise ValueError(f"{convention=}: pass the shape of a matrix, shape=(outputs, inputs), not {shape!r}")
         m, n = shape or (1, 1)
         rms_of_muon = CONVENTIONS[name](m, n) / math.sqrt(max(m, n))
     else:

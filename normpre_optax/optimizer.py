@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a direction for matrices to a complete optimizer: AdamW for the rest, weight decay and learning rates."""
 
-import contextlib
 import functools
 import inspect
 import warnings
@@ -73,7 +72,7 @@ def with_adamw(
         >>> sorted(tx.init({"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}).inner_states)
         ['adamw', 'matrix']
     """
-    if not _is_direction(direction):
+    if not callable(direction) or not isinstance(direction(matrix_dims=None), optax.GradientTransformation):
         raise TypeError(
             "direction must be a function that returns an optax.GradientTransformation when called with matrix_dims=, "
             f"such as scale_by_muon or functools.partial(scale_by_muon, nesterov=False); got {direction!r}"
@@ -200,15 +199,6 @@ def complete(direction: Callable[..., Any], more: str = "") -> Callable[..., opt
         doc | {key: text.format(name, doc[""], doc.get("Args", ""), more) for key, text in _COMPLETE.items()}, ()
     )
     return checked(optimizer, inspect.Signature([learning_rate, *own.values(), *added]))
-
-
-def _is_direction(direction: Any) -> bool:
-    with contextlib.suppress(ValueError):  # some functions have no signature
-        try:
-            inspect.signature(direction).bind(matrix_dims=None)
-        except TypeError:
-            return False
-    return isinstance(direction(matrix_dims=None), optax.GradientTransformation)
 
 
 def _multiplied(found: Assignment, times: dict[str, Any]) -> optax.GradientTransformation:

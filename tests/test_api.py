@@ -162,7 +162,7 @@ INVALID = {
     "muon(1e-3, compute_dtype=jnp.float16)": "compute_dtype must have the range of float32",
     "normpre(1e-3, lambda x: x)": "precondition must be an optax.GradientTransformation",
     "with_adamw(scale_by_muon(), 1e-3)": "direction must be a function .*such as scale_by_muon or",
-    "with_adamw(muon, 1e-3)": "direction must be a function .*such as scale_by_muon or",
+    "with_adamw(muon, 1e-3)": r"muon\(\): missing a required argument: 'learning_rate'",
     "with_adamw(lambda matrix_dims: None, 1e-3)": "direction must be a function that returns an optax",
 }
 

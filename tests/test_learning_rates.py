@@ -135,7 +135,10 @@ def test_what_does_not_fit_is_named():
         (lambda: npo.multipliers_by_width(matrix, a, update="relative"), r"'a' has shape \(6, 5\), in base \(3,\)"),
         (lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="kimi"), "convention='kimi' is not"),
         (lambda: npo.learning_rate_from_muon(0.02, 0.1, convention=-0.2), "convention must be in"),
-        (lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="keller", shape=768), r"shape must be \(outputs, i"),
+        (
+            lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="keller", shape=768),
+            r"inputs\), not 768",
+        ),
         (lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="keller"), r"shape .*shape=\(outputs, inputs\)"),
     ):
         with pytest.raises(ValueError, match=said):
