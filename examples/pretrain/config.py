@@ -246,16 +246,11 @@ def apply_name(config: Config) -> Config:
     return dataclasses.replace(config, optimizer=join_name(name, settings), **options)
 
 
-# Fields that may differ between a run and its continuation: they do not change the losses (devices: up to rounding).
-# Of the text the tokens themselves are compared.
-FREE_ON_RESUME = frozenset(
-    (
-        *("config", "name", "runs_folder", "resume", "overwrite"),
-        *("fsdp", "replicas", "coordinator", "processes", "process"),
-        *("evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints"),
-        *("tokens", "installed_packages"),
-    )
-)
+# Fields that may differ between a run and its continuation: they change no loss beyond rounding. Of the text the tokens
+# themselves are compared.
+FREE_ON_RESUME = {"config", "name", "runs_folder", "resume", "overwrite", "tokens", "installed_packages"}
+FREE_ON_RESUME |= {"fsdp", "replicas", "coordinator", "processes", "process", "micro_batch", "model.remat"}
+FREE_ON_RESUME |= {"evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints"}
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,22 @@ import tyro
 
 from .config import Common, Config, ModelConfig, RunError, apply_name, check, is_relative
 
-LLAMA: dict[str, Any] = {
-    **{"family": "llama", "context": 1024, "vocabulary": 32_000, "tied_head": False},
-    **{"scaled_residuals": False, "scan_layers": True},
-}
-QWEN3: dict[str, Any] = {
-    **{"family": "qwen3", "layers": 28, "heads": 16, "kv_heads": 8, "head_width": 128, "context": 1024},
-    **{"vocabulary": 151_936, "rotary_base": 1e6, "scaled_residuals": False, "scan_layers": True, "remat": True},
-}
 RELATIVE_STEP = 1.6e-2  # learning rate of normpre_h and others under Hyperball
 MEASURED = {"tiny", "nano", "first_run", "gpt2_2m"}  # where the AdamW group has it, too; in others AdamW's
-GPT2 = ModelConfig("gpt2", 12, 768, 12, mlp_width=3072, context=1024, vocabulary=50_304, norm_epsilon=1e-5)
 
 
-def gpt2(layers: int, width: int, heads: int, context: int) -> ModelConfig:
-    """A small GPT-2."""
-    return ModelConfig("gpt2", layers, width, heads, mlp_width=4 * width, context=context, norm_epsilon=1e-5)
+def gpt2(layers: int, width: int, heads: int, context: int, vocabulary: int | None = None) -> ModelConfig:
+    """A GPT-2."""
+    sizes = {"mlp_width": 4 * width, "context": context, "vocabulary": vocabulary}
+    return ModelConfig("gpt2", layers, width, heads, norm_epsilon=1e-5, **sizes)
+
+
+GPT2 = gpt2(12, 768, 12, context=1024, vocabulary=50_304)
+TINY_LLAMA = ModelConfig("llama", layers=2, width=32, heads=2, mlp_width=64, context=32)
+LLAMA = ModelConfig("llama", context=1024, vocabulary=32_000, tied_head=False, scaled_residuals=False, scan_layers=True)
+QWEN3 = replace(
+    LLAMA, family="qwen3", layers=28, heads=16, kv_heads=8, head_width=128, vocabulary=151_936, rotary_base=1e6
+)
 
 
 def small(
@@ -45,50 +46,51 @@ def paper(name: str, model: ModelConfig, micro_batch: int, learning_rate: float,
     """
     shared = {"steps": 10_000, "batch_size": 512, "warmup_steps": 1_000, "evaluate_every": 500, "checkpoint_every": 500}
     shared |= {"config": name, "model": model, "micro_batch": micro_batch, "learning_rate": learning_rate}
-    shared |= {"tokens": Path(f"data/{corpus}"), "validation_tokens": 2048 * 1024}
-    return Config(**{**shared, "optimizer": "normpre_g", **more})
+    shared |= {"tokens": Path(f"data/{corpus}"), "validation_tokens": 2048 * 1024, "optimizer": "normpre_g"}
+    return Config(**{**shared, **more})
 
 
 ALL = (
     # Every part of the program in seconds, for tests and for trying things out; the loss falls from 6.24 to about 5.4.
     small(
-        *("tiny", ModelConfig(layers=2, width=32, heads=2, mlp_width=64, context=32), 40, 8, 1e-2, 512),
-        **{"validation_tokens": 2048, "evaluate_every": 20, "log_every": 5, "checkpoint_every": 10},
+        "tiny",
+        TINY_LLAMA,
+        40,
+        8,
+        1e-2,
+        512,
+        validation_tokens=2048,
+        evaluate_every=20,
+        log_every=5,
+        checkpoint_every=10,
     ),
     # The smallest model that distinguishes optimizers, on bytes: about a minute on one CPU core.
-    small(
-        *("nano", gpt2(layers=3, width=64, heads=4, context=64), 1_500, 16, 4e-3, 257),
-        **{"warmup_steps": 100, "evaluate_every": 250, "log_every": 50, "checkpoint_every": 500},
-    ),
+    small("nano", gpt2(3, 64, 4, context=64), 1_500, 16, 4e-3, 257, warmup_steps=100, evaluate_every=250),
     # Three and a half minutes on two CPU cores; validation loss 3.520 with normpre_h, 3.766 with adamw (Python 3.11.7).
     Config(config="first_run"),
     # Ten minutes on two CPU cores.
-    small("gpt2_2m", gpt2(layers=4, width=160, heads=5, context=128), 1_500, 16, 3e-3, 4096),
+    small("gpt2_2m", gpt2(4, 160, 5, context=128), 1_500, 16, 3e-3, vocabulary=4096),
     # Hours on CPU cores, minutes on a GPU.
-    small("gpt2_10m", gpt2(layers=6, width=320, heads=5, context=256), 3_000, 32, 2e-3, 8192),
+    small("gpt2_10m", gpt2(6, 320, 5, context=256), 3_000, 32, 2e-3, vocabulary=8192),
     # GPT-2 Small on all installed Python source, without a download: half an hour on one GPU. Not measured yet.
-    small(
-        *("gpt2_small_python", GPT2, 1_000, 128, 1e-3, 50_257),
-        **{"installed_packages": True, "validation_tokens": 524_288, "micro_batch": 32, "checkpoint_every": 500},
+    replace(
+        small("gpt2_small_python", GPT2, 1_000, 128, 1e-3, 50_257, installed_packages=True, micro_batch=32),
+        validation_tokens=524_288,
     ),
     # The paper's validation losses: AdamW 3.1444, Muon 3.1064, MANO 3.1156, NormPre-G 3.0667, NormPre-L 3.0826 (means
     # of three seeds). Its Muon is muon,convention=keller,learning_rate=0.02,adam_learning_rate=6e-4. It scores 200
     # random mini-batches; here they are fixed, and of nanoGPT's 12 sequences. The table is padded as in nanoGPT.
-    paper(
-        *("gpt2_small", GPT2, 32, 6e-4, "openwebtext"), **{"warmup_steps": 2_000, "validation_tokens": 200 * 12 * 1024}
-    ),
+    paper("gpt2_small", GPT2, 32, 6e-4, "openwebtext", warmup_steps=2_000, validation_tokens=200 * 12 * 1024),
     # AdamW 3.1363, Muon 3.1019, MANO 3.1102, NormPre-G 3.0737, NormPre-L 3.0930.
-    paper("llama_130m", ModelConfig(layers=12, width=768, heads=12, mlp_width=2048, **LLAMA), 64, 6e-4, "c4"),
+    paper("llama_130m", replace(LLAMA, layers=12, width=768, heads=12, mlp_width=2048), 64, 6e-4, "c4"),
     # AdamW 3.0378, Muon 2.9999, MANO 2.9946, NormPre-G 2.9678, NormPre-L 2.9758.
-    paper("llama_350m", ModelConfig(layers=24, width=1024, heads=16, mlp_width=2736, **LLAMA), 32, 3e-4, "c4"),
+    paper("llama_350m", replace(LLAMA, layers=24, width=1024, heads=16, mlp_width=2736), 32, 3e-4, "c4"),
     # AdamW 2.9385, Muon 2.9037, MANO 2.8963, NormPre-G 2.8571, NormPre-L 2.8662.
-    paper(
-        "llama_1p3b", ModelConfig(layers=24, width=2048, heads=32, mlp_width=5461, remat=True, **LLAMA), 16, 3e-4, "c4"
-    ),
+    paper("llama_1p3b", replace(LLAMA, layers=24, width=2048, heads=32, mlp_width=5461, remat=True), 16, 3e-4, "c4"),
     # AdamW 2.8956, Muon 2.8335, MANO 2.8382, NormPre-G 2.7967, NormPre-L 2.8066.
-    paper("qwen3_0p6b", ModelConfig(width=1024, mlp_width=3072, **QWEN3), 16, 3e-4, "pile"),
+    paper("qwen3_0p6b", replace(QWEN3, width=1024, mlp_width=3072, tied_head=True, remat=True), 16, 3e-4, "pile"),
     # AdamW 2.6758, Muon 2.6408, MANO 2.6205, NormPre-G 2.5868, NormPre-L 2.5897.
-    paper("qwen3_1p7b", ModelConfig(width=2048, mlp_width=6144, **QWEN3), 8, 3e-4, "pile"),
+    paper("qwen3_1p7b", replace(QWEN3, width=2048, mlp_width=6144, tied_head=True, remat=True), 8, 3e-4, "pile"),
 )
 CONFIGS = {config.config: config for config in ALL}
 
@@ -117,7 +119,7 @@ def parse(arguments: Sequence[str]) -> Config:
     config = load(given.config)
     if is_relative(given.optimizer or config.optimizer):
         adam = None if config.config in MEASURED else config.learning_rate
-        config = dataclasses.replace(config, learning_rate=RELATIVE_STEP, adam_learning_rate=adam)
+        config = replace(config, learning_rate=RELATIVE_STEP, adam_learning_rate=adam)
     shown = Common(**{option.name: getattr(config, option.name) for option in dataclasses.fields(Common)})
     program = "python -m examples.pretrain train"
     if {"-h", "--help"} & set(arguments):

@@ -52,10 +52,8 @@ UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {
     **dict.fromkeys(("muon_plus", "normuon"), "relative"),
 }
 # Arguments of a factory that options of the program set.
-GIVEN = {
-    *("learning_rate", "adam_learning_rate", "learning_rate_multipliers", "adam_b1", "adam_b2", "seed"),
-    *("weight_decay", "adam_weight_decay", "weight_decay_mask", "matrix_dims", "shardings", "row_norms"),
-}
+GIVEN = {"learning_rate", "adam_learning_rate", "learning_rate_multipliers", "adam_b1", "adam_b2", "seed", "row_norms"}
+GIVEN |= {"weight_decay", "adam_weight_decay", "weight_decay_mask", "matrix_dims", "shardings"}
 
 
 def settings_of(optimizer: str) -> tuple[str, dict[str, Any]]:
@@ -99,6 +97,8 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         "learning_rate_multipliers": learning_rate_multipliers(config),
     }
     accepted = inspect.signature(OPTIMIZERS[name]).parameters
+    if unknown := given.keys() - {"weight_decay", "seed"} - accepted.keys():  # those two may be without effect
+        raise RunError(f"OPTIMIZERS[{name!r}] has no {', '.join(sorted(unknown))}: complete it with with_adamw")
     try:
         given = {option: value for option, value in given.items() if option in accepted}
         optimizer = OPTIMIZERS[name](learning_rate, **settings, **given)

@@ -240,8 +240,11 @@ class Trainer:
         speed = round(tokens / seconds, 1)
         records = [
             {
-                **{"step": step, "loss": float(x.loss), "grad_norm": float(x.grad_norm)},
-                **{"learning_rate": float(rate), "tokens_per_second": speed},
+                "step": step,
+                "loss": float(x.loss),
+                "grad_norm": float(x.grad_norm),
+                "learning_rate": float(rate),
+                "tokens_per_second": speed,
             }
             for step, (x, rate) in enumerate(zip(values, rates, strict=True), first + 1)
         ]
