@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that numbers on the pages are in the reports that they cite: ``python docs/figures_in_text.py``.
 
-A paragraph, list item or table that links to reports in ``docs/results/`` may have only decimal numbers that one of
-them has, at the precision of the text, or that are the difference of two such numbers in the same sentence or row.
+A paragraph, list item or table that links to reports in ``docs/results/`` may have only decimal numbers, ms, MB and GB
+that one of them has, at the precision of the text, or that are the difference of two such numbers in the same sentence
+or row.
 A table without links is checked against the paragraph before it, or else the one after it. Numbers in code and in links
 are not checked, and neither is text that cites no report.
 """
@@ -49,7 +50,8 @@ def unsupported(sentence: str, values: set[float]) -> list[str]:
     half = {x: half_of_last_digit(x) for x in shown}
     known = [x for x in shown if any(abs(v - read(x)) <= half[x] for v in values)]
     differences = [abs(read(a) - read(b)) for a in known for b in known if a != b]
-    unknown = (x for x in shown if ("." in x or "e" in x) and x not in known)
+    checked = {x for x in shown if "." in x or "e" in x or re.search(rf"(?<![\d,]){x} (ms|MB|GB)\b", sentence)}
+    unknown = (x for x in shown if x in checked and x not in known)
     return [x for x in unknown if not any(abs(v - read(x)) <= half[x] for v in differences)]
 
 

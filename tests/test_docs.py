@@ -161,9 +161,9 @@ AdamW ends at 1.6496 and Muon at 1.4514, 0.198 ahead ([report](results/r.md)). T
 | AdamW | 1.65 ± 0.0068 |
 
 - A list item that cites nothing has 7.7777.
-- Rounding was 2.5e-6, of 1,234.5 ms ([report](results/r.md)).
+- Rounding was 2.5e-6, of 1,234.5 ms and 2,178 ms ([report](results/r.md)).
 """
-REPORT = "| AdamW | 1.64961 | 0.0068 |\n| Muon | 1.45140 |\n\n2.5e-06, 1,234.5 ms"
+REPORT = "| AdamW | 1.64961 | 0.0068 |\n| Muon | 1.45140 |\n\n2.5e-06, 1,234.5 ms, 2,178 ms"
 
 
 def test_a_number_that_no_cited_report_has_is_found(tmp_path):
@@ -176,6 +176,7 @@ def test_a_number_that_no_cited_report_has_is_found(tmp_path):
     for right, wrong, line in (
         *(("This", "9.9999", 2), ("1.6496", "1.6469", 2), ("1.4514", "1.4515", 2), ("0.198", "0.197", 2)),
         *(("1.65", "1.66", 4), ("0.0068", "0.0069", 4), ("2.5e-6", "2.6e-6", 9), ("1,234.5", "1,234.6", 9)),
+        ("2,178", "2,179", 9),
     ):
         page.write_text(CITING.replace(right, wrong))
         (problem,) = check.problems(page)
