@@ -97,8 +97,6 @@ def make_optimizer(config: Config, learning_rate: Schedule) -> optax.GradientTra
         "learning_rate_multipliers": learning_rate_multipliers(config),
     }
     accepted = inspect.signature(OPTIMIZERS[name]).parameters
-    if unknown := given.keys() - {"weight_decay", "seed"} - accepted.keys():  # those two may be without effect
-        raise RunError(f"OPTIMIZERS[{name!r}] has no {', '.join(sorted(unknown))}: complete it with with_adamw")
     try:
         given = {option: value for option, value in given.items() if option in accepted}
         optimizer = OPTIMIZERS[name](learning_rate, **settings, **given)
