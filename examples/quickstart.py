@@ -29,8 +29,7 @@ class Model(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits of every next byte."""
-        norms = iter(self.norms)
-        x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[-1]))
+        norms, x = iter(self.norms), self.embed(tokens) + self.positions(jnp.arange(tokens.shape[-1]))
         for attention, up, down in zip(self.attention, self.up, self.down, strict=True):
             x = x + attention(next(norms)(x), mask=nnx.make_causal_mask(tokens), decode=False)
             x = x + down(jax.nn.gelu(up(next(norms)(x))))
@@ -48,8 +47,9 @@ def train_step(model: Model, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax
 
 
 model, draw = Model(nnx.Rngs(0)), np.random.default_rng(0)
-schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=30, decay_steps=STEPS)
-tx = normpre_h(schedule, adam_learning_rate=schedule)  # was: optax.adamw(schedule)
+adamw_schedule = optax.warmup_cosine_decay_schedule(0.0, 1.6e-2, warmup_steps=30, decay_steps=STEPS)
+schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-2, warmup_steps=30, decay_steps=STEPS)
+tx = normpre_h(schedule, adam_learning_rate=adamw_schedule)  # was: optax.adamw(adamw_schedule)
 optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 print(explain(nnx.state(model, nnx.Param)), "\n")
 for step in range(1, STEPS + 1):

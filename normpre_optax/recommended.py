@@ -42,7 +42,7 @@ def normpre_h(
 
     Args:
         learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule. 1.6e-2 is a good
-            peak for short runs; see ``docs/choosing.md``.
+            peak for 1,500 steps; shorter runs need more, longer ones less (``docs/choosing.md``).
         adam_learning_rate: of the AdamW group, number or schedule: what you use with AdamW.
         adam_weight_decay: weight decay of the AdamW group.
 
