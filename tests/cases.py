@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -215,8 +214,9 @@ def equations(jaxpr):
     """The equations of a program, also inside its loops and branches."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from equations(inner)
+        for inner in jax.tree.leaves(eqn.params):
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 def rows(names, *values):
