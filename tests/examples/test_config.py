@@ -197,7 +197,8 @@ def test_a_bad_setting_is_one_line_before_anything_is_written(arguments, line, r
 def test_differences_name_what_changes_the_losses_only():
     stored = to_dict(Config())
     assert differences(stored, Config()) == []
-    free = dataclasses.replace(Config(), resume=True, checkpoint_every=3, runs_folder=Path("x"))
+    less_memory = {"micro_batch": 8, "model": dataclasses.replace(ModelConfig(), remat=True)}
+    free = dataclasses.replace(Config(), resume=True, checkpoint_every=3, runs_folder=Path("x"), **less_memory)
     assert differences(stored, free) == []
     changed = differences(stored, dataclasses.replace(Config(), learning_rate=1.0, seed=5))
     assert changed == ["--seed was 0, is 5", f"--learning-rate was {Config().learning_rate}, is 1.0"]
