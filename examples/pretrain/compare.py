@@ -180,8 +180,8 @@ def main(options: Compare) -> None:
     with study.begun():
         sweep = [Arm(optimizer, rate, first) for optimizer, found in rates.items() for rate in found]
         study.console.print(
-            f"{study.config.config}: {len(sweep)} arms, then {options.seeds} seed(s) at the best learning rates; "
-            f"{study.config.steps:,} steps each, in {study.folder}/"
+            f"{study.config.config}: {len(sweep)} runs, then {options.seeds - 1} more seed(s) at the best learning "
+            f"rates; {study.config.steps:,} steps each, in {study.folder}/"
         )
         study.run(sorted(sweep, key=lambda arm: arm.learning_rate))
         best = {name: arms[0]["learning_rate"] for name, arms in best_runs({"arms": study.records()}).items()}

@@ -153,8 +153,9 @@ def parameter_table(params: Any, config: Config) -> tuple[str, str]:
         every = f"every parameter uses AdamW ({len(jax.tree.leaves(params))} arrays)"
         return every, every
     table = explain(params, matrix_dims(settings["layers"]))
-    left_out = ("note:",) if is_relative(config.optimizer) else ("note:", "row norms under Hyperball:")
-    totals = [" ".join(x.split()) for x in table.rpartition("\n\n")[2].splitlines() if not x.startswith(left_out)]
+    if not is_relative(config.optimizer):
+        table = "\n".join(x for x in table.splitlines() if not x.startswith("row norms under Hyperball:"))
+    totals = [" ".join(x.split()) for x in table.rpartition("\n\n")[2].splitlines() if not x.startswith("note:")]
     return table, "; ".join(totals)
 
 

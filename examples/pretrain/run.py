@@ -81,7 +81,7 @@ def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Sc
         f"\nFinal validation loss {score.loss:.4f} ({score.bits_per_byte:.3f} bits per byte) after {config.steps:,} "
         f"steps of {config.optimizer}; {time.perf_counter() - began:.0f} s total.\n"
         f"Log, plot and checkpoint: {config.run_folder}/\n"
-        f"The model continues a text: python -m examples.pretrain generate {config.run_folder} --prompt TEXT"
+        f"Generate text: python -m examples.pretrain generate {config.run_folder} --prompt TEXT"
     )
     return score
 

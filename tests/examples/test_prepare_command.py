@@ -136,6 +136,15 @@ def test_c4_is_a_truncated_or_padded_document_per_sequence(tmp_path, out, senten
     assert {len([token for token in row if token >= 0]) == 25 for row in expected} == {True, False}
 
 
+def test_a_file_to_validate_on_is_not_trained_on(tmp_path, out, byte_level):
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(document(number))
+    held = tmp_path / "1.txt"
+    dataset = run("text", tmp_path, "--validation-files", held, "--tokenizer", byte_level, "--output", out)
+    assert sorted(decoded(dataset, "train")) == sorted([document(0), document(2)])
+    assert decoded(dataset, "validation") == [document(1)]
+
+
 def test_folders_of_text_and_of_another_field(tmp_path, out):
     folder = tmp_path / "texts" / "inner"
     folder.mkdir(parents=True)
@@ -204,10 +213,12 @@ def test_difficult_files(tmp_path, monkeypatch, capsys, byte_level, name):
     content, refused, reported, documents = DIFFICULT[name]
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(content)
-    Path("last.txt").write_text("last")
-    save(Path("last.jsonl"), ["last"])
-    last = "last.txt" if name.endswith(".txt") else "last.jsonl"
-    options = (last[5:].replace("txt", "text"), name, last, "--validation-files", last, "--tokenizer", byte_level)
+    for other in ("last", "held"):
+        Path(f"{other}.txt").write_text(other)
+        save(Path(f"{other}.jsonl"), [other])
+    kind = "txt" if name.endswith(".txt") else "jsonl"
+    files = name, f"last.{kind}", "--validation-files", f"held.{kind}"
+    options = (kind.replace("txt", "text"), *files, "--tokenizer", byte_level)
     for skip in ((), ("--skip-bad",)):
         if refused and (not skip or reported is None):
             refuses(refused, run, *options, *skip, "--output", "out")

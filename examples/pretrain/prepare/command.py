@@ -79,8 +79,12 @@ class Corpus:
         return [read(train, 0.0), read(other, 1.0)] if other else [read(train, share)]
 
     def local(self, paths: Sequence[Path], held_out: float) -> Stream:
-        """The documents of files and folders."""
-        files = find_files(paths, sources.SUFFIXES[self.name])
+        """The documents of files and folders; those to validate on are not trained on."""
+        suffixes = sources.SUFFIXES[self.name]
+        files = find_files(paths, suffixes)
+        if self.validation_files and held_out < 1:
+            held = {path.resolve() for path in find_files(self.validation_files, suffixes)}
+            files = [path for path in files if path.resolve() not in held]
 
         def read(path: Path) -> Iterator[str]:
             if self.name == "text":
