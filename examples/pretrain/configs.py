@@ -52,18 +52,7 @@ def paper(name: str, model: ModelConfig, micro_batch: int, learning_rate: float,
 
 ALL = (
     # Every part of the program in seconds, for tests and for trying things out; the loss falls from 6.24 to about 5.4.
-    small(
-        "tiny",
-        TINY_LLAMA,
-        40,
-        8,
-        1e-2,
-        512,
-        validation_tokens=2048,
-        evaluate_every=20,
-        log_every=5,
-        checkpoint_every=10,
-    ),
+    small("tiny", TINY_LLAMA, 40, 8, 1e-2, 512, validation_tokens=2048, evaluate_every=20, checkpoint_every=10),
     # The smallest model that distinguishes optimizers, on bytes: about a minute on one CPU core.
     small("nano", gpt2(3, 64, 4, context=64), 1_500, 16, 4e-3, 257, warmup_steps=100, evaluate_every=250),
     # Three and a half minutes on two CPU cores; validation loss 3.520 with normpre_h, 3.766 with adamw (Python 3.11.7).
