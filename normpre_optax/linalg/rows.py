@@ -5,8 +5,6 @@ The functions work on parameters as they are stored. A row (the weights of one o
 ``along``; a column is a row along the others. Sums keep their axes, so that they broadcast.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -82,7 +80,7 @@ def tangent_rows(m: jax.Array, w: jax.Array, along: Axes, tangent: str = "relaxe
     return jnp.where(left == 0, 0, m - radial * w)
 
 
-@functools.partial(jax.jit, static_argnames=("along", "tangent"))  # traced and lowered once per shape
+@jax.jit(static_argnames=("along", "tangent"))  # traced and lowered once per shape
 def unit_tangent_factors(
     m: jax.Array, w: jax.Array | None, along: Axes, tangent: str = "relaxed"
 ) -> tuple[jax.Array, jax.Array]:
