@@ -369,6 +369,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(tmp_path, monkeypatch):
         ("jsonl", "a.jsonl", "--context", "0"): "--context must be at least 1",
         ("text", "a.jsonl", "--cut", "0"): "--cut must be at least 1",
         ("c4", "--train-documents", "0"): "--train-documents must be at least 1",
+        ("python", "--validation-files", "a.jsonl"): "--validation-files has no effect on Python files",
         ("pile", "--validation-percent", "51"): "--validation-percent must be in 0.001..50",
         ("jsonl", "a.jsonl", "--vocabulary", "256"): r"--vocabulary must be in 257",
     }.items():

@@ -72,6 +72,8 @@ class Corpus:
     def streams(self) -> list[Stream]:
         """The documents to train on, then those to validate on if they come from elsewhere."""
         if self.name == "python":
+            if self.validation_files:
+                raise RunError("--validation-files has no effect on Python files: use --validation-percent")
             return sources.python_streams(self.paths, self.installed_packages, self.validation_percent)
         hub, share = bool(self.dataset and not self.paths), self.validation_percent / 100
         train, other = ("train", self.validation_split) if hub else (self.paths, self.validation_files)
