@@ -19,7 +19,7 @@ from normpre_optax.parameters.rules import assign
 from normpre_optax.parameters.tree import leaf_paths
 from normpre_optax.stages.base import CountState, init_count, map_matrices, stage
 
-_ADAMS = 5e-3  # learning rates below are AdamW's
+_ADAMS = 5e-3  # a lower peak looks like AdamW's learning rate
 
 
 def hyperball(
@@ -34,18 +34,18 @@ def hyperball(
     Args:
         learning_rate: size of a step relative to the weights, number or schedule.
         row_norms: root mean square of the norms of a matrix's rows (one output neuron each): a number for all
-            matrices, or a tree of numbers like the parameters, or a function ``(params) -> tree``. None is 1, and
+            matrices, or a tree of numbers like the parameters, or a function ``(params) -> tree``. None means 1, but
             ``sqrt(in / (out k))`` for the ``k`` matrices that write into the residual stream, found by their names and
             shapes: the outputs of a block then have a size that does not depend on its width or on the depth.
             ``explain`` shows them.
-        matrix_dims: see ``normpre_g``; inside ``with_adamw``, its own apply.
+        matrix_dims: see ``normpre_g``.
 
     Returns:
         A transformation of matrices that replaces ``optax.scale_by_learning_rate``. It needs params; its state is a
         step counter.
 
     Raises:
-        TypeError: if ``row_norms`` is of no accepted kind.
+        TypeError: if ``row_norms`` has an unsupported type.
         ValueError: if params are missing, or a number is out of range.
 
     Example:
@@ -68,13 +68,13 @@ def hyperball(
 
 
 def warn_of_a_rate_like_adams(learning_rate: Any, stacklevel: int) -> None:
-    """Warn where the peak of the learning rate is what AdamW has: steps would be ten times too small."""
+    """Warn if the peak of the learning rate looks like AdamW's: steps would be about ten times too small."""
     peak = 0.0
     if callable(learning_rate):
-        with contextlib.suppress(Exception):  # a schedule may need what is not there yet
+        with contextlib.suppress(Exception):  # a schedule may fail outside a training run
             schedule: Any = learning_rate
             peak = max(float(schedule(2**k)) for k in range(21))
-    elif not isinstance(learning_rate, jax.Array):  # which optax.inject_hyperparams passes: the rate of one step
+    elif not isinstance(learning_rate, jax.Array):  # from optax.inject_hyperparams: the learning rate of one step
         peak = float(learning_rate)
     if 0 < peak < _ADAMS:
         warnings.warn(

@@ -49,8 +49,8 @@ def with_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """Complete a direction: matrices use it, everything else uses AdamW.
 
-    ``W <- W - lr (direction(G) + wd W)``. The parameters that are matrices are assigned on the whole tree at ``init``,
-    or at the first ``update`` without one, before it is partitioned.
+    ``W <- W - lr (direction(G) + wd W)``. The groups are assigned from the whole tree at ``init``, or at the first
+    ``update`` if the state comes from elsewhere, such as a checkpoint.
 
     Args:
         direction: function that returns a direction when called with ``matrix_dims=``, such as ``scale_by_muon`` or

@@ -18,38 +18,37 @@ Coefficients = str | Sequence
 
 # Descriptions of shared options. An optimizer's own docstring goes first.
 ARGS = {
-    "Returns": "    The direction, for matrices only. Its updates point uphill, as those of ``optax.scale_by_*`` do.",
+    "Returns": "    The direction, for matrices only. Its updates point uphill, like those of ``optax.scale_by_*``.",
     "momentum": "``mu`` in ``M = mu M + G``.",
     "nesterov": "whether the update uses ``U = G + mu M`` instead of ``M``.",
     "ns_steps": "Newton-Schulz iterations; None orthogonalizes exactly.",
     "ns_coefficients": '"muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.',
-    "compute_dtype": "dtype of the operands of large products, with sums in float32. None is the platform's usual "
-    "float32 product: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU. "
-    "``jnp.float32`` is true float32 everywhere.",
-    "mu_dtype": "dtype in which first moments are stored, those of AdamW too; None means float32, also for bfloat16 "
-    "parameters (whose updates of about ``0.2 lr`` can be below one unit in the last place).",
+    "compute_dtype": "dtype of the operands of large products; sums are in float32. None means the platform's "
+    "default for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU. "
+    "``jnp.float32`` means true float32 everywhere.",
+    "mu_dtype": "dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.",
     "matrix_dims": "which parameters are matrices, and which of their axes are inputs and outputs: None (the default "
     "rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) -> tree``, or "
-    "a tree (or prefix) of ``MatrixDims`` and None. ``optax.contrib.MuonDimensionNumbers`` count as ``MatrixDims``; "
+    "a tree (or prefix) of ``MatrixDims`` and None. ``optax.contrib.MuonDimensionNumbers`` can replace ``MatrixDims``; "
     "None for a parameter means AdamW.",
     "rms": "root mean square of every matrix update before the learning rate, or None for no scaling.",
-    "weight_decay": "decoupled, multiplied by the learning rate; number or schedule.",
-    "weight_decay_mask": "tree of bools, or a function ``(params) -> tree``; None decays all parameters, "
-    "``decay_matrices_only`` leaves out norms' scales and biases.",
-    "learning_rate_multipliers": "tree of numbers, or a function ``(params) -> tree``: factors of the learning rate of "
-    "each parameter (``multipliers_by_width``). Weight decay stays ``lr wd``. None is 1. "
-    "Under Hyperball 0 keeps the direction of a matrix, and its norm is still set.",
+    "weight_decay": "decoupled weight decay, multiplied by the learning rate; number or schedule.",
+    "weight_decay_mask": "tree of bools, or a function ``(params) -> tree``; None decays all parameters; "
+    "``decay_matrices_only`` excludes norms and biases.",
+    "learning_rate_multipliers": "tree of numbers, or a function ``(params) -> tree``: the learning rate of each "
+    "parameter is multiplied by its number (``multipliers_by_width``); its weight decay is not. None means 1. Under "
+    "Hyperball, 0 keeps the direction of a matrix, but its norm is still set.",
     "norm_control": '"hyperball" sets the Frobenius norm of every matrix and makes the learning rate the size of a '
     "step relative to it; matrices then have no weight decay, and ``adam_learning_rate`` must be given. "
     '"none" does nothing.',
-    "row_norms": "root mean square norm of the rows of matrices under Hyperball; None is by their role. See "
-    "``hyperball``.",
-    "adam_learning_rate": "learning rate of the AdamW group; None is that of the matrix group.",
-    "adam_b1": "first decay rate of AdamW.",
-    "adam_b2": "second decay rate of AdamW.",
-    "adam_eps": "epsilon of AdamW.",
-    "adam_weight_decay": "weight decay of the AdamW group; None is that of the matrix group.",
-    "shardings": "how the parameters are sharded, which saves communication on a mesh with Auto axes: a tree like the "
+    "row_norms": "root mean square norm of the rows of matrices under Hyperball; None chooses it by the role of the "
+    "matrix. See ``hyperball``.",
+    "adam_learning_rate": "learning rate of the AdamW group; None means that of the matrix group.",
+    "adam_b1": "decay rate of AdamW's first moment.",
+    "adam_b2": "decay rate of AdamW's second moment.",
+    "adam_eps": "AdamW's epsilon.",
+    "adam_weight_decay": "weight decay of the AdamW group; None means that of the matrix group.",
+    "shardings": "shardings of the parameters, to save communication on a mesh with Auto axes: a tree like the "
     "parameters (or prefix) of ``NamedSharding`` or ``PartitionSpec``, or a function ``(params) -> tree``.",
 }
 # Names in optax's and torch's Muon, Keller Jordan's Muon and AdamW.
@@ -66,11 +65,11 @@ _ELSEWHERE = {
 
 
 def checked(factory: Callable, signature: inspect.Signature | None = None) -> Callable:
-    """Return a factory that refuses misspelled and invalid options, with shared options in its docstring.
+    """Return a factory that rejects misspelled and invalid options, and describes shared options in its docstring.
 
     Args:
         factory: function whose options are keyword-only.
-        signature: what it shows; its own if None.
+        signature: the signature that ``help`` shows; None means that of the factory.
 
     Raises:
         TypeError: at a call with an option that does not exist, or has the wrong type.

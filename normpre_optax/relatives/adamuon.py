@@ -24,7 +24,7 @@ def scale_by_adamuon(
     """AdaMuon: orthogonalized signs of the momentum, divided by the root of their second moments.
 
     ``M = mu M + G``, ``U = G + mu M`` (Nesterov), ``O = NS5(sign(U))``, ``V = mu V + (1 - mu) O^2`` per entry,
-    ``O' = O / (sqrt(V) + 1e-8)``; the direction is ``0.2 O' / RMS(O')``. At AdamW's learning rate.
+    ``O' = O / (sqrt(V) + 1e-8)``; the direction is ``0.2 O' / RMS(O')``. Use AdamW's learning rate.
 
     References:
         Si, Zhang and Shen, AdaMuon, arXiv 2507.11005 (github.com/Chongjie-Si/AdaMuon).

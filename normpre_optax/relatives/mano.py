@@ -23,7 +23,7 @@ def scale_by_mano(
 
     ``M = mu M + G``; for every column on the first step, every row on the next, with ``d`` entries each:
     ``X = M - <M, w> w``, where ``w`` is W's unit vector (version 1) or W's own (version 2); the direction is
-    ``0.2 sqrt(d) X / ||X||``. At AdamW's learning rate. The authors add 1e-8 to norms; without it, as here, the
+    ``0.2 sqrt(d) X / ||X||``. Use AdamW's learning rate. The authors add 1e-8 to norms; without it, as here, the
     direction does not depend on the scale of the gradient.
 
     Args:

@@ -25,7 +25,7 @@ def scale_by_moga(
 
     ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for W (out, in) = m x n the direction ``n^-1/2 U_i / ||U_i||``
     for every row i, or ``m^1/2 / n U_j / ||U_j||`` for every column j. Entries are about 1 / n: start from ``0.2 n``
-    times AdamW's learning rate, with an ``adam_learning_rate`` of its own. The authors published no code.
+    times AdamW's learning rate, and pass ``adam_learning_rate``. The authors published no code.
 
     Args:
         mode: "rows" (output neurons) or "columns".

@@ -27,8 +27,8 @@ def scale_by_muon(
     """Muon: orthogonalized momentum.
 
     ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for W (out, in) = m x n the direction ``s NS5(U)`` with
-    ``s = 0.2 sqrt(max(m, n))`` ("moonlight", at AdamW's learning rate) or ``s = sqrt(max(1, m / n))`` ("keller", at
-    about 0.02, with an ``adam_learning_rate`` of its own).
+    ``s = 0.2 sqrt(max(m, n))`` ("moonlight": use AdamW's learning rate) or ``s = sqrt(max(1, m / n))`` ("keller":
+    start from a learning rate of 0.02, and pass ``adam_learning_rate``).
 
     Args:
         convention: "moonlight" or "keller".

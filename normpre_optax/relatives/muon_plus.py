@@ -27,8 +27,8 @@ def scale_by_muon_plus(
     """Muon+: orthogonalized, then normalized momentum.
 
     ``M = mu M + G``, ``U = G + mu M`` (Nesterov), ``O = NS5(U)``; then ``O / sqrt(sum O^2 + 1e-7)`` over rows, columns,
-    or one after the other; the direction is ``sqrt(m / n) O`` for W (out, in) = m x n. The learning rate is about 0.02,
-    with an ``adam_learning_rate`` of its own.
+    or one after the other; the direction is ``sqrt(m / n) O`` for W (out, in) = m x n. Start from a learning rate of
+    0.02, and pass ``adam_learning_rate``.
 
     Args:
         mode: "rows", "columns", "both" (rows, then columns, the authors' default) or "columns_rows".

@@ -25,8 +25,8 @@ def scale_by_muoneq(
     """MuonEq: normalized, then orthogonalized momentum.
 
     ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for W (out, in) = m x n the direction
-    ``0.2 sqrt(max(m, n)) NS5(E(U))``, where ``E`` divides every row by its norm, every column, or every entry by the
-    norms of both. At AdamW's learning rate. The authors add 1e-8 to squared norms; without it, as here, the direction
+    ``0.2 sqrt(max(m, n)) NS5(E(U))``, where ``E`` divides every row or every column by its norm, or every entry by the
+    norms of both. Use AdamW's learning rate. The authors add 1e-8 to squared norms; without it, as here, the direction
     does not depend on the scale of the gradient.
 
     Args:

@@ -26,7 +26,7 @@ def scale_by_normuon(
 
     ``M = mu M + G``, ``U = G + mu M`` (Nesterov), ``O = NS5(U)``; per row ``v_i = b2 v_i + (1 - b2) mean(O_i^2)`` and
     ``O'_i = O_i / (sqrt(v_i) + 1e-10)``; the direction is ``sqrt(max(1, m / n)) O' ||O||_F / ||O'||_F`` for W
-    (out, in) = m x n. The learning rate is about 0.02, with an ``adam_learning_rate`` of its own.
+    (out, in) = m x n. Start from a learning rate of 0.02, and pass ``adam_learning_rate``.
 
     Args:
         b2: decay of the second moments of rows.

@@ -17,8 +17,8 @@ def scale_by_rmnp(
     """RMNP: every row of the momentum divided by its norm.
 
     ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for every row i of W (out, in) = m x n the direction
-    ``sqrt(max(1, m / n)) U_i / ||U_i||``. The learning rate is about 0.02, with an ``adam_learning_rate`` of its own;
-    the authors' weight decay is 0.
+    ``sqrt(max(1, m / n)) U_i / ||U_i||``. Start from a learning rate of 0.02, and pass ``adam_learning_rate``. The
+    authors use no weight decay.
 
     References:
         RMNP, arXiv 2603.20527 (github.com/Dominator-Index/RMNP).

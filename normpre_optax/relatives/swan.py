@@ -18,7 +18,7 @@ def scale_by_swan(
 
     ``S_i = (G_i - mean(G_i)) / std(G_i)`` for every row of W (out, in); the direction is ``Z S`` with
     ``Z ~ (S S^T / ||S S^T||_F)^(-1/2)`` by coupled Newton-Schulz iterations. Matrices have no optimizer state but a
-    step counter. The rule is that of third-party ports: there is no code of the authors.
+    step counter. The rule follows third-party ports; the authors published no code.
 
     Args:
         whitening_steps: iterations for the inverse root.

@@ -131,7 +131,7 @@ def per_parameter(f: Callable[..., jax.Array], matrix_dims: Any = None) -> optax
     Args:
         f: function of one parameter in its own layout, in float32. ``weight`` is None if ``update`` is called without
             params.
-        matrix_dims: which axes are inputs and outputs; None is the default rule. Inside a direction, its own apply.
+        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
         The stage.
@@ -164,7 +164,7 @@ def direction(*stages: optax.GradientTransformation, matrix_dims: Any = None) ->
         matrix_dims: which axes are inputs and outputs; see ``normpre_g``.
 
     Returns:
-        The transformation. Its updates point uphill, as those of ``optax.scale_by_*`` do.
+        The transformation. Its updates point uphill, like those of ``optax.scale_by_*``.
 
     Example:
         >>> import jax.numpy as jnp, optax

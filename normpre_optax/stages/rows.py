@@ -41,7 +41,7 @@ def normalize_tangent(
         orientation: "alternating", "rows", "columns", or "both": rows, then columns of the result, at every step.
         first: orientation of the first step if alternating.
         norm: norm of a row afterwards, as a function of its number of entries.
-        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
         The stage. Its state is a step counter. It needs params unless ``tangent`` is "none".
@@ -136,7 +136,7 @@ def project_to_tangent(mode: Tangent = "relaxed", *, matrix_dims: Any = None) ->
 
     Args:
         mode: one of the above.
-        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
         A stateless stage. It needs params.
@@ -173,7 +173,7 @@ def normalize_rows(
         side: "rows" (output neurons), "columns", or "both": every entry by the norms of its row and its column, both
             of the same matrix, times the largest row norm.
         eps: added to the squared norm. With 0 the result does not depend on the scale of the update.
-        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
         A stateless stage. Zero rows stay zero.

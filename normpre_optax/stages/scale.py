@@ -28,7 +28,7 @@ def scale_to_rms(
 
     Args:
         rms: root mean square of the entries afterwards; None leaves the matrices as they are.
-        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
         A stateless stage. A zero matrix stays zero.
@@ -66,7 +66,7 @@ def scale_by_shape(
 
     Args:
         factor: ``(outputs, inputs) -> factor``.
-        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
         A stateless stage.

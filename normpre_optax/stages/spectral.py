@@ -60,7 +60,7 @@ def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.Gradie
 
     Args:
         f: the function; two equal functions share compiled code.
-        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
         **numbers: are passed to ``f`` and may be traced, such as ``rms``.
     """
 
@@ -239,10 +239,10 @@ def precondition_globally(
         ns_steps: number of iterations; None computes ``msign`` by a singular value decomposition.
         ns_coefficients: "muon", "you", "polar_express", one triple ``(a, b, c)``, or one triple per step. A table
             shorter than ``ns_steps`` is continued with its last triple.
-        compute_dtype: dtype of the operands of products; None is the platform's usual float32 product (one bfloat16
-            pass on a TPU, TF32 on a GPU, float32 on a CPU), ``jnp.float32`` is true float32 everywhere.
+        compute_dtype: dtype of the operands of products; None means the platform's default for float32 (one bfloat16
+            pass on a TPU, TF32 on a GPU, float32 on a CPU), ``jnp.float32`` true float32 everywhere.
         rms: if given, scale every result to this root mean square.
-        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
         A stage. On a mesh, every matrix is computed on one device.
@@ -283,7 +283,7 @@ def whiten(
         compute_dtype: see ``precondition_globally``.
         rms: if given, scale every result to this root mean square. Without it singular values approach
             ``||X X^T||_F^(1/2)``.
-        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
         A stage. On a mesh, every matrix is computed on one device.
@@ -328,14 +328,14 @@ def precondition_locally(
         method: "sketch" (Algorithm 2), "products" (the same without an eigensolver; all ``r + o`` singular values of
             the sketch may be clipped) or "exact" (an eigendecomposition of the smaller dimension).
         seed: of the Gaussian draws, which depend on it, the step, the parameter's path and the batch index only.
-        compute_dtype: dtype of the operands of the products with ``Psi``. None is bfloat16 on a TPU and a GPU, float32
+        compute_dtype: dtype of the operands of the products with ``Psi``. None means bfloat16 on a TPU or GPU, float32
             on a CPU. Small matrices and ``method="exact"`` use float32.
         relative_threshold: c. None clips to one, as in the paper. A number clips to ``c`` times the root mean square of
             the remaining singular values: ``level^2 = c^2 (||Psi||_F^2 - sum_{i <= r} lambda_i) / (min(m, n) - r)``,
-            with ``r < min(m, n)`` (of ``method="products"``, ``r + o``). For matrices of low rank, the least level is
-            a tenth of ``c ||Psi||_F / sqrt(min(m, n))``. A matrix of one row or column is not clipped.
+            with ``r < min(m, n)``; for ``method="products"``, r is ``r + o``. The level is at least a tenth of
+            ``c ||Psi||_F / sqrt(min(m, n))``, for matrices of low rank. A matrix of one row or column is not clipped.
         rms: if given, scale every result to this root mean square.
-        matrix_dims: see ``normpre_g``; inside a direction, its own apply.
+        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
         A stage whose state is a step counter.
