@@ -78,7 +78,7 @@ class Checkpoints:
         except Exception as error:  # Orbax, Tensorstore and JSON each have their own
             way_out = "delete it to use the checkpoint before"
             raise RunError(f"{folder} is damaged ({first_line(error)}): {way_out}") from error
-        raise RunError(f"cannot restore {folder}, it is of another model or optimizer: {different}")
+        raise RunError(f"cannot restore {folder}, which belongs to another model or optimizer: {different}")
 
     def close(self) -> None:
         """Wait until everything is written.

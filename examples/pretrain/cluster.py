@@ -37,7 +37,7 @@ def refuse_several(config: Config, command: str) -> None:
         RunError: naming the command.
     """
     if addressed(config):
-        raise RunError(f"{command} runs in one process: leave --coordinator, --processes and --process out")
+        raise RunError(f"{command} runs in one process: remove --coordinator, --processes and --process")
 
 
 def several(environment: Mapping[str, str]) -> bool:
@@ -61,7 +61,7 @@ def joined(config: Config) -> Iterator[None]:
         RunError: if their address is incomplete, or they do not find each other.
     """
     if addressed(config) and config.devices == 1:
-        raise RunError("--coordinator is for processes that train together: --fsdp N says over how many devices")
+        raise RunError("--coordinator is for processes that train together: add --fsdp N, their number of devices")
     if config.coordinator and not config.coordinator.rpartition(":")[2].isdecimal():
         raise RunError(f"--coordinator must be host:port, got {config.coordinator!r}")
     if config.devices == 1 or not (addressed(config) or several(os.environ)):
@@ -77,7 +77,7 @@ def joined(config: Config) -> Iterator[None]:
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
-        way_out = "--coordinator host:port --processes N --process I says where they are"
+        way_out = "pass --coordinator host:port --processes N --process I"
         raise RunError(f"the processes did not find each other ({error}): {way_out}") from error
     with leaving_at_once():
         yield

@@ -47,9 +47,9 @@ def read_run(folder: Path, tokens: Path | None = None) -> tuple[dict[str, Any], 
         raise RunError(f"{folder} is not the folder of a run: its run.json is missing or damaged") from error
     dataset = data.load(tokens or where)
     if tokens is None and dataset.manifest["fingerprint"] != fingerprint:
-        raise RunError(f"{where} holds other text than {folder} was trained on: --tokens names a folder to use instead")
+        raise RunError(f"{where} is not the text that {folder} was trained on: pass the folder to use as --tokens")
     if dataset.manifest["tokenizer_sha256"] != run["data"].get("tokenizer_sha256"):
-        raise RunError(f"{dataset.folder} was made with another tokenizer than the text of {folder}")
+        raise RunError(f"{dataset.folder} has another tokenizer than {folder}")
     return run, config, dataset
 
 
@@ -124,7 +124,7 @@ def export(options: Export) -> None:
 
     there = [name for name in EXPORTED if (options.output / name).exists()]
     if there and not options.overwrite:
-        raise RunError(f"{options.output} has a {there[0]}: --overwrite replaces it, --output names another folder")
+        raise RunError(f"{options.output} has a {there[0]}: pass --overwrite to replace it, or another --output")
     trained = load(options.run, options.step, options.tokens)
     vocabulary = vocabulary_of(trained.config, trained.dataset)
     hugging_face.save_hf(options.output, trained.config.model, vocabulary, jax.device_get(trained.params))

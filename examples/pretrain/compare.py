@@ -77,7 +77,7 @@ class Study:
         """
         file = self.folder / "study.json"
         if file.exists() and (before := json.loads(file.read_text())["flags"]) != self.config_flags:
-            raise RunError(f"{self.folder} holds runs with other settings ({shlex.join(before)}): --name another")
+            raise RunError(f"{self.folder} has other settings ({shlex.join(before)}): choose another --name")
         data.open_corpus(self.config, self.console)  # once, before arms make it side by side
         self.folder.mkdir(parents=True, exist_ok=True)
         held = lock(self.folder)
@@ -207,7 +207,7 @@ def make_study(kind: str, options: Any) -> Study:
     mesh.check(config)
     cluster.refuse_several(config, kind)
     if config.resume or config.overwrite:
-        raise RunError(f"{kind} resumes by itself: leave --resume and --overwrite out, or give a --name")
+        raise RunError(f"{kind} resumes by itself: remove --resume and --overwrite, or choose another --name")
     console = Console(markup=False, highlight=False, soft_wrap=True)
     return Study(config, list(options.rest), options.runs_folder / name, options.jobs, console)
 
@@ -235,7 +235,7 @@ def learning_rates(options: Compare, study: Study) -> dict[str, list[float]]:
         tried = rates.setdefault(join_name(name, settings), [])
         for rate in [config.learning_rate] if own else common or [config.learning_rate]:
             if rate in tried:
-                raise RunError(f"--optimizers: {text} is there twice")
+                raise RunError(f"--optimizers: {text} is listed twice")
             tried.append(rate)
             make_optimizer(
                 configs.parse([*options.rest, *Arm(join_name(name, settings), rate, 0).flags]), lambda t: 1.0

@@ -219,7 +219,7 @@ def split_name(optimizer: str) -> tuple[str, dict[str, str]]:
     name, *settings = (part.strip() for part in optimizer.split(","))
     found = {key: value for key, equals, value in (part.partition("=") for part in settings) if key and value}
     if len(found) < len(settings):
-        raise RunError(f"--optimizer: settings are written once each, {name},rank=8, got {optimizer!r}")
+        raise RunError(f"--optimizer: write each setting once, as in {name},rank=8; got {optimizer!r}")
     return name, found
 
 
@@ -350,7 +350,7 @@ def check_model(model: ModelConfig) -> None:
     """
     for name, family in {"kv_heads": "qwen3", "head_width": "qwen3", "bias": "gpt2"}.items():
         if getattr(model, name) and model.family != family:
-            raise RunError(f"{flag('model.' + name)} is a field of {family}, the model is {model.family}")
+            raise RunError(f"{flag('model.' + name)} is an option of {family}, but the model is {model.family}")
     parts = 1 if model.family == "gpt2" else 2  # rotary positions rotate pairs of dimensions
     if model.head_width is None and model.width % (model.heads * parts):
         even = "even" if parts == 2 else "equal"

@@ -66,7 +66,7 @@ def load(folder: Path) -> Dataset:
     if not (folder / "manifest.json").exists():
         known = next((name for name in CORPORA if folder.name.startswith(name)), "CORPUS")
         command = f"python -m examples.pretrain prepare {known} --output {folder}"
-        raise RunError(f"there are no token files in {folder} (no manifest.json): `{command}` makes them")
+        raise RunError(f"there are no token files in {folder} (no manifest.json): run `{command}`")
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         documents, largest = manifest["layout"] == "documents", manifest["largest_token"]

@@ -38,7 +38,7 @@ def stored(config: Config) -> dict[str, Any] | None:
     folder, file = config.run_folder, config.run_folder / "run.json"
     if not folder.exists():
         if config.resume:
-            raise RunError(f"there is no run in {folder}: leave --resume out to start it, or check --name")
+            raise RunError(f"there is no run in {folder}: remove --resume to start it, or check --name")
         return None
     if not file.exists() and {path.name for path in folder.iterdir()} <= {LOCK, "run.json.partial"}:
         return None  # stopped before there was anything to resume
@@ -52,9 +52,9 @@ def stored(config: Config) -> dict[str, Any] | None:
         found = json.loads(file.read_text())
         changed = differences(found["config"], config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"cannot resume: {file} is damaged; --overwrite starts the run anew") from error
+        raise RunError(f"cannot resume: {file} is damaged; --overwrite starts it again") from error
     if changed:
-        way_out = f" (learning rates depend on it; --init-from {folder} --name NEW trains on from the weights)"
+        way_out = f" (learning rates depend on it; --init-from {folder} --name NEW starts a new run from its weights)"
         more = way_out if changed[0].startswith("--steps ") else ""
         raise RunError(f"cannot resume {folder} with other settings: {'; '.join(changed)}{more}")
     return found
@@ -96,7 +96,7 @@ def other_weights(config: Config, dataset: data.Dataset) -> Trained | None:
     if config.init_from is None or any(path.name.isdecimal() for path in own):
         return None
     if not cluster.alone():
-        raise RunError("--init-from is for one process: leave --coordinator out, and --resume it with several")
+        raise RunError("--init-from works in one process only; --resume the new run with several")
     return load(config.init_from, tokens=dataset.folder)
 
 

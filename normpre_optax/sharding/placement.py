@@ -117,7 +117,7 @@ def specs_from(paths: Sequence[str], params: Any, shardings: Any) -> list[Partit
     try:
         entries = jax.tree.broadcast(shardings, params, is_leaf=is_entry)
     except ValueError as error:
-        hint = "in Flax NNX, take those of nnx.as_pure(nnx.state(model, nnx.Param))"
+        hint = "in Flax NNX, use those of nnx.as_pure(nnx.state(model, nnx.Param))"
         raise ValueError(f"shardings: does not match the parameters ({hint}): {str(error).splitlines()[0]}") from None
     found = [getattr(x, "spec", x) or PartitionSpec() for x in jax.tree.leaves(entries, is_leaf=is_entry)]
     for path, x, spec in zip(paths, jax.tree.leaves(params), found, strict=True):

@@ -37,7 +37,7 @@ def assigned(updates: Any, params: Any, matrix_dims: Any) -> Any:
             raise ValueError(
                 f"parameter {spec.path!r} of shape {spec.shape} is not a matrix ({spec.reason}). Complete optimizers "
                 "such as normpre_g pass it to AdamW. Around a direction or a stage alone, use optax.masked or "
-                "optax.partition, or pass matrix_dims that read it: MatrixDims(inputs=..., outputs=...)"
+                "optax.partition, or pass matrix_dims with its axes: MatrixDims(inputs=..., outputs=...)"
             )
     return found
 

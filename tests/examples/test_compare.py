@@ -121,7 +121,7 @@ def test_a_bad_comparison_is_one_line_before_anything_is_written(refused_at_once
         "--optimizers normpre_l,rank=0": "rank must be at least 1",
         "--optimizers muon,rank=8": "muon has no setting 'rank'",
         "--optimizers muon,ns_steps=many": "ns_steps must be an int",
-        "--optimizers muon,muon": "--optimizers: muon is there twice",
+        "--optimizers muon,muon": "--optimizers: muon is listed twice",
         "--learning-rates 1e-3;2e-3": "--learning-rates: numbers separated by commas",
         "--learning-rates=-1": "--learning-rate must be a positive number",
         "--resume": "compare resumes by itself",

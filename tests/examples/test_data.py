@@ -113,7 +113,7 @@ def test_what_cannot_be_batched_is_refused():
 
 def test_a_missing_corpus_names_the_command_that_makes_it(tmp_path):
     for name, corpus in (("c4", "c4"), ("pile-small", "pile"), ("mine", "CORPUS")):
-        message = f"`python -m examples.pretrain prepare {corpus} --output {tmp_path / name}` makes them"
+        message = f"run `python -m examples.pretrain prepare {corpus} --output {tmp_path / name}`"
         refuses(message, data.open_corpus, Config(tokens=tmp_path / name), Console(quiet=True))
 
 

@@ -43,8 +43,8 @@ ADDRESS = ["--processes", "2", "--process", "0"]
     (["--fsdp", "4", "--micro-batch", "2"], "--micro-batch 2 must be a multiple of --replicas x --fsdp, 4"),
     (["--fsdp", "8", "--model.width", "36"], "--model.width 36 must be a multiple of --fsdp, 8"),
     (["--fsdp", "2"], "--replicas 1 x --fsdp 2 is not the number of devices: there are 8 devices in 1 processes"),
-    (["--processes", "2"], "--fsdp N says over how many"),
-    (["--coordinator", "a:1", *ADDRESS], "--fsdp N says over how many"),
+    (["--processes", "2"], "add --fsdp N, their number of devices"),
+    (["--coordinator", "a:1", *ADDRESS], "add --fsdp N, their number of devices"),
     (["--replicas", "2", "--coordinator", "a", *ADDRESS], "must be host:port"),
 )
 def test_a_mesh_that_cannot_be_is_one_line_before_anything_is_written(arguments, line, flags, refused_at_once):

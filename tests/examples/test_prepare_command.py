@@ -199,7 +199,7 @@ DIFFICULT = {  # name: (content, the error or "", what is reported without one o
     "row.jsonl": (rows(GOOD, 17), "row.jsonl, line 2: .*not an object, but of type int.*; --skip", "is 2)", ["good"]),
     "rows.jsonl": (rows(GOOD, [1], {}, {"text": 1}, "{"), "line 2", "'text', skipped (lines: 3", ["good"]),
     "number.jsonl": (rows({"text": 17}), r"line 1: no text in the field 'text' \(it has the type int", "skipped", []),
-    "field.jsonl": (rows({"a": "", "b": ""}), r"\(there are: a, b; --field names another\)", "skipped", []),
+    "field.jsonl": (rows({"a": "", "b": ""}), r"\(there are: a, b; choose one with --field\)", "skipped", []),
     "null.jsonl": (rows(GOOD, {"text": None}), "", "null in the field 'text', left out (lines: 1", ["good"]),
     "half.jsonl": (rows({"text": "a \ud83d b"}), "", 'half a surrogate pair, replaced by "?"', ["a ? b"]),
     "cut.jsonl.gz": (gzip.compress(rows(GOOD))[:-9], r"cannot read cut\.jsonl\.gz \(Compressed file ended", None, []),
@@ -347,7 +347,7 @@ def test_an_unfinished_or_finished_folder_is_not_mixed_with_another(tmp_path, ou
         (partial / "state.json").write_text(damage)
         refuse(10, r"state\.json is damaged")
     assert run(*options, 20, "--overwrite").manifest["validation"]["documents"] > 30
-    refuse(20, "exists: --overwrite replaces it")
+    refuse(20, "exists: pass --overwrite to replace it")
     assert run(*options, 20, "--train-documents", 100, "--overwrite").manifest["train"]["documents"] == 100
     (out / "manifest.json").unlink()
     refuse(20, "--overwrite will not delete it", "--overwrite")

@@ -201,7 +201,7 @@ def test_what_was_stopped_before_it_began_is_in_nobodys_way(finished, tmp_path, 
 
 def test_another_runs_weights_replace_the_initial_ones_and_overwrite_starts_anew(copy, capsys):
     run, arguments = copy
-    assert f"--init-from {Path('runs') / run.name} --name NEW trains on" in refused(
+    assert f"--init-from {Path('runs') / run.name} --name NEW starts a new run" in refused(
         [*arguments, "--steps", "15", "--resume"], capsys
     )
     short = [*arguments, "--steps", "3", "--optimizer", "adamw", "--init-from", str(run)]
@@ -231,7 +231,7 @@ def test_another_runs_checkpoint_is_refused(copy, other_tokens, capsys):
     stored["config"]["model.mlp_width"] = 48
     (run / "run.json").write_text(json.dumps(stored))
     other = refused([*arguments, "--resume", "--model.mlp-width", "48"], capsys)
-    assert "of another model or optimizer: " in other
+    assert "which belongs to another model or optimizer: " in other
     assert "is float32[32, 16] there, float32[48, 16] here" in other
     (run / "run.json").write_text("{")
     assert "run.json is damaged" in refused([*arguments, "--resume"], capsys)
@@ -318,7 +318,7 @@ def test_a_model_is_scored_continued_and_exported(copy, capsys):
     assert files(Path("exported")) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert json.loads(Path("exported/config.json").read_text())["vocab_size"] == 512
     assert len({path.stat().st_mode for path in Path("exported").iterdir()}) == 1
-    assert "exported has a model.safetensors: --overwrite" in refused(export, capsys)
+    assert "exported has a model.safetensors: pass --overwrite" in refused(export, capsys)
     assert main.main([*export, "--overwrite"]) == 0
 
 
@@ -342,7 +342,7 @@ def test_a_model_that_is_not_there_is_one_line(copy, tmp_path, other_tokens, cap
         (["generate", str(run), "--temperature", "nan"], "--temperature must be at least 0"),
         (["evaluate", str(run), "--tokens", str(tmp_path / "no")], "there are no token files in"),
         (["evaluate", str(run), "--validation-tokens", "0"], "--validation-tokens must be at least 1"),
-        (["evaluate", str(run), "--tokens", other_tokens], "made with another tokenizer"),
+        (["evaluate", str(run), "--tokens", other_tokens], "has another tokenizer"),
     ):
         assert line in refused(words, capsys)
 

@@ -197,7 +197,7 @@ def clear(folder: Path, partial: Path, overwrite: bool) -> None:
     """
     occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if occupied and not overwrite:
-        raise RunError(f"{folder} exists: --overwrite replaces it, --output names another folder")
+        raise RunError(f"{folder} exists: pass --overwrite to replace it, or another --output")
     if occupied and not (folder / "manifest.json").exists():
         raise RunError(f"{folder} has no token files (no manifest.json in it): --overwrite will not delete it")
     if overwrite:

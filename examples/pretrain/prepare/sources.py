@@ -94,7 +94,7 @@ class Problems:
         """
         if not self.skip:
             where = f"{name}, line {number}" if number else name
-            raise RunError(f"{where}: {what} ({detail}); --skip-bad leaves it out")
+            raise RunError(f"{where}: {what} ({detail}); --skip-bad skips it")
         self.note(name, f"{what}, skipped", number)
 
     def lines(self) -> Iterator[str]:
@@ -254,7 +254,7 @@ def read_plain(path: Path, cut: int | None, problems: Problems) -> Iterator[str]
             yield from [file.read()] if cut is None else pieces(file, cut)
     except UnicodeDecodeError as error:
         if not problems.skip:
-            way_out = "convert it with iconv, or leave such files out with --skip-bad"
+            way_out = "convert it with iconv, or skip such files with --skip-bad"
             raise RunError(f"cannot read {path} as UTF-8 text ({one_line(error)}): {way_out}") from error
         problems.note(name, "not UTF-8, skipped" if cut is None else "not UTF-8, skipped from there on")
     except OSError as error:
@@ -298,7 +298,7 @@ def texts_of(rows: Iterable[tuple[int, Any]], name: str, field: str, problems: P
         if not isinstance(row, dict):
             problems.bad(name, what, number, f"the line is not an object, but of type {type(row).__name__}")
         elif field not in row:
-            problems.bad(name, what, number, f"there are: {', '.join(map(str, row))}; --field names another")
+            problems.bad(name, what, number, f"there are: {', '.join(map(str, row))}; choose one with --field")
         elif row[field] is None:
             problems.note(name, f"null in the field {field!r}, left out", number)
         elif not isinstance(row[field], str):
