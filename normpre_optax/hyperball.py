@@ -73,7 +73,7 @@ def warn_of_a_rate_like_adams(learning_rate: Any, stacklevel: int) -> None:
     if callable(learning_rate):
         with contextlib.suppress(Exception):  # a schedule may fail outside a training run
             schedule: Any = learning_rate
-            peak = max(float(schedule(2**k)) for k in range(21))
+            peak = max(float(schedule(step)) for step in (0, *(2**k for k in range(21))))
     elif not isinstance(learning_rate, jax.Array):  # from optax.inject_hyperparams: the learning rate of one step
         peak = float(learning_rate)
     if 0 < peak < _ADAMS:

@@ -88,9 +88,9 @@ def checked(factory: Callable, signature: inspect.Signature | None = None) -> Ca
             raise TypeError(f"{factory.__name__}(): {error}") from None
         check_numbers(**options, **dict(zip(parameters, args, strict=False)))
         for name, value in options.items():
-            kind, traced = parameters[name].annotation, isinstance(value, jax.Array)
-            if get_origin(kind) is Literal and (traced or value not in get_args(kind)):
-                fix = " (under optax.inject_hyperparams, add it to static_args)" * traced
+            kind, array = parameters[name].annotation, hasattr(value, "shape")
+            if get_origin(kind) is Literal and (array or value not in get_args(kind)):
+                fix = " (under optax.inject_hyperparams, add it to static_args)" * array
                 raise ValueError(f"{name}={value!r} is not one of {get_args(kind)}{fix}")
             if kind is bool and not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")

@@ -120,6 +120,7 @@ LIKE = "must be a tree like the parameters"
     ("learning_rate_multipliers", {"up": -1.0, "down": 1.0}, r"of 'up/\w+' must be in \[0, inf\)"),
     ("learning_rate_multipliers", {"up": float("nan"), "down": 1.0}, r"of 'up/\w+' must be in \[0, inf\)"),
     ("weight_decay_mask", "x", "must be a tree of bools"),
+    ("weight_decay_mask", lambda params: jax.tree.map(lambda x: "False", params), "must be a tree of bools"),
     ("weight_decay_mask", {"up": True}, LIKE),
 )
 def test_an_option_that_is_no_tree_like_the_parameters_is_named(option, given, message):

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,6 @@ import orbax.checkpoint as ocp
 
 from .config import RunError
 from .mesh import by_name
-from .prepare.sources import one_line
 
 
 class Checkpoints:
@@ -132,4 +132,4 @@ def writing(folder: Path) -> Iterator[None]:
 
 def first_line(error: Exception) -> str:
     """The message of an error, in one short line."""
-    return f"{one_line(error).partition(' See full TensorStore details')[0]:.160}"
+    return textwrap.shorten(str(error).partition(" See full TensorStore details")[0], 240, placeholder=" ...")

@@ -18,7 +18,7 @@ from .checkpoint import Checkpoints
 from .config import Config, Evaluate, Export, Generate, RunError, check_ranges, from_dict
 from .mesh import make_layout
 from .prepare.token_files import end_of_text
-from .train import evaluation, initialise, vocabulary_of
+from .train import evaluation, initialize, vocabulary_of
 
 EXPORTED = ("model.safetensors", "config.json", "tokenizer.json")
 
@@ -61,7 +61,7 @@ def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> T
     """
     _, config, dataset = read_run(folder, tokens)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla"))  # on any device
-    graphdef, params = initialise(config, dataset)
+    graphdef, params = initialize(config, dataset)
     params = make_layout().parameters(params)
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         there = checkpoints.steps()
@@ -89,7 +89,7 @@ def continuation(model: Trained, prompt: str, *, new_tokens: int, temperature: f
         seen = np.array(tokens[-context:], np.int32)
         window = np.resize(seen, context)  # of fixed length: one compilation; what follows ``seen`` has no effect
         logits = next_logits(model.graphdef, model.params, window, len(seen) - 1)
-        token = int(jax.random.categorical(key, logits / temperature) if temperature else jnp.argmax(logits))
+        token = int(jax.random.categorical(key, logits / temperature) if temperature > 1e-6 else jnp.argmax(logits))
         if token == end:
             break
         tokens.append(token)

@@ -284,7 +284,7 @@ def finished(folder: Path) -> Result | None:
 
 # The report, from the content of a ``comparison.json``.
 
-# Label and colour of every optimizer. Those of the paper are distinguishable with every common colour blindness (Okabe
+# Label and color of every optimizer. Those of the paper are distinguishable with every common color blindness (Okabe
 # and Ito); the others have the rest of that palette and of Paul Tol's.
 NAMES = {
     "adamw": ("AdamW", "#000000"),
@@ -334,12 +334,12 @@ def optimizers(content: dict[str, Any]) -> list[str]:
 
 
 def style(optimizer: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Label, colour, line and marker; line and marker distinguish settings of one optimizer."""
+    """Label, color, line and marker; line and marker distinguish settings of one optimizer."""
     base = optimizer.partition(",")[0]
     place = [other for other in optimizers(content) if other.partition(",")[0] == base].index(optimizer)
     line, marker = LINE_STYLES[place % len(LINE_STYLES)], MARKERS[place // len(LINE_STYLES) % len(MARKERS)]
-    colour = NAMES.get(base, ("", "#BBBBBB"))[1]
-    return {"label": label(optimizer), "color": colour, "linestyle": line, "marker": marker, "markersize": 4}
+    color = NAMES.get(base, ("", "#BBBBBB"))[1]
+    return {"label": label(optimizer), "color": color, "linestyle": line, "marker": marker, "markersize": 4}
 
 
 def first_seed(content: dict[str, Any]) -> int:

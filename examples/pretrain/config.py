@@ -219,7 +219,7 @@ def split_name(optimizer: str) -> tuple[str, dict[str, str]]:
     name, *settings = (part.strip() for part in optimizer.split(","))
     found = {key: value for key, equals, value in (part.partition("=") for part in settings) if key and value}
     if len(found) < len(settings):
-        raise RunError(f"--optimizer: write each setting once, as in {name},rank=8; got {optimizer!r}")
+        raise RunError(f"--optimizer: write each setting once, as in {name},learning_rate=1e-3; got {optimizer!r}")
     return name, found
 
 
@@ -319,7 +319,8 @@ def check_ranges(flat: dict[str, Any]) -> None:
         default = (1, HUGE) if isinstance(value, int) else (-math.inf, math.inf)
         low, high = RANGES.get(key, default)
         if isinstance(value, int | float) and not isinstance(value, bool) and not low <= value <= high:
-            allowed = f"at least {low:g}" if high == HUGE else f"in {low:g}..{high:.10g}"
+            least = f"at least {low:g}" + " and below 1" * (high < 1)
+            allowed = least if high == HUGE or high < 1 else f"in {low:g}..{high:.10g}"
             raise RunError(f"{flag(key)} must be {'a positive number' if low == TINY else allowed}, got {value}")
 
 

@@ -79,7 +79,7 @@ def vocabulary_of(config: Config, dataset: data.Dataset) -> int:
     return config.model.vocabulary or dataset.manifest["vocabulary"]
 
 
-def initialise(config: Config, dataset: data.Dataset) -> tuple[nnx.GraphDef, dict]:
+def initialize(config: Config, dataset: data.Dataset) -> tuple[nnx.GraphDef, dict]:
     """The model's structure and its parameters, a plain nested dictionary; the same for every optimizer.
 
     Raises:
@@ -153,7 +153,7 @@ class Trainer:
         host, hosts = self.layout.batch_part(config.batch_size)
         sizes = {"context": config.model.context, "batch_size": config.batch_size}
         self.batches = data.training_batches(dataset, **sizes, seed=config.seed, host=host, hosts=hosts)
-        self.graphdef, params = initialise(config, dataset)
+        self.graphdef, params = initialize(config, dataset)
         if weights is not None:
             if different := difference(leaves_of(weights), leaves_of(params)):
                 raise RunError(f"--init-from is of another model: {different}")
@@ -251,14 +251,18 @@ class Trainer:
         log.write(records)
         progress.update(done, float(np.mean([x.loss for x in values])), seconds, tokens)
         for record in records:
-            if not math.isfinite(record["loss"]):
-                lower = f"try a --learning-rate below {self.config.learning_rate:g}"
-                raise Diverged(f"the loss became {record['loss']} at step {record['step']}: {lower}")
+            self._check_finite("loss", record["loss"], record["step"])
         return now
+
+    def _check_finite(self, name: str, loss: float, step: int) -> None:
+        if not math.isfinite(loss):
+            lower = f"try a --learning-rate below {self.config.learning_rate:g}"
+            raise Diverged(f"the {name} became {loss} at step {step}: {lower}")
 
     def _evaluate(self, done: int, log: Log, console: Console) -> Score:
         score = self.evaluate(self.state.params)
         row_norms = {name: float(value) for name, value in self.norms(self.state.params).items()}
         log.write([{"step": done, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte, **row_norms}])
         console.print(f"step {done:>6,}  validation loss {score.loss:.4f}  {score.bits_per_byte:.3f} bits per byte")
+        self._check_finite("validation loss", score.loss, done)
         return score

@@ -164,12 +164,12 @@ def draw_paper(axes: Axes, content: dict[str, Any]) -> None:
 def draw_frontier(axes: Axes, content: dict[str, Any]) -> None:
     """Loss over what the optimizer costs."""
     for optimizer in content["optimizers"]:
-        _, colour = NAMES[optimizer]
+        _, color = NAMES[optimizer]
         costs = {row: content["cost"][f"{row}/{optimizer}"] for row in content["rows"]}
         here = cells(content, optimizer)
         for place, (row, cost) in enumerate(sorted(costs.items(), key=lambda item: item[1])):
-            cell, height = here[row], (4, -10)[place % 2]  # names of neighbours above and below
-            axes.errorbar(cost, cell.mean, cell.error, color=colour, marker="o", markersize=4, capsize=2)
+            cell, height = here[row], (4, -10)[place % 2]  # names of neighbors above and below
+            axes.errorbar(cost, cell.mean, cell.error, color=color, marker="o", markersize=4, capsize=2)
             axes.annotate(row, (cost, cell.mean), xytext=(4, height), textcoords="offset points", fontsize=7)
     axes.set_xlabel("optimizer, ms a step")
     axes.set_ylabel("validation loss (nats per token)")
@@ -180,7 +180,7 @@ def draw_frontier(axes: Axes, content: dict[str, Any]) -> None:
 def draw_row_norms(axes: Axes, content: dict[str, Any]) -> None:
     """Mean norm of hidden rows along training, of the first optimizer, seed 0."""
     optimizer = content["optimizers"][0]
-    shades = colormaps["cividis"](np.linspace(0, 0.9, len(content["rows"])))  # in order for the colour-blind, too
+    shades = colormaps["cividis"](np.linspace(0, 0.9, len(content["rows"])))  # in order for the color-blind, too
     for row, shade in zip(content["rows"], shades, strict=True):
         for arm in content["arms"]:
             if (arm["row"], arm["optimizer"], arm["seed"], arm["status"]) == (row, optimizer, 0, "finished"):
@@ -193,11 +193,11 @@ def draw_row_norms(axes: Axes, content: dict[str, Any]) -> None:
 
 
 def _line(axes: Axes, content: dict[str, Any], optimizer: str, losses: Mapping[str, float]) -> None:
-    label, colour = NAMES[optimizer]
+    label, color = NAMES[optimizer]
     places = [place for place, row in zip(_places(content), content["rows"], strict=True) if row in losses]
     y = [losses[row] for row in content["rows"] if row in losses]
     width = 1.0 if content["axis"] else 0.0
-    axes.plot(places, y, color=colour, marker="_", markersize=14, linewidth=width, label=label)
+    axes.plot(places, y, color=color, marker="_", markersize=14, linewidth=width, label=label)
 
 
 def _places(content: dict[str, Any]) -> list[float]:

@@ -194,8 +194,9 @@ def draw(result: dict) -> Figure:
     """Bytes and operations by number of devices, a column for every model."""
     models = list(dict.fromkeys(r["model"] for r in result["rows"]))
     names = list(dict.fromkeys(r["optimizer"] for r in result["rows"]))
-    figure = Figure(figsize=(4 * len(models), 6.5), layout="constrained")
-    axes = figure.subplots(2, len(models), squeeze=False)
+    counts = sorted({r["devices"] for r in result["rows"]})
+    figure = Figure(figsize=(max(5.5, 4 * len(models)), 6.5), layout="constrained")
+    axes = figure.subplots(2, len(models), squeeze=False, sharex=True)
     for column, model in enumerate(models):
         for i, name in enumerate(names):
             rows = [r for r in result["rows"] if (r["model"], r["optimizer"]) == (model, name)]
@@ -206,8 +207,10 @@ def draw(result: dict) -> Figure:
         axes[0, column].set(title=model, ylabel="bytes communicated" if column == 0 else "")
         axes[1, column].set(xlabel="devices", ylabel="operations of products" if column == 0 else "")
     for ax in axes.flat:
+        ax.set_xticks(counts, counts)
+        ax.minorticks_off()
         ax.grid(alpha=0.3)
-    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 

@@ -29,7 +29,7 @@ from examples.pretrain.compare import LINE_STYLES, NAMES, frame
 from examples.pretrain.config import Config, is_relative
 from examples.pretrain.models.transformer import apply_blocks
 from examples.pretrain.optimizers import make_optimizer
-from examples.pretrain.train import TrainState, initialise, make_train_step
+from examples.pretrain.train import TrainState, initialize, make_train_step
 from examples.research import command, report
 
 HEAD_WIDTH = 16
@@ -57,7 +57,7 @@ class Options:
 
 def moves(config: Config, dataset: data.Dataset) -> list[float]:
     """RMS change of the residual stream since the first weights, after every step."""
-    graphdef, params = initialise(config, dataset)
+    graphdef, params = initialize(config, dataset)
     if is_relative(config.optimizer):  # whose first update sets norms
         still = make_optimizer(config, lambda t: jnp.float32(0))
         params = optax.apply_updates(params, still.update(params, still.init(params), params)[0])

@@ -35,7 +35,7 @@ from examples.pretrain import cluster, compare, configs, data, mesh
 from examples.pretrain.config import Config, RunError, read_compare
 from examples.pretrain.logs import environment, write_json
 from examples.pretrain.optimizers import make_optimizer
-from examples.pretrain.train import TrainState, compute_dtype, initialise, make_train_step, micro_batches, schedule
+from examples.pretrain.train import TrainState, compute_dtype, initialize, make_train_step, micro_batches, schedule
 from examples.research import command
 from examples.research import train as train  # adds the optimizers of ablations
 
@@ -91,7 +91,7 @@ def corpus(config: Config, console: Console) -> data.Dataset:
 def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Timed:
     """Model, optimizer and compiled step."""
     layout = mesh.make_layout(config.replicas, config.fsdp)
-    graphdef, params = initialise(config, dataset)
+    graphdef, params = initialize(config, dataset)
     params = layout.parameters(params)
     tx = make_optimizer(config, schedule(config))
     state = TrainState(params, layout.bound(jax.jit(tx.init))(params))

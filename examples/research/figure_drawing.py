@@ -17,10 +17,10 @@ from examples.research.figure_data import SMOOTHED_STEPS, moving_average
 
 Run = dict[str, Any]
 
-STEPS_MAP = matplotlib.colormaps["viridis"]  # sequential, and in order for the colour-blind, too
+STEPS_MAP = matplotlib.colormaps["viridis"]  # sequential, and in order for the color-blind, too
 STEPS_MAP_END = 0.9  # its last tenth is too light on white
 LOWEST_EIGENVALUE = 1e-4
-# Component -> legend, colour (distinguishable with every common colour blindness), hatching (and without colour).
+# Component -> legend, color (distinguishable with every common color blindness), hatching (and without color).
 ENERGIES = {
     "top": ("{rank} largest above one", "#0072B2", ""),
     "remain": ("others above one", "#E69F00", "//"),
@@ -63,28 +63,28 @@ def panelled(runs: Sequence[Run], paint: Callable[[Axes, Run], None]) -> Figure:
 
 
 def styles(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
-    """Label, colour and line style of every run: its optimizer's, and its own name where several have one optimizer."""
+    """Label, color and line style of every run: its optimizer's, and its own name where several have one optimizer."""
     found, seen = [], []
     for run in runs:
-        label, colour = NAMES[run["optimizer"]]
+        label, color = NAMES[run["optimizer"]]
         alike = [other for other in runs if other["optimizer"] == run["optimizer"]]
         style = LINE_STYLES[seen.count(run["optimizer"]) % len(LINE_STYLES)]
-        found.append((f"{label}, {run['name']}" if len(alike) > 1 else label, colour, style))
+        found.append((f"{label}, {run['name']}" if len(alike) > 1 else label, color, style))
         seen.append(run["optimizer"])
     return found
 
 
 def draw_spectra(axes: Axes, run: Run, orientation: str) -> None:
-    """Eigenvalues by rank: mean and quartiles over matrices, a colour for every step."""
+    """Eigenvalues by rank: mean and quartiles over matrices, a color for every step."""
     chosen = [checkpoint for checkpoint in run["checkpoints"] if checkpoint["step"] in run["shown"]]
     for place, checkpoint in enumerate(chosen):
-        colour = STEPS_MAP(STEPS_MAP_END * place / max(len(chosen) - 1, 1))
+        color = STEPS_MAP(STEPS_MAP_END * place / max(len(chosen) - 1, 1))
         for which, line in (("before", "-"), ("after", ":")):
             values = {key: np.array(part, float) for key, part in checkpoint[orientation][which].items()}
             ranks = np.arange(1, len(values["mean"]) + 1)
-            axes.fill_between(ranks, values["low"], values["high"], color=colour, alpha=0.1, linewidth=0)
+            axes.fill_between(ranks, values["low"], values["high"], color=color, alpha=0.1, linewidth=0)
             label = f"step {checkpoint['step']:,}" if which == "before" else None
-            axes.plot(ranks, values["mean"], line, color=colour, linewidth=1.2, label=label)
+            axes.plot(ranks, values["mean"], line, color=color, linewidth=1.2, label=label)
     axes.axhline(1, color="0.4", linewidth=0.8, zorder=1)
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -92,7 +92,7 @@ def draw_spectra(axes: Axes, run: Run, orientation: str) -> None:
     axes.set_xlabel("rank")
     axes.set_ylabel(f"eigenvalue, {orientation} active")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda rank, _: f"{rank:g}"))
-    for line, label in (("-", "before normalisation"), (":", "after normalisation")):
+    for line, label in (("-", "before normalization"), (":", "after normalization")):
         axes.plot([], [], line, color="0.2", linewidth=1.2, label=label)
     frame(axes)
 
@@ -105,8 +105,8 @@ def draw_energies(axes: Axes, run: Run, orientation: str) -> None:
         part: 100 * np.array([c[orientation]["energies"][rank][part] for c in chosen], float) for part in ENERGIES
     }
     below = np.zeros(len(chosen))
-    for part, (label, colour, hatch) in ENERGIES.items():
-        style = {"width": 0.36, "color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+    for part, (label, color, hatch) in ENERGIES.items():
+        style = {"width": 0.36, "color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
         axes.bar(places - 0.2, heights[part], bottom=below, label=label.format(rank=rank), **style)
         if part == "top":
             axes.bar(places + 0.2, heights[part], **style)
@@ -120,10 +120,10 @@ def draw_energies(axes: Axes, run: Run, orientation: str) -> None:
 
 def draw_gradient_norms(axes: Axes, runs: Sequence[Run]) -> None:
     """Global gradient norm before clipping: every step light, the moving average dark."""
-    for run, (label, colour, style) in zip(runs, styles(runs), strict=True):
+    for run, (label, color, style) in zip(runs, styles(runs), strict=True):
         curve = {key: np.array(values, float) for key, values in run["gradient_norm"].items()}
-        axes.plot(curve["steps"], curve["raw"], color=colour, alpha=0.25, linewidth=0.5)
-        axes.plot(curve["steps"], curve["smoothed"], style, color=colour, linewidth=1.4, label=label, zorder=3)
+        axes.plot(curve["steps"], curve["raw"], color=color, alpha=0.25, linewidth=0.5)
+        axes.plot(curve["steps"], curve["smoothed"], style, color=color, linewidth=1.4, label=label, zorder=3)
     axes.set_yscale("log")
     for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         formatted(FuncFormatter(lambda norm, _: f"{norm:g}" if f"{norm:e}"[0] in "1235" else ""))
@@ -132,22 +132,22 @@ def draw_gradient_norms(axes: Axes, runs: Sequence[Run]) -> None:
 
 def draw_alignments(axes: Axes, runs: Sequence[Run]) -> None:
     """Mean cosine between gradient and direction, at the checkpoints."""
-    for run, (label, colour, style) in zip(runs, styles(runs), strict=True):
+    for run, (label, color, style) in zip(runs, styles(runs), strict=True):
         steps = [checkpoint["step"] for checkpoint in run["checkpoints"]]
         values = np.array([checkpoint["alignment"] for checkpoint in run["checkpoints"]], float)
-        axes.plot(steps, values, style, color=colour, marker="o", markersize=3, linewidth=1.2, label=label)
+        axes.plot(steps, values, style, color=color, marker="o", markersize=3, linewidth=1.2, label=label)
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set_ylabel("descent alignment (cosine)")
 
 
 def draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
     """Moving average of the training loss light, validation losses as points; the first tenth is cut off."""
-    for run, (label, colour, style) in zip(runs, styles(runs), strict=True):
+    for run, (label, color, style) in zip(runs, styles(runs), strict=True):
         curve = {key: np.array(values, float) for key, values in run["losses"].items()}
         first = SHOWN_FROM_SHARE * run["steps"]
         train, validation = curve["train_steps"] >= first, curve["validation_steps"] >= first
         smoothed = moving_average(curve["train"], SMOOTHED_STEPS)[train]
-        axes.plot(curve["train_steps"][train], smoothed, color=colour, alpha=0.4, linewidth=0.8)
+        axes.plot(curve["train_steps"][train], smoothed, color=color, alpha=0.4, linewidth=0.8)
         steps, losses = curve["validation_steps"][validation], curve["validation"][validation]
-        axes.plot(steps, losses, style, color=colour, marker="o", markersize=3.5, linewidth=1.2, label=label, zorder=3)
+        axes.plot(steps, losses, style, color=color, marker="o", markersize=3.5, linewidth=1.2, label=label, zorder=3)
     axes.set_ylabel("loss (nats per token)")

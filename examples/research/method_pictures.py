@@ -2,7 +2,7 @@
 """Pictures of the method: what each stage of NormPre does to small matrices, drawn with the library's own functions.
 
 ``python -m examples.research.method_pictures`` draws four figures into ``docs/pictures``: six rows in the plane from
-stage to stage, the singular values of a larger matrix, the entries of one whose rows and columns are normalised in
+stage to stage, the singular values of a larger matrix, the entries of one whose rows and columns are normalized in
 turn, and what the tangent modes leave of a row. ``docs/method.md`` explains them.
 """
 
@@ -193,8 +193,8 @@ def draw_spectra() -> Figure:
     }
     figure, axes = plt.subplots(1, 4, figsize=(11, 2.8), sharey=True)
     for ax, (name, values) in zip(axes, spectra().items(), strict=True):
-        colours = [SECOND if name == "L" and i < RANK else ROWS for i in range(len(values))]
-        ax.bar(np.arange(1, len(values) + 1), values, color=colours, width=0.75)
+        colors = [SECOND if name == "L" and i < RANK else ROWS for i in range(len(values))]
+        ax.bar(np.arange(1, len(values) + 1), values, color=colors, width=0.75)
         ax.axhline(1, color=QUIET, linestyle=":", linewidth=1)
         ax.set_title(titles[name], fontsize=10)
         ax.set_xlabel("mode", fontsize=9)
@@ -207,7 +207,7 @@ def draw_spectra() -> Figure:
 
 
 def alternation() -> Mapping[str, Array]:
-    """A 10 x 14 matrix, its rows normalised (even steps), and its columns normalised (odd steps).
+    """A 10 x 14 matrix, its rows normalized (even steps), and its columns normalized (odd steps).
 
     Returns:
         Name to (10, 14).
@@ -274,8 +274,8 @@ def draw_radial() -> Figure:
     styles = {"relaxed": (ROWS, "-"), "strict": (QUIET, "-"), "none": (QUIET, "--")}
     figure, ax = plt.subplots(figsize=(6.4, 3.2))
     for name, factor in radial_factors(lengths).items():
-        colour, line = styles[name]
-        ax.plot(lengths, factor, color=colour, linestyle=line, linewidth=1.5, label=name)
+        color, line = styles[name]
+        ax.plot(lengths, factor, color=color, linestyle=line, linewidth=1.5, label=name)
     ax.axvline(1, color=QUIET, linewidth=0.6, linestyle=":")
     ax.set(xlabel="norm of the row of W", ylabel="factor", xlim=(0, 2.2), ylim=(-2, 1.2))
     ax.spines[["top", "right"]].set_visible(False)

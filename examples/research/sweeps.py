@@ -66,7 +66,7 @@ class Sweep(NamedTuple):
 def lowest(losses: dict[float, float]) -> tuple[float, str, float]:
     """The rate where the loss is lowest, ``<=`` or ``>=`` where it may lie beyond those that were tried, and that loss.
 
-    Those of the parabola, in the rate's logarithm, through the lowest loss and its two neighbours.
+    Those of the parabola, in the rate's logarithm, through the lowest loss and its two neighbors.
     """
     points = sorted((rate, loss) for rate, loss in losses.items() if np.isfinite(loss))
     rates, y = np.array(points).T
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str]) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     save(draw(found, options.over), options.out / "sweeps")
     less = f", less that of {label(options.over)}" if options.over else ""
-    best = "" if options.over else " Lowest at: of the parabola through the lowest loss and its two neighbours."
+    best = "" if options.over else " Lowest at: of the parabola through the lowest loss and its two neighbors."
     seeds = sorted(set(map(first_seed, contents)))
     if seeds[1:]:
         best = best and best[:-1] + "; in brackets those of each seed."

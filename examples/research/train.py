@@ -38,9 +38,9 @@ FURTHER = {
     ),
     "muon_int8": (muon_int8, "Muon, momentum in int8", "#661100"),
 }
-for name, (factory, label, colour) in FURTHER.items():
+for name, (factory, label, color) in FURTHER.items():
     optimizers.OPTIMIZERS[name] = factory
-    compare.NAMES[name] = (label, colour)
+    compare.NAMES[name] = (label, color)
 compare.PROGRAM = "examples.research.train"
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def _row_norms(params: Any, matrix_dims: Any, rows: list[_Row]) -> Iterator[str]
 
 def _notes(rows: list[_Row]) -> Iterator[str]:
     if any("' in '" in row.reason for row in rows):
-        yield "note: the word in quotes decided alone; the name may mean something else"
+        yield "note: the quoted word alone decided the group; its name may mean something else"
     if any(row.reason.endswith(_VOCABULARY) for row in rows):
         yield f"note: a matrix that {_VOCABULARY} may be an output head; if it is one, return None for it in a rule"
     integers = sum(not jnp.issubdtype(row.leaf.dtype, jnp.inexact) for row in rows if row.group == "adamw")

@@ -106,8 +106,9 @@ def leaves(params: Any) -> dict[str, Leaf]:
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             arrays = "Pass only arrays; for an Equinox model: eqx.filter(model, eqx.is_inexact_array)"
             raise TypeError(f"parameter {path!r} is {array!r}, which is not an array. {arrays}")
-        if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-            raise TypeError(f"parameter {path!r} has dtype {array.dtype}: remove random keys from the parameters")
+        if array.dtype == bool or jnp.issubdtype(array.dtype, jax.dtypes.extended):
+            fix = "remove masks and random keys from the parameters"
+            raise TypeError(f"parameter {path!r} has dtype {array.dtype}: {fix}")
         names = None if box is None else _axis_names(box, len(array.shape))
         owner = _class_name(params, keys) if keys and isinstance(keys[-1], tree_util.GetAttrKey) else ""
         found[path] = Leaf(tuple(array.shape), array.dtype, names, owner)
@@ -276,10 +277,10 @@ def without_boxes(tree: Any) -> Any:
 
 def whole_tree(name: str, given: Any, params: Any, kinds: tuple, what: str) -> Any:
     """Return an option that is a tree, or a function that returns one, for all parameters."""
-    is_tree = all(isinstance(x, kinds) for x in jax.tree.leaves(given))  # an Equinox module is callable
-    if not is_tree and not callable(given):
-        raise TypeError(f"{name} must be a tree of {what} or a function (params) -> tree, got {given!r}")
-    tree = given if is_tree else given(params)
+    is_tree = lambda tree: all(isinstance(x, kinds) for x in jax.tree.leaves(tree))  # noqa: E731
+    tree = given(params) if callable(given) and not is_tree(given) else given  # an Equinox module is callable
+    if not is_tree(tree):
+        raise TypeError(f"{name} must be a tree of {what} or a function (params) -> tree, got {tree!r}")
     try:
         return jax.tree.broadcast(tree, params)
     except (ValueError, TypeError) as error:

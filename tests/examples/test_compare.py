@@ -105,7 +105,7 @@ def test_a_legend_is_no_wider_than_its_figure_and_every_variant_looks_different(
     assert len({(look["color"], look["linestyle"], look["marker"]) for look in looks}) == len(looks)
 
 
-def test_optimizers_have_names_and_colours_of_their_own_and_new_ones_are_drawn():
+def test_optimizers_have_names_and_colors_of_their_own_and_new_ones_are_drawn():
     names = compare.NAMES
     assert set(names) <= set(OPTIMIZERS)
     assert len(set(names.values())) == len(names)

@@ -72,7 +72,7 @@ def test_equal_layers_have_one_line():
 
 VOCABULARY = "note: a matrix that has an axis of the vocabulary size may be an output head"
 INTEGERS = {"a": array(8, 8, dtype=jnp.int8), "b": array(8, 8, dtype=jnp.int32)}
-ONE = "note: the word in quotes decided alone"
+ONE = "note: the quoted word alone decided the group"
 
 
 @cases.rows(

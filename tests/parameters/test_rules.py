@@ -265,6 +265,7 @@ def test_an_attribute_called_value_is_no_box():
     "params error message",
     ({"a/b": array(2, 3), "a": {"b": array(2, 3)}}, ValueError, "two parameters have the path 'a/b'"),
     ({"noise": jax.random.key(0)}, TypeError, "parameter 'noise' has dtype key<fry>"),
+    ({"mask": jnp.ones((4, 8), bool)}, TypeError, "parameter 'mask' has dtype bool: remove masks"),
     ({"activation": jnp.tanh, "w": array(2, 3)}, TypeError, "parameter 'activation' is .*not an array.*eqx.filter"),
 )
 def test_wrong_leaves_are_errors(params, error, message):

@@ -19,7 +19,7 @@ EVERY = {f.__name__: f for f in (*LEMMAS, *THEOREM, *COROLLARY)}
 
 
 def given():
-    """A gradient whose normalised rows have several modes above one, and rows of weights shorter than one."""
+    """A gradient whose normalized rows have several modes above one, and rows of weights shorter than one."""
     random = np.random.default_rng(0)
     gradient = random.standard_normal((M, N)) + random.standard_normal((1, N))
     return gradient, 0.1 * random.standard_normal((M, N)) / 3
