@@ -294,7 +294,7 @@ def test_what_ends_a_run_is_one_line(finished, tmp_path, monkeypatch, capsys):
     said = refused([*arguments, "--optimizer", "adamw", "--learning-rate", "1e30"], capsys, midway=True)
     assert "try a --learning-rate below 1e+30" in said
     assert "became" in json.loads((tmp_path / "runs" / "tiny-adamw" / "result.json").read_text())["diverged"]
-    last = [*arguments, "--steps", "4", "--weight-decay", "1e10", "--overwrite"]
+    last = [*arguments, "--steps", "4", "--weight-decay", "1e10", "--name", "last"]
     assert "the validation loss became nan at step 4" in refused(last, capsys, midway=True)
     assert "--model.vocabulary 300 is too small" in refused([*arguments, "--model.vocabulary", "300"], capsys)
     (tmp_path / "file").touch()
