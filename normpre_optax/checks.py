@@ -21,8 +21,9 @@ SCHEDULES = {"learning_rate", "adam_learning_rate", "weight_decay", "adam_weight
 # Ranges [least, below) of numbers, by the name of the option.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("momentum", "b2", "adam_b1", "adam_b2"), (0, 1)),
-    **dict.fromkeys((*SCHEDULES, "adam_eps"), (0, math.inf)),
+    **dict.fromkeys(SCHEDULES, (0, math.inf)),
     **dict.fromkeys(("rms", "relative_threshold"), (1e-15, 1e15)),
+    "adam_eps": (1e-30, math.inf),  # with 0, a zero gradient would give NaN
 }
 TREES = {"row_norms": (1e-15, 1e15), "learning_rate_multipliers": (0, math.inf)}  # of trees of numbers
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from normpre_optax.checks import RANGES, check_number
+from normpre_optax.checks import RANGES, check_number, check_numbers
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.rules import ParamSpec, adamw_inputs, assign
 from normpre_optax.relatives.muon import CONVENTIONS
@@ -110,6 +110,7 @@ def learning_rate_from_muon(
         >>> print(f"{lr:.1e}, {decay:.2f}")
         3.6e-03, 0.55
     """
+    check_numbers(learning_rate=learning_rate, weight_decay=weight_decay, rms=rms)
     if isinstance(convention, str):
         name = {"original": "keller", "match_rms_adamw": "moonlight"}.get(convention, convention)
         if name not in CONVENTIONS:

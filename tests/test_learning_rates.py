@@ -136,6 +136,7 @@ def test_what_does_not_fit_is_named():
         (lambda: npo.multipliers_by_width(matrix, a, update="relative"), r"'a' has shape \(6, 5\), in base \(3,\)"),
         (lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="kimi"), "convention='kimi' is not"),
         (lambda: npo.learning_rate_from_muon(0.02, 0.1, convention=-0.2), "convention must be in"),
+        (lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="moonlight", rms=-1.0), "rms must be in"),
         (
             lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="keller", shape=768),
             r"inputs\), not 768",

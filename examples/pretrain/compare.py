@@ -208,6 +208,8 @@ def make_study(kind: str, options: Any) -> Study:
     cluster.refuse_several(config, kind)
     if config.resume or config.overwrite:
         raise RunError(f"{kind} resumes by itself: remove --resume and --overwrite, or choose another --name")
+    if "--optimizer" in options.rest:
+        raise RunError(f"{kind} takes --optimizers, not --optimizer")
     console = Console(markup=False, highlight=False, soft_wrap=True)
     return Study(config, list(options.rest), options.runs_folder / name, options.jobs, console)
 
@@ -235,7 +237,7 @@ def learning_rates(options: Compare, study: Study) -> dict[str, list[float]]:
         tried = rates.setdefault(join_name(name, settings), [])
         for rate in [config.learning_rate] if own else common or [config.learning_rate]:
             if rate in tried:
-                raise RunError(f"--optimizers: {text} is listed twice")
+                raise RunError(f"--optimizers: {text} with learning rate {rate:g} is listed twice")
             tried.append(rate)
             make_optimizer(
                 configs.parse([*options.rest, *Arm(join_name(name, settings), rate, 0).flags]), lambda t: 1.0

@@ -252,12 +252,13 @@ class Trainer:
         progress.update(done, float(np.mean([x.loss for x in values])), seconds, tokens)
         for record in records:
             self._check_finite("loss", record["loss"], record["step"])
+            self._check_finite("gradient norm", record["grad_norm"], record["step"])  # before NaN weights are saved
         return now
 
     def _check_finite(self, name: str, loss: float, step: int) -> None:
         if not math.isfinite(loss):
-            lower = f"try a --learning-rate below {self.config.learning_rate:g}"
-            raise Diverged(f"the {name} became {loss} at step {step}: {lower}")
+            fix = f"try a --learning-rate below {self.config.learning_rate:g}" if step else "check the initial weights"
+            raise Diverged(f"the {name} became {loss} at step {step}: {fix}")
 
     def _evaluate(self, done: int, log: Log, console: Console) -> Score:
         score = self.evaluate(self.state.params)

@@ -349,6 +349,10 @@ def test_an_unfinished_or_finished_folder_is_not_mixed_with_another(tmp_path, ou
     assert run(*options, 20, "--overwrite").manifest["validation"]["documents"] > 30
     refuse(20, "exists: pass --overwrite to replace it")
     assert run(*options, 20, "--train-documents", 100, "--overwrite").manifest["train"]["documents"] == 100
+    refuse(0.001, "no documents for validation: .*a larger --validation-percent", "--overwrite")
+    stop(4, signal.SIGKILL, *options, 10, "--overwrite")
+    assert data.load(out).manifest["train"]["documents"] == 100
+    assert run(*options, 10).manifest["train"]["documents"] > 100
     (out / "manifest.json").unlink()
     refuse(20, "--overwrite will not delete it", "--overwrite")
 

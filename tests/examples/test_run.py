@@ -295,7 +295,9 @@ def test_what_ends_a_run_is_one_line(finished, tmp_path, monkeypatch, capsys):
     assert "try a --learning-rate below 1e+30" in said
     assert "became" in json.loads((tmp_path / "runs" / "tiny-adamw" / "result.json").read_text())["diverged"]
     last = [*arguments, "--steps", "4", "--weight-decay", "1e10", "--name", "last"]
-    assert "the validation loss became nan at step 4" in refused(last, capsys, midway=True)
+    assert "the gradient norm became nan at step 4: try a --learning-rate" in refused(last, capsys, midway=True)
+    initial = [*arguments, "--model.hidden-std", "1e30", "--name", "initial"]
+    assert "validation loss became nan at step 0: check the initial weights" in refused(initial, capsys, midway=True)
     assert "--model.vocabulary 300 is too small" in refused([*arguments, "--model.vocabulary", "300"], capsys)
     (tmp_path / "file").touch()
     assert "file" in refused([*arguments, "--runs-folder", "file"], capsys)

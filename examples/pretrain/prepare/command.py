@@ -31,7 +31,7 @@ class Corpus:
     # Files, and folders to search for them; of a data set on the hub: local copies to read instead.
     paths: tyro.conf.Positional[tuple[Path, ...]] = ()
     output: Path | None = None  # Folder to write; None: data/<corpus>.
-    overwrite: bool = False  # Delete what is in the folder, finished or not, and start again.
+    overwrite: bool = False  # Start again, and replace the files of the folder when the new ones are complete.
     # packed: documents one after the other, cut anywhere. documents: a sequence each, truncated or padded.
     layout: Literal["packed", "documents"] = "packed"
     context: int = 1024  # documents: longest sequence the files can serve; training may take any up to it.
@@ -190,16 +190,15 @@ def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> N
 
 
 def clear(folder: Path, partial: Path, overwrite: bool) -> None:
-    """Delete what is in the way of ``folder``, if it may be.
+    """Check that ``folder`` may be written; with ``overwrite``, delete what an interrupted command left in ``partial``.
 
     Raises:
         RunError: if something else is in the way.
     """
     occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if occupied and not overwrite:
+    if occupied and not overwrite and not (partial / token_files.STATE).exists():  # of an interrupted --overwrite
         raise RunError(f"{folder} exists: pass --overwrite to replace it, or another --output")
     if occupied and not (folder / "manifest.json").exists():
         raise RunError(f"{folder} has no token files (no manifest.json in it): --overwrite will not delete it")
     if overwrite:
-        shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(partial, ignore_errors=True)

@@ -353,4 +353,4 @@ def require(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise RunError(f"this needs the package `{package}`: pip install 'normpre_optax[corpora]'") from error
+        raise RunError(f"this needs the package `{package}`: run `pip install -e '.[corpora]'` in the clone") from error

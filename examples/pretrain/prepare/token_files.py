@@ -73,6 +73,7 @@ def write(
                 report(writer.counts)
                 writer.fill(streams, report)
             writer.write_manifest(about)
+            shutil.rmtree(folder, ignore_errors=True)
             os.replace(partial, folder)
         except BaseException:
             if not (partial / STATE).exists():
@@ -157,8 +158,9 @@ class Writer:
         for split, counts in self.counts.items():
             if not counts["documents"]:
                 (self.folder / STATE).unlink()
-                way_out = "a larger --validation-percent, or with `prepare text` a smaller --cut, makes more"
-                raise RunError(f"no documents for {split}: there is too little text; {way_out}")
+                larger = "a larger --validation-percent, or " * (split == "validation")
+                more = f"{larger}a smaller --cut with `prepare text` makes more"
+                raise RunError(f"no documents for {split}: there are too few different ones; {more}")
         sums = {name: sha256(self.folder / name) for name in ("tokenizer.json", *self.files)}
         layout = "documents" if self.context else "packed"
         manifest = {
