@@ -5,6 +5,7 @@ import contextlib
 import math
 import operator
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -22,8 +23,7 @@ SCHEDULES = {"learning_rate", "adam_learning_rate", "weight_decay", "adam_weight
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("momentum", "b2", "adam_b1", "adam_b2"), (0, 1)),
     **dict.fromkeys(SCHEDULES, (0, math.inf)),
-    **dict.fromkeys(("rms", "relative_threshold"), (1e-15, 1e15)),
-    "adam_eps": (1e-30, math.inf),  # with 0, a zero gradient would give NaN
+    **dict.fromkeys(("rms", "relative_threshold", "adam_eps"), (1e-15, 1e15)),
 }
 TREES = {"row_norms": (1e-15, 1e15), "learning_rate_multipliers": (0, math.inf)}  # of trees of numbers
 
@@ -49,14 +49,23 @@ def check_numbers(**options: Any) -> None:
             _check_dtype(name, value)
         if name not in RANGES or (value is None and name in OPTIONAL):
             continue
-        called = ""
-        if callable(value) and name in SCHEDULES:
-            with contextlib.suppress(Exception):  # a schedule may fail outside a training run
-                called, value = "(0)", value(0)
-            if not called:
-                continue
-        hint = " (optax.inject_hyperparams makes a schedule of it)" * callable(value)
-        check_number(name + called, value, *RANGES[name], hint)
+        scheduled = callable(value) and name in SCHEDULES
+        number = _at_step_0(value) if scheduled else value
+        hint = " (optax.inject_hyperparams makes a schedule of it)" * callable(number)
+        check_number(name + "(0)" * scheduled, number, *RANGES[name], hint)
+
+
+def _at_step_0(schedule: Any) -> Any:
+    """Return the first value of a schedule; 0 if it fails outside a training run."""
+    with contextlib.suppress(Exception):
+        return schedule(0)
+    return 0
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise a ValueError for a value that is not one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {tuple(choices)}")
 
 
 def check_number(name: str, value: Any, least: float, below: float, hint: str = "") -> None:
@@ -76,9 +85,7 @@ def _check_dtype(name: str, value: Any) -> None:
     except (TypeError, ValueError):
         good = False
     if not good:
-        raise TypeError(
-            f"{name} must have the range of float32 (bfloat16, float32 or float64), or be None; got {value!r}"
-        )
+        raise TypeError(f"{name} must be bfloat16, float32, float64 or None, got {value!r}")
 
 
 def static_int(name: str, value: Any, least: int, below: int = 2**63) -> int:
@@ -101,7 +108,6 @@ def static_int(name: str, value: Any, least: int, below: int = 2**63) -> int:
     except TypeError:
         raise TypeError(f"{name} must be an int, got {value!r}") from None
     if not least <= value < below:
-        raise ValueError(
-            f"{name} must be at least {least}" + f" and below {below}" * (below < 2**63) + f", got {value}"
-        )
+        upper = f" and below {below}" * (below < 2**63)
+        raise ValueError(f"{name} must be at least {least}{upper}, got {value}")
     return value

@@ -63,8 +63,7 @@ def hyperball(
     check_numbers(learning_rate=learning_rate)
     warn_of_a_rate_like_adams(learning_rate, 3)
 
-    norms_of = lambda params: row_norms_of(row_norms, params, assign(params, matrix_dims))  # noqa: E731
-    return _hyperball(learning_rate, None, norms_of, matrix_dims)
+    return _hyperball(learning_rate, None, lambda p: row_norms_of(row_norms, p, assign(p, matrix_dims)), matrix_dims)
 
 
 def warn_of_a_rate_like_adams(learning_rate: Any, stacklevel: int) -> None:

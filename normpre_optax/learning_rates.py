@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from normpre_optax.checks import RANGES, check_number, check_numbers
+from normpre_optax.checks import RANGES, check_choice, check_number, check_numbers
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.rules import ParamSpec, adamw_inputs, assign
 from normpre_optax.relatives.muon import CONVENTIONS
@@ -57,8 +57,7 @@ def multipliers_by_width(
         "relative": lambda m, n: 1.0,
         "elementwise": lambda m, n: float(n),
     }
-    if update not in slowness:
-        raise ValueError(f"update={update!r} is not one of {tuple(slowness)}")
+    check_choice("update", update, slowness)
     here, there = assign(params, matrix_dims), assign(base, matrix_dims)
     for path in here.keys() ^ there.keys():
         raise ValueError(f"params and base are different trees: only one of them has {path!r}")
@@ -123,6 +122,5 @@ def learning_rate_from_muon(
         check_number("convention", convention, *RANGES["rms"])
         rms_of_muon = convention
     times = rms_of_muon / rms
-    if callable(learning_rate):
-        return lambda step: times * learning_rate(step), weight_decay / times
-    return times * learning_rate, weight_decay / times
+    converted = (lambda step: times * learning_rate(step)) if callable(learning_rate) else times * learning_rate
+    return converted, weight_decay / times

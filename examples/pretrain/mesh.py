@@ -88,8 +88,7 @@ def make_layout(replicas: int = 1, fsdp: int = 1) -> Layout:
     if replicas * fsdp == 1:
         return Layout(jax.make_mesh((1, 1), BATCH, (AxisType.Auto,) * 2, devices=jax.local_devices()[:1]))
     if replicas * fsdp != jax.device_count():
-        there = f"{jax.device_count()} (processes: {jax.process_count()})"
-        raise RunError(f"--replicas {replicas} x --fsdp {fsdp} must equal the number of devices, {there}")
+        raise RunError(f"--replicas {replicas} x --fsdp {fsdp} must equal the number of devices, {jax.device_count()}")
     return Layout(jax.make_mesh((replicas, fsdp), BATCH))
 
 

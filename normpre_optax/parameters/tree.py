@@ -107,8 +107,7 @@ def leaves(params: Any) -> dict[str, Leaf]:
             arrays = "Pass only arrays; for an Equinox model: eqx.filter(model, eqx.is_inexact_array)"
             raise TypeError(f"parameter {path!r} is {array!r}, which is not an array. {arrays}")
         if array.dtype == bool or jnp.issubdtype(array.dtype, jax.dtypes.extended):
-            fix = "remove masks and random keys from the parameters"
-            raise TypeError(f"parameter {path!r} has dtype {array.dtype}: {fix}")
+            raise TypeError(f"parameter {path!r} has dtype {array.dtype}: remove masks and random keys")
         names = None if box is None else _axis_names(box, len(array.shape))
         owner = _class_name(params, keys) if keys and isinstance(keys[-1], tree_util.GetAttrKey) else ""
         found[path] = Leaf(tuple(array.shape), array.dtype, names, owner)

@@ -4,13 +4,13 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax.checks import PASS_PARAMS
+from normpre_optax.checks import PASS_PARAMS, check_choice
 from normpre_optax.linalg import rows
 from normpre_optax.linalg.precision import by_platform, platform
 from normpre_optax.parameters.dims import MatrixDims, split_axes
@@ -57,9 +57,8 @@ def normalize_tangent(
     References:
         Normalize-Then-Precondition, "Relaxed Tangent Momentum" and "Diagonal-Gram Normalization".
     """
-    _check_tangent(tangent)
-    if orientation not in ("alternating", "rows", "columns", "both"):
-        raise ValueError(f"orientation={orientation!r} is not one of 'alternating', 'rows', 'columns', 'both'")
+    check_choice("tangent", tangent, rows.TANGENTS)
+    check_choice("orientation", orientation, get_args(Orientation))
 
     def update(updates, state, params=None, *, matrix_dims=matrix_dims, **_):
         if params is None and tangent != "none":
@@ -154,7 +153,7 @@ def project_to_tangent(mode: Tangent = "relaxed", *, matrix_dims: Any = None) ->
     References:
         Normalize-Then-Precondition, "Relaxed Tangent Momentum".
     """
-    _check_tangent(mode)
+    check_choice("tangent", mode, rows.TANGENTS)
 
     def project(m: jax.Array, w: Any, dims: MatrixDims) -> jax.Array:
         if w is None and mode != "none":
@@ -192,8 +191,7 @@ def normalize_rows(
     References:
         Normalize-Then-Precondition, "Diagonal-Gram Normalization"; "both": MuonEq (github.com/MaeChd/muon-eq).
     """
-    if side not in ("rows", "columns", "both"):
-        raise ValueError(f"side={side!r} is not one of 'rows', 'columns', 'both'")
+    check_choice("side", side, ("rows", "columns", "both"))
 
     def normalize(x, w, dims):
         _, outputs, inputs = split_axes(x.ndim, dims)
@@ -218,8 +216,3 @@ def standardize_rows(*, matrix_dims: Any = None) -> optax.GradientTransformation
         Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148 ("GradNorm").
     """
     return per_parameter(lambda x, w, dims: rows.standardized_rows(x, split_axes(x.ndim, dims)[2]), matrix_dims)
-
-
-def _check_tangent(tangent: str) -> None:
-    if tangent not in rows.TANGENTS:
-        raise ValueError(f"tangent={tangent!r} is not one of {rows.TANGENTS}")

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from normpre_optax.checks import check_numbers, static_int
+from normpre_optax.checks import check_choice, check_numbers, static_int
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg import sketch
 from normpre_optax.linalg.precision import by_platform, inverse_root, platform, product
@@ -356,8 +356,7 @@ def precondition_locally(
         Normalize-Then-Precondition, "NormPre-L", Algorithm 2, Propositions 1 and 2.
     """
     check_numbers(rms=rms, relative_threshold=relative_threshold, compute_dtype=compute_dtype)
-    if method not in ("sketch", "products", "exact"):
-        raise ValueError(f"method={method!r} is not one of 'sketch', 'products', 'exact'")
+    check_choice("method", method, ("sketch", "products", "exact"))
     if isinstance(rank, float | np.floating) and not 0 < rank < 1:
         raise ValueError(f"rank must be an int of at least 1, or a share between 0 and 1, got {rank}")
     if not isinstance(rank, float | np.floating):

@@ -42,7 +42,7 @@ ADDRESS = ["--processes", "2", "--process", "0"]
     (["--fsdp", "8", "--replicas", "2"], "--batch-size 8 must be a multiple of --replicas x --fsdp, 16"),
     (["--fsdp", "4", "--micro-batch", "2"], "--micro-batch 2 must be a multiple of --replicas x --fsdp, 4"),
     (["--fsdp", "8", "--model.width", "36"], "--model.width 36 must be a multiple of --fsdp, 8"),
-    (["--fsdp", "2"], "--replicas 1 x --fsdp 2 must equal the number of devices, 8 (processes: 1)"),
+    (["--fsdp", "2"], "--replicas 1 x --fsdp 2 must equal the number of devices, 8"),
     (["--processes", "2"], "add --fsdp N, their number of devices"),
     (["--coordinator", "a:1", *ADDRESS], "add --fsdp N, their number of devices"),
     (["--replicas", "2", "--coordinator", "a", *ADDRESS], "must be host:port"),
