@@ -60,8 +60,8 @@ def clip_by_sketch(
         products: clip all ``l`` singular values of the sketch by matrix products alone, without an eigensolver; ``l``
             takes the place of ``rank``.
         compute_dtype: dtype of the operands of the products with ``Psi``.
-        solve: replaces ``solve_together`` for the eigenproblems on a mesh. The factorizations are then separate: their
-            results would have to be communicated.
+        solve: replaces ``solve_together`` on a mesh, to distribute the eigenproblems. Factorizations are replicated
+            (``axes=()``), because their results would have to be communicated.
 
     Returns:
         ``(left, right, squares)`` for each: the clipped matrix is ``psi + left^T right``, and ``squares`` is its sum of
@@ -79,7 +79,7 @@ def clip_by_sketch(
         Halko, Martinsson and Tropp, arXiv 0909.4061.
     """
     times = functools.partial(product, dtype=compute_dtype)
-    factor = solve_together if solve is None else solve_separately
+    factor = solve_together if solve is None else functools.partial(solve, axes=())
 
     def orthonormalized(ys: list[jax.Array]) -> list[jax.Array]:
         inverses = factor(_inverse_cholesky, [(exact_product(y, y.mT),) for y in ys])

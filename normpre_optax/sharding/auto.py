@@ -58,8 +58,8 @@ def _transposed_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x if x.shape[-2:] == shape else x.mT
 
 
-def solve_shared(shared: Sequence[bool], axes: tuple[str, ...], f: Callable, problems: Sequence) -> list[Any]:
-    """Solve small problems on a mesh: ``sketch.solve_together``, distributed along these axes.
+def solve_shared(shared: Sequence[bool], f: Callable, problems: Sequence, *, axes: tuple[str, ...]) -> list[Any]:
+    """Solve small problems on a mesh: ``sketch.solve_together``, distributed along these mesh axes.
 
     Problems that are not ``shared`` are of parameters with sharded batch axes: each device solves its own.
     """

@@ -96,7 +96,7 @@ def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict
             return in_auto_axes(own, mesh, specs)(blocks, step, numbers)
         # Otherwise one device; or copies on a TPU, where gathering results costs more than computing them.
         if not f.distributed:
-            solve = functools.partial(solve_shared, used.shared, used.matrices)
+            solve = functools.partial(solve_shared, used.shared, axes=used.matrices)
             run = lambda f, stacks: f(stacks, solve=solve)  # noqa: E731
         elif None in specs:
             run = functools.partial(over_devices, mesh=mesh)
