@@ -219,7 +219,8 @@ def _form(tree: Any) -> tuple:
 
 def _check_like(what: str, given: Any, wanted: Any, containers: str, arguments: str) -> None:
     """Raise a ValueError at the first container of another type, or the first array of another shape."""
-    _check_containers(what, given, wanted, containers)
+    if jax.tree.structure(given) != jax.tree.structure(wanted):
+        _check_containers(what, given, wanted, containers)
     here, there = (
         {jax.tree_util.keystr(path): f"shape {jnp.shape(x)}" for path, x in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (given, wanted)

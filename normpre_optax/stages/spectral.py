@@ -96,8 +96,9 @@ def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict
             return in_auto_axes(own, mesh, specs)(blocks, step, numbers)
         # Otherwise one device; or copies on a TPU, where gathering results costs more than computing them.
         if not f.distributed:
-            solve = functools.partial(solve_shared, used.shared, axes=used.matrices)
-            run = lambda f, stacks: f(stacks, solve=solve)  # noqa: E731
+            own = specs if None not in specs else range(len(specs))  # matrices of one sharding are computed together
+            keys = list(zip(own, used.shared, strict=True))
+            run = functools.partial(_sharded, axes=used.matrices, keys=keys)
         elif None in specs:
             run = functools.partial(over_devices, mesh=mesh)
     stacks = []
@@ -116,28 +117,31 @@ def _on_one_device(f: Callable[[list[Stack]], list[jax.Array]], stacks: list[Sta
     """Run ``f`` in the way that the platform wants."""
     if platform() == "tpu":
         return f(stacks)
-    groups: dict[Any, list[int]] = {}
-    for i, stack in enumerate(stacks):
-        groups.setdefault((stack.x.shape[-2:], stack.transposed, stack.x.dtype), []).append(i)
-    joined = lambda *xs: jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in xs])  # noqa: E731
-    merged = [jax.tree.map(joined, *(stacks[i] for i in group)) for group in groups.values()]
+    joined, places = _joined(stacks, [None] * len(stacks))
     if platform() == "gpu":
-        new = f(merged)
-    else:
-        new = []
-        for stack in merged:
-            if len(stack.x) == 1:  # XLA's CPU backend multiplies plain matrices twice as fast as stacks of one.
-                new += [t[None] for t in f([jax.tree.map(lambda x: x[0], stack)])]
-            else:
-                new += jax.lax.map(f, [stack])
-    results: list[Any] = [None] * len(stacks)
-    for group, t in zip(groups.values(), new, strict=True):
-        start = 0
-        for i in group:
-            count = math.prod(stacks[i].x.shape[:-2])
-            part = t if len(group) == 1 else t[start : start + count]
-            results[i], start = part.reshape(stacks[i].x.shape), start + count
-    return results
+        new = f(joined)
+    else:  # one matrix after the other
+        flat = jax.tree.map(functools.partial(jax.lax.collapse, start_dimension=0, stop_dimension=-2), joined)
+        new = [jax.lax.map(f, [x])[0].reshape(stack.x.shape) for x, stack in zip(flat, joined, strict=True)]
+    return [new[group][i] for group, i in places]
+
+
+def _sharded(f: Callable, stacks: list[Stack], axes: tuple[str, ...], keys: Sequence[Any]) -> list[jax.Array]:
+    """Run ``f`` on sharded matrices; ``keys`` say which can be joined, and which all devices share."""
+    joined, places = _joined(stacks, keys)
+    shared = {group: keys[i][1] for i, (group, _) in enumerate(places)}
+    new = f(joined, solve=functools.partial(solve_shared, list(shared.values()), axes=axes))
+    return [new[group][i] for group, i in places]
+
+
+def _joined(stacks: list[Stack], keys: Sequence[Any]) -> tuple[list[Stack], list[tuple[int, int]]]:
+    """Join stacks of one shape and key along a new axis; also return the group of each stack, and its index there."""
+    groups: dict[Any, list[int]] = {}
+    for i, (stack, key) in enumerate(zip(stacks, keys, strict=True)):
+        groups.setdefault((stack.x.shape, stack.transposed, stack.x.dtype, key), []).append(i)
+    joined = [jax.tree.map(lambda *xs: jnp.stack(xs), *(stacks[i] for i in group)) for group in groups.values()]
+    places = {i: (number, at) for number, group in enumerate(groups.values()) for at, i in enumerate(group)}
+    return joined, [places[i] for i in range(len(stacks))]
 
 
 @dataclasses.dataclass(frozen=True)
