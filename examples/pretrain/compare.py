@@ -208,8 +208,6 @@ def make_study(kind: str, options: Any) -> Study:
     cluster.refuse_several(config, kind)
     if config.resume or config.overwrite:
         raise RunError(f"{kind} resumes by itself: remove --resume and --overwrite, or choose another --name")
-    if "--optimizer" in options.rest:
-        raise RunError(f"{kind} takes --optimizers, not --optimizer")
     console = Console(markup=False, highlight=False, soft_wrap=True)
     return Study(config, list(options.rest), options.runs_folder / name, options.jobs, console)
 
@@ -225,6 +223,8 @@ def learning_rates(options: Compare, study: Study) -> dict[str, list[float]]:
     Raises:
         RunError: if an optimizer or a learning rate cannot be.
     """
+    if "--optimizer" in options.rest:
+        raise RunError("compare takes --optimizers, not --optimizer")
     try:
         common = [float(part) for part in options.learning_rates.split(",") if part.strip()]
     except ValueError as error:
