@@ -62,10 +62,12 @@ def _at_step_0(schedule: Any) -> Any:
     return 0
 
 
-def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raise a ValueError for a value that is not one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is not one of {tuple(choices)}")
+def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+    """Raise a ValueError for a value that is not one of the choices; no array is."""
+    array = hasattr(value, "shape")
+    if array or value not in choices:
+        fix = " (under optax.inject_hyperparams, add it to static_args)" * array
+        raise ValueError(f"{name}={value!r} is not one of {tuple(choices)}{fix}")
 
 
 def check_number(name: str, value: Any, least: float, below: float, hint: str = "") -> None:

@@ -232,9 +232,7 @@ def _check_like(what: str, given: Any, wanted: Any, containers: str, arguments: 
 
 
 def _check_containers(what: str, given: Any, wanted: Any, fix: str, path: str = "") -> None:
-    """Raise a ValueError that names the first container of another type."""
-    if jax.tree.structure(given) == jax.tree.structure(wanted):
-        return
+    """Raise a ValueError that names the first container of another type, in trees of different structures."""
     children = []
     for tree in (given, wanted):
         entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree)
@@ -243,4 +241,5 @@ def _check_containers(what: str, given: Any, wanted: Any, fix: str, path: str = 
     if kinds[0] is not kinds[1] and children[0].keys() == children[1].keys() and children[0]:
         raise ValueError(f"{what}{path} is a {kinds[0].__name__}, expected a {kinds[1].__name__}: {fix}")
     for key in children[0].keys() & children[1].keys():
-        _check_containers(what, children[0][key], children[1][key], fix, f"{path}[{key}]")
+        if jax.tree.structure(children[0][key]) != jax.tree.structure(children[1][key]):
+            _check_containers(what, children[0][key], children[1][key], fix, f"{path}[{key}]")

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import jax
 
-from normpre_optax.checks import check_numbers
+from normpre_optax.checks import check_choice, check_numbers
 
 Number = jax.typing.ArrayLike
 Coefficients = str | Sequence
@@ -88,10 +88,9 @@ def checked(factory: Callable, signature: inspect.Signature | None = None) -> Ca
             raise TypeError(f"{factory.__name__}(): {error}") from None
         check_numbers(**options, **dict(zip(parameters, args, strict=False)))
         for name, value in options.items():
-            kind, array = parameters[name].annotation, hasattr(value, "shape")
-            if get_origin(kind) is Literal and (array or value not in get_args(kind)):
-                fix = " (under optax.inject_hyperparams, add it to static_args)" * array
-                raise ValueError(f"{name}={value!r} is not one of {get_args(kind)}{fix}")
+            kind = parameters[name].annotation
+            if get_origin(kind) is Literal:
+                check_choice(name, value, get_args(kind))
             if kind is bool and not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
         return factory(*args, **options)

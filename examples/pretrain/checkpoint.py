@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 
 from .config import RunError
 from .mesh import by_name
+from .prepare.sources import one_line
 
 
 class Checkpoints:
@@ -132,4 +133,4 @@ def writing(folder: Path) -> Iterator[None]:
 
 def first_line(error: Exception) -> str:
     """The message of an error, in one short line."""
-    return textwrap.shorten(str(error).partition(" See full TensorStore details")[0], 240, placeholder=" ...")
+    return textwrap.shorten(one_line(error).partition(" See full TensorStore details")[0], 240, placeholder=" ...")

@@ -89,6 +89,7 @@ def continuation(model: Trained, prompt: str, *, new_tokens: int, temperature: f
         seen = np.array(tokens[-context:], np.int32)
         window = np.resize(seen, context)  # of fixed length: one compilation; what follows ``seen`` has no effect
         logits = next_logits(model.graphdef, model.params, window, len(seen) - 1)
+        # Divided by less than 1e-6, logits could overflow.
         token = int(jax.random.categorical(key, logits / temperature) if temperature > 1e-6 else jnp.argmax(logits))
         if token == end:
             break

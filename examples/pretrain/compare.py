@@ -174,7 +174,7 @@ class Study:
 
 def main(options: Compare) -> None:
     """``python -m examples.pretrain compare --config nano --learning-rates 2e-3,4e-3,8e-3 --seeds 3 --jobs 2``."""
-    study = make_study("compare", options)
+    study = make_study("compare", options, "--optimizer")
     rates = learning_rates(options, study)
     first = study.config.seed
     with study.begun():
@@ -195,12 +195,14 @@ def main(options: Compare) -> None:
         study.console.print(f"\n{write(folder, content)}\nReport, data and figures: {folder}/")
 
 
-def make_study(kind: str, options: Any) -> Study:
-    """Make a study of ``kind``; ``options`` are ``Compare``, or another class with its fields.
+def make_study(kind: str, options: Any, *own: str) -> Study:
+    """Make a study of ``kind``, which sets the flags ``own``; ``options`` are ``Compare``, or a class with its fields.
 
     Raises:
         RunError: naming the flag and its valid values.
     """
+    for flag in {part.partition("=")[0] for part in options.rest}.intersection(own):
+        raise RunError(f"{flag} is what `{kind}` sets itself: remove it")
     check_ranges(vars(options))
     name = options.name or f"{kind}-{options.config}"
     config = configs.parse([*options.rest, "--name", name])
@@ -223,8 +225,6 @@ def learning_rates(options: Compare, study: Study) -> dict[str, list[float]]:
     Raises:
         RunError: if an optimizer or a learning rate cannot be.
     """
-    if "--optimizer" in options.rest:
-        raise RunError("compare takes --optimizers, not --optimizer")
     try:
         common = [float(part) for part in options.learning_rates.split(",") if part.strip()]
     except ValueError as error:

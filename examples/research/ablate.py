@@ -182,13 +182,10 @@ def main(arguments: Sequence[str]) -> None:
     given = list(arguments)
     word = given.pop(0) if given and not given[0].startswith("-") else ""
     options = read_compare(given, Options, f"examples.research.ablate {word or 'NAME'}")
-    study = make_study("ablate", options)
+    study = make_study("ablate", options, "--optimizer", "--seed")
     known = ablations(study.config)
     if word not in (*known, "all"):
         raise RunError(f"ablate what? {', '.join(known)} or all" + (f", not {word!r}" if word else ""))
-    for flag in ("--optimizer", "--seed"):
-        if any(part.partition("=")[0] == flag for part in options.rest):
-            raise RunError(f"{flag} is what `ablate` sets itself: leave it out")
     wanted = {name: known[name] for name in (known if word == "all" else [word])}
     if options.rows:
         wanted = {name: some_rows(ablation, options.rows) for name, ablation in wanted.items()}

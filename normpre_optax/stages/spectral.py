@@ -96,8 +96,8 @@ def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict
             return in_auto_axes(own, mesh, specs)(blocks, step, numbers)
         # Otherwise one device; or copies on a TPU, where gathering results costs more than computing them.
         if not f.distributed:
-            own = specs if None not in specs else range(len(specs))  # matrices of one sharding are computed together
-            keys = list(zip(own, used.shared, strict=True))
+            # Matrices of one known sharding are computed together.
+            keys = list(zip(specs if None not in specs else range(len(specs)), used.shared, strict=True))
             run = functools.partial(_sharded, axes=used.matrices, keys=keys)
         elif None in specs:
             run = functools.partial(over_devices, mesh=mesh)

@@ -269,7 +269,7 @@ def test_bad_input_is_one_line(runs, tmp_path, capsys):
         (["--run", str(none)], [f"error: --run {none}: it has no checkpoints\n"]),
         (
             ["--run", str(other)],
-            [f"error: --run {other}: cannot restore ", "which belongs to another model"],
+            [f"error: --run {other}: cannot restore ", "which belongs to another model or optimizer"],
         ),
         (["--run", str(older)], ["its run.json is of another version or damaged: it has no 'sessions'\n"]),
         (["--run", str(unknown)], ["--optimizer must be one of adamw"]),

@@ -158,8 +158,7 @@ class Writer:
         for split, counts in self.counts.items():
             if not counts["documents"]:
                 (self.folder / STATE).unlink()
-                larger = "a larger --validation-percent, or " * (split == "validation")
-                more = f"{larger}a smaller --cut with `prepare text` makes more"
+                more = "a smaller --cut with `prepare text` makes more; for validation, a larger --validation-percent"
                 raise RunError(f"no documents for {split}: there are too few different ones; {more}")
         sums = {name: sha256(self.folder / name) for name in ("tokenizer.json", *self.files)}
         layout = "documents" if self.context else "packed"
