@@ -22,7 +22,7 @@ from normpre_optax.parameters import presets
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.explain import explain
 from normpre_optax.parameters.rules import decay_matrices_only, default_matrix_dims
-from normpre_optax.recommended import normpre_h
+from normpre_optax.recommended import normpre_h, scale_by_normpre_h
 from normpre_optax.relatives import families
 from normpre_optax.relatives.adamuon import adamuon, scale_by_adamuon
 from normpre_optax.relatives.mano import mano, scale_by_mano
@@ -34,6 +34,8 @@ from normpre_optax.relatives.normuon import normuon, scale_by_normuon
 from normpre_optax.relatives.rmnp import rmnp, scale_by_rmnp
 from normpre_optax.relatives.swan import scale_by_swan, swan
 from normpre_optax.stages.base import direction, per_parameter
+from normpre_optax.stages.metric import with_metric
+from normpre_optax.stages.momentum import two_momenta
 from normpre_optax.stages.rows import normalize_rows, normalize_tangent, project_to_tangent
 from normpre_optax.stages.scale import scale_by_shape, scale_to_rms
 from normpre_optax.stages.spectral import precondition_globally, precondition_locally
@@ -77,6 +79,7 @@ __all__ = [
     "scale_by_muoneq",
     "scale_by_normpre",
     "scale_by_normpre_g",
+    "scale_by_normpre_h",
     "scale_by_normpre_l",
     "scale_by_normuon",
     "scale_by_rmnp",
@@ -85,5 +88,7 @@ __all__ = [
     "scale_to_rms",
     "static_args",
     "swan",
+    "two_momenta",
     "with_adamw",
+    "with_metric",
 ]

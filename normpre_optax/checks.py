@@ -18,11 +18,14 @@ PASS_PARAMS = (
     "eqx.is_inexact_array)); a loop that never passes params (brax) needs that third argument"
 )
 # Numbers that may be a schedule.
-SCHEDULES = {"learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_decay"}
+SCHEDULES = {"learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_decay", "slow_weight"}
 # Ranges [least, below) of numbers, by the name of the option.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("momentum", "b2", "adam_b1", "adam_b2"), (0, 1)),
     **dict.fromkeys(SCHEDULES, (0, math.inf)),
+    **dict.fromkeys(("fast", "slow", "slow_momentum", "slow_weight", "gradient_share", "decay"), (0, 1)),
+    **dict.fromkeys(("strength", "metric_strength"), (0, math.inf)),
+    "clip": (1, math.inf),
     **dict.fromkeys(("rms", "relative_threshold", "adam_eps"), (1e-15, 1e15)),
 }
 TREES = {"row_norms": (1e-15, 1e15), "learning_rate_multipliers": (0, math.inf)}  # of trees of numbers

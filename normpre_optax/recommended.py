@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recommended optimizer: NormPre-G with Nesterov momentum, without the tangent projection, under Hyperball."""
+"""The recommended optimizer: momenta of two ages, orthogonalized in a metric of rows and columns, under Hyperball."""
 
 import functools
 from collections.abc import Callable
@@ -7,9 +7,46 @@ from typing import Any
 
 import optax
 
-from normpre_optax.algorithm import scale_by_normpre_g
 from normpre_optax.optimizer import with_adamw
 from normpre_optax.options import Coefficients, Number, checked
+from normpre_optax.stages import direction, precondition_globally, two_momenta, with_metric
+
+
+@checked
+def scale_by_normpre_h(
+    *,
+    momentum: Number = 0.85,
+    slow_momentum: Number = 0.98,
+    slow_weight: Number | Callable = 0.56,
+    metric_strength: Number = 0.5,
+    ns_steps: int | None = 5,
+    ns_coefficients: Coefficients = "muon",
+    compute_dtype: Any = None,
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """NormPre-H without its norm constraint: two momenta, orthogonalized in a metric of rows and columns.
+
+    ``U`` mixes the gradient, a fast and a slow average of gradients (``two_momenta``), and
+    ``D = diag(a) NS5(diag(a) U diag(b)) diag(b)``, where a and b shrink rows and columns with large gradients
+    (``with_metric``). The scale of ``D`` has no meaning: use ``hyperball``, or ``scale_to_rms`` before AdamW's learning
+    rate.
+
+    Args:
+        momentum: decay of the fast average.
+        slow_momentum: decay of the slow average.
+        slow_weight: share of the slow average, number or schedule.
+        metric_strength: exponent of the metric; 0 is none.
+
+    References:
+        Gong, Gan, Teng and Liu, Normalize-Then-Precondition; Pagliardini et al., AdEMAMix, arXiv 2409.03137.
+    """
+    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype)
+    return direction(
+        two_momenta(momentum, slow_momentum, slow_weight, accumulator_dtype=mu_dtype),  # U
+        with_metric(spectral, metric_strength, matrix_dims=matrix_dims),  # D
+        matrix_dims=matrix_dims,
+    )
 
 
 @checked
@@ -18,7 +55,10 @@ def normpre_h(
     adam_learning_rate: Number | Callable,
     *,
     row_norms: Any = None,
-    momentum: Number = 0.95,
+    momentum: Number = 0.85,
+    slow_momentum: Number = 0.98,
+    slow_weight: Number | Callable = 0.56,
+    metric_strength: Number = 0.5,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
     compute_dtype: Any = None,
@@ -44,6 +84,10 @@ def normpre_h(
         learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule. 1.6e-2 is a good
             peak for 1,500 steps; shorter runs need more, longer ones less (``docs/choosing.md``).
         adam_learning_rate: of the AdamW group, number or schedule: what you use with AdamW.
+        momentum: decay of the fast average of gradients.
+        slow_momentum: decay of the slow average.
+        slow_weight: share of the slow average, number or schedule.
+        metric_strength: exponent of the metric of rows and columns; 0 is none.
         adam_weight_decay: weight decay of the AdamW group.
 
     Returns:
@@ -63,11 +107,11 @@ def normpre_h(
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition; Wen et al., Hyperball, arXiv 2606.16899.
     """
     direction = functools.partial(
-        scale_by_normpre_g,
+        scale_by_normpre_h,
         momentum=momentum,
-        nesterov=True,
-        tangent="none",
-        rms=None,
+        slow_momentum=slow_momentum,
+        slow_weight=slow_weight,
+        metric_strength=metric_strength,
         ns_steps=ns_steps,
         ns_coefficients=ns_coefficients,
         compute_dtype=compute_dtype,

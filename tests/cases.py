@@ -43,8 +43,8 @@ FACTORIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "moga-columns": (npo.moga, {"mode": "columns"}),
     "swan-rms": (npo.swan, {"rms": 0.2}),
 }
-# One optimizer per kind of state and execution: the chain, a truncated sketch, moments of entries, Hyperball.
-REPRESENTATIVES = ("normpre_g", "normpre_l-small", "adamuon", "muon-hyperball")
+# One optimizer per kind of state and execution: the chain, a truncated sketch, moments of entries, the metric.
+REPRESENTATIVES = ("normpre_g", "normpre_l-small", "adamuon", "normpre_h")
 
 
 def make(name: str, learning_rate: Any = 1.0, **options: Any) -> optax.GradientTransformationExtraArgs:

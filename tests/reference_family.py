@@ -175,3 +175,33 @@ def hyperball(w, u, lr, row_norm):
     """W <- R N(N(W) - lr N(U)), R = row_norm sqrt(rows), where N divides a matrix by its Frobenius norm."""
     moved = w / np.linalg.norm(w) - lr * u / np.linalg.norm(u)
     return moved / np.linalg.norm(moved) * row_norm * len(w) ** 0.5
+
+
+def metric(shape, strength=0.5, clip=2.0, decay=0.95):
+    """D = diag(a) T(diag(a) U diag(b)) diag(b); a and b are those of earlier gradients, and all ones at first."""
+    r, c = np.zeros(shape[0]), np.zeros(shape[1])
+
+    def step(g, u, t):
+        nonlocal r, c
+        a, b = (np.clip(np.sqrt(x / x.mean()), 1 / clip, clip) ** -strength if x.any() else 1 + x for x in (r, c))
+        r = decay * r + (1 - decay) * np.mean(g**2, axis=1)
+        c = decay * c + (1 - decay) * np.mean(g**2, axis=0)
+        return a[:, None] * t(a[:, None] * u * b) * b
+
+    return step
+
+
+def normpre_h(shape, momentum=0.85, slow_momentum=0.98, slow_weight=0.56, metric_strength=0.5):
+    """Momenta of two ages, orthogonalized in the metric; without Hyperball."""
+    m1, m2, t, d_of = np.zeros(shape), np.zeros(shape), 0, metric(shape, metric_strength)
+
+    def step(g):
+        nonlocal m1, m2, t
+        m1 = momentum * m1 + (1 - momentum) * g
+        m2 = slow_momentum * m2 + (1 - slow_momentum) * g
+        w = slow_weight(t) if callable(slow_weight) else slow_weight * (1 - slow_momentum ** (t + 1)) ** 4
+        t += 1
+        mean = (1 - w) * m1 / (1 - momentum**t) + w * m2 / (1 - slow_momentum**t)
+        return d_of(g, 0.05 * g + 0.95 * mean, newton_schulz)
+
+    return step

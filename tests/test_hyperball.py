@@ -65,11 +65,10 @@ def test_matrices_do_not_decay_but_the_adamw_group_does():
 
 
 def test_normpre_h_is_its_parts():
-    """Nesterov, no tangent, Hyperball by roles, AdamW with its own learning rate: the same as from the options."""
+    """Its direction, Hyperball by roles, AdamW with its own learning rate."""
     params, grads = (cases.numbers({"layers": [{"up": (4, 8), "down": (8, 4)}], "bias": (3,)}, s) for s in (0, 1))
-    by_hand = npo.normpre_g(
-        0.02, nesterov=True, tangent="none", norm_control="hyperball", adam_learning_rate=1e-3, adam_weight_decay=0.1
-    )
+    more = {"norm_control": "hyperball", "adam_learning_rate": 1e-3, "adam_weight_decay": 0.1}
+    by_hand = npo.with_adamw(npo.scale_by_normpre_h, 0.02, **more)
     for tx in (npo.normpre_h(0.02, 1e-3), npo.normpre_h(0.02, adam_learning_rate=lambda step: 1e-3)):
         got, expected = (cases.first_update(tx, grads, params) for tx in (tx, by_hand))
         cases.assert_close(got, expected, rtol=1e-5, atol=1e-6)

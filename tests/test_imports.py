@@ -30,7 +30,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "hyperball": ({"jax", "optax"}, {"checks", "linalg", "parameters", "stages"}),
     "optimizer": (ALL, {"checks", "hyperball", "options", "parameters", "sharding", "stages"}),
     "algorithm": ({"optax"}, {"optimizer", "options", "stages"}),
-    "recommended": ({"optax"}, {"algorithm", "optimizer", "options"}),
+    "recommended": ({"optax"}, {"optimizer", "options", "stages"}),
     "relatives": ({"optax"}, {"algorithm", "optimizer", "options", "stages"}),
     "learning_rates": ({"jax", "optax"}, {"checks", "parameters", "relatives"}),
     "__init__": (

@@ -84,7 +84,7 @@ def plain(name, leaves=COMMON):
 
 
 # Others take the same paths through the code; the float64 transcriptions see what is different.
-SLOW = ("normpre_h", "muon-keller", "muoneq-columns", "mano-2", "muon_plus-columns_rows", "moga-columns")
+SLOW = ("muon-hyperball", "muon-keller", "muoneq-columns", "mano-2", "muon_plus-columns_rows", "moga-columns")
 SLOW += ("muoneq-both", "normpre_g-both-none", "normpre_g-rows-polar", "swan-rms", "normpre")
 ALL = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in cases.FACTORIES]
 HYPERBALL = ("normpre_h", "muon-hyperball")
@@ -106,7 +106,7 @@ TRUNCATED = ("normpre_l-small", "normpre_l-adaptive")
 
 @pytest.mark.parametrize("name", [one for one in ALL if one.values[0] not in TRUNCATED])
 def test_a_matrix_is_updated_alike_in_every_layout(name):
-    leaves = ALL_LEAVES if name in ("normpre_g", "normpre_l", "normuon", "muon-hyperball") else COMMON
+    leaves = ALL_LEAVES if name in ("normpre_g", "normpre_l", "normuon", "normpre_h", "muon-hyperball") else COMMON
     for updates in plain(name, leaves):
         expected = {label: x for leaf, label, x in each(updates) if leaf in ("kernel", "twin", "few")}
         for leaf, label, x in each(updates):
@@ -214,7 +214,7 @@ def problems(m, n):
 
 
 ANY = ("normpre_g", "normpre_l", "normpre_l-products", "mano", "swan")
-ANY_SLOW = ("normpre_g-msign", "normpre_l-exact", "normpre_l-small", "muon-hyperball", "adamuon", "muon")
+ANY_SLOW = ("normpre_g-msign", "normpre_l-exact", "normpre_l-small", "normpre_h", "muon-hyperball", "adamuon", "muon")
 
 
 @pytest.mark.parametrize("name", [*ANY, *(pytest.param(x, marks=pytest.mark.slow) for x in ANY_SLOW)])
@@ -233,8 +233,8 @@ def signature(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
-# State of a kernel beyond the momentum: one number per row, one per element.
-BEYOND = {"normuon": (1, OUT), "adamuon": (IN, OUT)}
+# State of a kernel beyond the momentum: one number per row, per column or per element.
+BEYOND = {"normuon": [(1, OUT)], "adamuon": [(IN, OUT)], "normpre_h": [(1, OUT), (IN, 1), (IN, OUT)]}
 EVERYWHERE = {name: [pytest.mark.every_platform] for name in cases.REPRESENTATIVES}
 
 
@@ -251,7 +251,7 @@ def test_dtypes_and_shapes(name):
     low = {jnp.dtype(jnp.bfloat16)} if name == "normpre_g-bfloat16" else set()
     assert low <= dtypes <= {jnp.dtype(jnp.float32)} | low
     of_kernel = [x.shape for path, x in jax.tree.leaves_with_path(state) if jax.tree_util.DictKey("kernel") in path]
-    expected = [(IN, OUT)] * (not name.startswith("swan")) + [BEYOND.get(name, ())] * (name in BEYOND)
+    expected = [(IN, OUT)] * (not name.startswith("swan")) + BEYOND.get(name, [])
     assert sorted(of_kernel) == sorted(expected)
 
 

@@ -225,8 +225,7 @@ def split_name(optimizer: str) -> tuple[str, dict[str, str]]:
 
 def is_relative(optimizer: str) -> bool:
     """Whether steps of hidden matrices have a size relative to the weights."""
-    name, settings = split_name(optimizer)
-    return name == "normpre_h" or settings.get("norm_control") == "hyperball"
+    return optimizer.startswith("normpre_h") or "hyperball" in optimizer
 
 
 def join_name(name: str, settings: dict[str, str]) -> str:

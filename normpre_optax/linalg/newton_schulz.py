@@ -105,6 +105,8 @@ def newton_schulz(
     gram = max(x.shape) >= 1.5 * min(x.shape) and not (rounded and table[0][0] > _STEEP)
     parts = (table[:2], table[2:]) if gram else [table[i : i + 1] for i in range(len(table))]
     parts = [part for part in parts if part]
+    if gram and compute_dtype is None and x.dtype == jnp.float32 and platform() == "tpu":
+        x = x.astype(jnp.bfloat16)  # as its products round it: written and read in half the bytes
     full = None if rms is None else rms * math.sqrt(x.size)  # the Frobenius norm of the result
     for part in parts:
         r = times(x, x.T) if wide else times(x.T, x)

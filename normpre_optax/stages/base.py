@@ -100,6 +100,8 @@ def _split(x: Any, dims: MatrixDims, places: list) -> list[Any]:
     if len(places) == 1:
         return [x]
     axis = split_axes(x.ndim, dims)[1][0]
+    if x.shape[axis] == len(places):  # one entry per block
+        return jnp.split(x, len(places), axis)
     x = unsharded(x, axis)
     return [jax.lax.slice_in_dim(x, at.start, at.stop, axis=axis) for at, *_ in places]
 
@@ -207,7 +209,7 @@ def in_groups(chain: optax.GradientTransformationExtraArgs, extra_args: dict, up
         used = size if new_group else used + size
         group_of[i] = group_of[i - 1] + new_group if i else 0
     if not group_of or group_of[-1] == 0:
-        return chain.update(updates, state, params, **extra_args)
+        return chain.update(updates, state, params, gradients=updates, **extra_args)
     new_updates: dict = {}
     new_state, structure = jax.tree.flatten_with_path(state)
     new_state = dict(new_state)
@@ -224,7 +226,7 @@ def in_groups(chain: optax.GradientTransformationExtraArgs, extra_args: dict, up
         mine = only(updates), only(params)
         if group:
             mine, _ = jax.lax.optimization_barrier((mine, u))  # after the group before
-        u, s = chain.update(mine[0], part, mine[1], **extra_args)
+        u, s = chain.update(mine[0], part, mine[1], gradients=mine[0], **extra_args)
         new_updates |= dict(jax.tree.leaves_with_path(u))
         new_state |= dict(jax.tree.leaves_with_path(s))
     paths = [path for path, _ in jax.tree.leaves_with_path(updates)]

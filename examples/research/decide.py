@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide between optimizers: ``python -m examples.research.decide --config nano --seeds 41-48 --optimizers "..."``.
+
+Each optimizer is tuned on seeds 0 to 2 and compared with a baseline on other seeds, by the differences of runs with the
+same initialization and data order. Tuning goes one option after the other with seed 0: learning rate of the matrix
+group, that of the AdamW group, and weight decay where matrices have one. Learning rates are extended by factors of two
+until the best is not at an end. The two best settings then also run with seeds 1 and 2. An optimizer whose name has a
+learning rate is not tuned. A stopped program resumes.
+"""
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from examples.pretrain.compare import Arm, Study, label, make_study, setting, table
+from examples.pretrain.config import RunError, is_relative, join_name, read_compare, split_name
+from examples.research import command, report
+from examples.research import train as train  # adds the optimizers of ablations
+
+TUNE = (0, 1, 2)  # seeds
+SLOPE = (0.9, 1.1)  # of the steps, for the baseline's slope
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compare tuned optimizers with a baseline on fresh seeds. Any flag of ``train`` may follow."""
+
+    optimizers: str  # Separated by semicolons; the first is the baseline.
+    config: str = "nano"  # Named configuration.
+    seeds: str = "41-43"  # Seeds that decide, as first-last.
+    learning_rates: str = "8e-3,1.6e-2,3.2e-2"  # Of the matrix group, tried first.
+    adam_learning_rates: str = "1.6e-2,8e-3"  # Of the AdamW group; the first while the matrix group's is tuned.
+    weight_decays: str = "0.1,0.03,0.3"  # Where matrices have one; the first while learning rates are tuned.
+    steps_saved: bool = True  # Train the baseline for 0.9 and 1.1 times the steps, too.
+    jobs: int = 1  # Runs side by side.
+    name: str = ""  # Name of the folder; empty: decide-<config>.
+    runs_folder: Path = Path("runs")  # Where it is made.
+    rest: tyro.conf.Suppress[tuple[str, ...]] = ()  # Options of train.
+
+
+Setting = tuple[float, ...]  # learning rates of the matrix group and of the AdamW group, weight decay
+
+
+def arm(optimizer: str, chosen: Setting | None, seed: int) -> Arm:
+    """The run of an optimizer with a setting; None is that of its name."""
+    name, settings = split_name(optimizer)
+    if chosen is None:
+        rate = settings.pop("learning_rate")
+        return Arm(join_name(name, settings), float(rate), seed)
+    rate, adam, decay = chosen
+    settings |= {"adam_learning_rate": f"{adam:g}"} | ({} if decay == 0.1 else {"weight_decay": f"{decay:g}"})
+    return Arm(join_name(name, settings), rate, seed)
+
+
+def loss(study: Study, one: Arm) -> float:
+    """The last validation loss of a run that has ended."""
+    found = study.results[one].get("validation_loss")
+    return np.inf if found is None else found
+
+
+def tune(study: Study, optimizers: Sequence[str], options: Options) -> dict[str, Setting]:
+    """The best setting of every optimizer on the seeds to tune on."""
+    grids = [_numbers(text) for text in (options.learning_rates, options.adam_learning_rates, options.weight_decays)]
+    first = TUNE[0]
+    best: dict[str, Setting] = {optimizer: (grids[0][0], grids[1][0], grids[2][0]) for optimizer in optimizers}
+    tried: dict[str, set[Setting]] = {optimizer: set() for optimizer in optimizers}
+
+    def score(optimizer: str, chosen: Setting) -> float:
+        return loss(study, arm(optimizer, chosen, first))
+
+    for axis, grid in enumerate(grids):
+        wanted = {
+            name: {(*found[:axis], value, *found[axis + 1 :]) for value in grid}
+            for name, found in best.items()
+            if axis < 2 or not is_relative(name)
+        }
+        while wanted:
+            study.run([arm(name, chosen, first) for name, settings in wanted.items() for chosen in sorted(settings)])
+            beyond: dict[str, set[Setting]] = {}
+            for name, settings in wanted.items():
+                tried[name] |= settings
+                line = sorted(x for x in tried[name] if x[:axis] + x[axis + 1 :] == best[name][:axis] + best[name][axis + 1 :])
+                best[name] = found = min(line, key=lambda x, name=name: score(name, x))
+                factor = {line[-1]: 2.0, line[0]: 0.5}.get(found)
+                if factor and axis < 2:
+                    beyond[name] = {(*found[:axis], found[axis] * factor, *found[axis + 1 :])}
+            wanted = beyond
+    finalists = {name: sorted(found, key=lambda x, name=name: score(name, x))[:2] for name, found in tried.items()}
+    study.run([arm(name, chosen, seed) for seed in TUNE[1:] for name, two in finalists.items() for chosen in two])
+    mean = lambda name, chosen: np.mean([loss(study, arm(name, chosen, seed)) for seed in TUNE])  # noqa: E731
+    return {name: min(two, key=lambda x, name=name: mean(name, x)) for name, two in finalists.items()}
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The command line."""
+    options = read_compare(arguments, Options, "examples.research.decide")
+    study = make_study("decide", options, "--optimizer", "--seed", "--learning-rate")
+    optimizers = [part.strip() for part in options.optimizers.split(";") if part.strip()]
+    start, _, end = options.seeds.partition("-")
+    seeds = range(int(start), int(end or start) + 1)
+    if set(seeds) & set(TUNE):
+        raise RunError(f"--seeds {options.seeds}: seeds 0 to 2 are for tuning")
+    with study.begun():
+        chosen: dict[str, Any] = {name: None for name in optimizers if "learning_rate" in split_name(name)[1]}
+        chosen |= tune(study, [name for name in optimizers if name not in chosen], options)
+        study.run([arm(name, chosen[name], seed) for seed in seeds for name in optimizers])
+        losses = {name: [loss(study, arm(name, chosen[name], seed)) for seed in seeds] for name in optimizers}
+        shorter = slope(study, [arm(optimizers[0], chosen[optimizers[0]], s) for s in seeds], options)
+        rows = [
+            {"optimizer": label(arm(name, chosen[name], 0).optimizer), "learning_rate": arm(name, chosen[name], 0)[1]}
+            | {"losses": found, "less": list(np.subtract(found, losses[optimizers[0]]))}
+            for name, found in losses.items()
+        ]
+        content = study.facts(f"python -m examples.research.decide {shlex.join(arguments)}")
+        content |= {"seeds": list(seeds), "rows": rows, "slope": shorter, "arms": study.records()}
+        content["arms"] = [
+            {k: x.get(k) for k in (*Arm._fields, "status", "validation_loss", "train_seconds")} for x in content["arms"]
+        ]
+        page = f"# Decision: {content['settings']}\n\n{setting(content)}\n{decision(content)}"
+        report.write(study.folder / "report", "decision", content, page, page_name="README.md")
+        study.console.print(f"\n{decision(content)}\nReport: {study.folder}/report/")
+
+
+def slope(study: Study, arms: Sequence[Arm], options: Options) -> list[float]:
+    """Mean losses of the baseline at 0.9, 1 and 1.1 times the steps; empty without ``--steps-saved``."""
+    means = []
+    for factor in (SLOPE[0], 1.0, SLOPE[1]) if options.steps_saved else ():
+        steps = round(factor * study.config.steps)
+        flags = [*study.config_flags, "--steps", str(steps)]
+        own = dataclasses.replace(study, config_flags=flags, folder=study.folder / f"{steps}_steps", results={})
+        own = study if factor == 1 else own
+        own.folder.mkdir(exist_ok=True)
+        own.run(arms)
+        means.append(float(np.mean([loss(own, one) for one in arms])))
+    return means
+
+
+def decision(content: dict[str, Any]) -> str:
+    """The table: losses of the seeds that decide, their mean, and differences from the baseline, which is first."""
+    rows, seeds = content["rows"], content["seeds"]
+    steps, means = content["config"]["steps"], content["slope"]
+    heads = ["optimizer", "learning rate", *map(str, seeds), "mean", "less the baseline", "t", "steps saved"]
+    lines = []
+    for row in rows:
+        less = np.array(row["less"])
+        error = np.std(less, ddof=1) / len(less) ** 0.5 if len(less) > 1 else np.nan
+        cells = [row["optimizer"], f"{row['learning_rate']:g}", *(f"{x:.4f}" for x in row["losses"])]
+        cells.append(f"{np.mean(row['losses']):.4f}")
+        cells += ["", "", ""] if row is rows[0] else [f"{less.mean():+.4f} ± {error:.4f}", f"{less.mean() / error:.1f}"]
+        if means and row is not rows[0]:  # the steps at which the baseline would have this loss
+            cells.append(f"{np.interp(-np.mean(row['losses']), *_line(means)) - 1:+.1%}")
+        lines.append([*cells, *[""] * (len(heads) - len(cells))])
+    note = f"Baseline at {SLOPE[0]} and {SLOPE[1]} times the {steps:,} steps: {means[0]:.4f}, {means[2]:.4f}.\n" if means else ""
+    return f"{table(heads, lines)}\n{note}"
+
+
+def _line(means: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Losses and relative steps of the line through the baseline's shorter and longer runs, far beyond both."""
+    rate = (means[2] - means[0]) / np.log(SLOPE[1] / SLOPE[0])
+    steps = np.geomspace(0.1, 10, 401)
+    return -(means[1] + rate * np.log(steps)), steps
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

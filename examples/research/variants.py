@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variants of ``normpre_h`` for comparison with it: one choice of its metric, momenta or schedule at a time.
+
+``normpre_h_variant`` is ``normpre_h`` with further options, and ``soap_hyperball`` is a ceiling: SOAP's direction
+(Vyas et al., arXiv 2409.11321) under Hyperball, which keeps two Gram matrices and their eigenbases.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from normpre_optax import direction, precondition_globally, two_momenta, with_adamw, with_metric
+from normpre_optax.options import checked
+from normpre_optax.parameters.dims import MatrixDims, from_matrices, split_axes, to_matrices
+from normpre_optax.stages.base import CountState, assigned, init_count, map_matrices
+
+Sides = Literal["both", "before", "after"]
+Statistic = Literal["gradient", "momentum", "residual"]
+
+
+@checked
+def normpre_h_variant(
+    learning_rate: Any,
+    adam_learning_rate: Any,
+    *,
+    momentum: float = 0.85,
+    slow_momentum: float = 0.98,
+    slow_weight: float = 0.56,
+    gradient_share: float = 0.05,
+    onset: int = 0,
+    ramp: float = 4.0,
+    end: int = 0,
+    metric_strength: float = 0.5,
+    clip: float = 2.0,
+    decay: float = 0.95,
+    sides: Sides = "both",
+    statistic: Statistic = "gradient",
+    frozen_after: int = 0,
+    radial: bool = True,
+    peak_power: float = 0.0,
+    steps: int = 0,
+    learning_rate_multipliers: Any = None,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.95,
+    adam_weight_decay: Any = 0.1,
+    weight_decay_mask: Any = None,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """``normpre_h`` with these further options.
+
+    Args:
+        learning_rate: schedule of the matrix group.
+        adam_learning_rate: schedule of the AdamW group.
+        momentum: as in ``normpre_h``.
+        slow_momentum: as in ``normpre_h``.
+        slow_weight: as in ``normpre_h``, reached after ``onset`` and ``ramp``.
+        gradient_share: of ``two_momenta``.
+        onset: steps without the slow average.
+        ramp: power of ``1 - slow_momentum^t`` that multiplies the weight at step t; 0 for none.
+        end: steps until the weight is zero again, linearly from ``onset``; 0 keeps it.
+        metric_strength: as in ``normpre_h``.
+        clip: of ``with_metric``.
+        decay: of ``with_metric``.
+        sides: where the metric is applied: before and after the spectral stage, or only once.
+        statistic: what the metric averages the squares of: the gradient, ``U``, or the gradient less the fast average.
+        frozen_after: steps after which the metric does not change; 0 never freezes it.
+        radial: whether ``U`` keeps its part along the weights, as whole matrices.
+        peak_power: front-loaded learning rate ``peak (1 - (t / steps)^power)``; 0 keeps the schedule.
+        steps: of the run, for ``peak_power``.
+        learning_rate_multipliers: as in ``normpre_h``.
+        adam_b1: as in ``normpre_h``.
+        adam_b2: as in ``normpre_h``.
+        adam_weight_decay: as in ``normpre_h``.
+        weight_decay_mask: as in ``normpre_h``.
+        matrix_dims: as in ``normpre_h``.
+    """
+
+    def weight(t: Any) -> Any:
+        falls = jnp.clip(1 - (t - onset) / (end - onset), 0, 1) if end else 1.0
+        ramped = (1 - slow_momentum ** (t + 1.0)) ** ramp if ramp else 1.0
+        return jnp.where(t >= onset, slow_weight * falls * ramped, 0.0)
+
+    def chain(matrix_dims: Any) -> optax.GradientTransformation:
+        spectral: Any = precondition_globally()
+        if sides != "both":
+            spectral = optax.identity()
+        metric = with_metric(spectral, metric_strength, clip, decay, matrix_dims=matrix_dims)
+        if sides != "both":
+            metric = _one_sided(metric, precondition_globally(), sides)
+        if frozen_after:
+            metric = _frozen(metric, frozen_after)
+        if statistic != "gradient":
+            metric = _measured(metric, statistic, momentum)
+        tangent = () if radial else (_without_radial_part(),)
+        momenta = two_momenta(momentum, slow_momentum, weight, gradient_share)
+        return direction(momenta, *tangent, metric, matrix_dims=matrix_dims)
+
+    rates = [learning_rate, adam_learning_rate]
+    if peak_power:
+        rates = [_front_loaded(rate, peak_power, steps) for rate in rates]
+    return with_adamw(
+        chain,
+        rates[0],
+        norm_control="hyperball",
+        adam_learning_rate=rates[1],
+        learning_rate_multipliers=learning_rate_multipliers,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_weight_decay=adam_weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        matrix_dims=matrix_dims,
+    )
+
+
+def _front_loaded(schedule: Callable, power: float, steps: int) -> Callable:
+    """A tenth of the peak is left at the end, as in the program's schedule."""
+    peak = float(jnp.max(jnp.stack([schedule(t) for t in range(0, steps, 10)])))
+    warmup = 100
+    return lambda t: peak * jnp.minimum((t + 1) / (warmup + 1), 0.1 + 0.9 * (1 - jnp.clip(t / steps, 0, 1) ** power))
+
+
+def _one_sided(metric: Any, spectral: Any, side: str) -> optax.GradientTransformationExtraArgs:
+    """Apply the metric once, before or after the spectral stage; ``metric`` is that around the identity."""
+
+    def squared(a2u: Any, u: Any) -> Any:  # diag(a)^2 u diag(b)^2 and u to diag(a) u diag(b)
+        return jax.tree.map(lambda x, y: jnp.sign(y) * jnp.sqrt(jnp.abs(x * y)), a2u, u)
+
+    def update(updates, state, params=None, **extra):
+        at = updates
+        if side == "after":
+            at, _ = spectral.update(at, optax.EmptyState(), params, **extra)
+        scaled, state = metric.update(at, state, params, **extra)
+        new = squared(scaled, at)
+        if side == "before":
+            new, _ = spectral.update(new, optax.EmptyState(), params, **extra)
+        return new, state
+
+    return optax.GradientTransformationExtraArgs(metric.init, update)
+
+
+class CountedState(NamedTuple):
+    """Number of updates and a state."""
+
+    count: Any
+    inner: Any
+
+
+def _frozen(metric: Any, after: int) -> optax.GradientTransformationExtraArgs:
+    """Keep the metric's state as it is after some steps."""
+
+    def update(updates, state, params=None, **extra):
+        new, inner = metric.update(updates, state.inner, params, **extra)
+        old, _ = metric.update(
+            updates, state.inner, params, **(extra | {"gradients": jax.tree.map(jnp.zeros_like, updates)})
+        )  # averages of zeros are the old ones, less a factor that cancels
+        frozen = state.count >= after
+        choose = lambda x, y: jnp.where(frozen, x, y)  # noqa: E731
+        return jax.tree.map(choose, old, new), CountedState(state.count + 1, jax.tree.map(choose, state.inner, inner))
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: CountedState(jnp.zeros((), jnp.int32), metric.init(params)), update
+    )
+
+
+def _measured(metric: Any, statistic: str, decay: float) -> optax.GradientTransformationExtraArgs:
+    """Pass another matrix than the gradient to the metric: the update, or the gradient less its fast average."""
+
+    def init(params):
+        return CountedState(optax.ema(decay).init(params), metric.init(params))
+
+    def update(updates, state, params=None, *, gradients=None, **extra):
+        average, ema = optax.ema(decay).update(gradients, state.count)
+        measured = updates if statistic == "momentum" else jax.tree.map(jnp.subtract, gradients, average)
+        new, inner = metric.update(updates, state.inner, params, gradients=measured, **extra)
+        return new, CountedState(ema, inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _without_radial_part() -> optax.GradientTransformationExtraArgs:
+    """Remove from every matrix its part along the weights."""
+
+    def project(u: jax.Array, w: jax.Array, dims: MatrixDims) -> jax.Array:
+        _, outputs, inputs = split_axes(u.ndim, dims)
+        uw, ww = (jnp.sum(x, outputs + inputs, keepdims=True) for x in (u * w, w * w))
+        return u - jnp.where(ww == 0, 0, uw / jnp.where(ww == 0, 1, ww)) * w
+
+    def update(updates, state, params=None, *, matrix_dims=None, **_):
+        return map_matrices(project, updates, params, matrix_dims), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+class SoapState(NamedTuple):
+    """Gram matrices, eigenbases, and Adam's moments in their basis, for stacks (batch, out, in)."""
+
+    count: Any
+    left: Any
+    right: Any
+    bases: Any
+    first: Any
+    second: Any
+
+
+def scale_by_soap(
+    *, b1: float = 0.95, b2: float = 0.95, gram_decay: float = 0.95, every: int = 5, matrix_dims: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Adam in the eigenbases of the averages of ``G G^T`` and ``G^T G``, which are recomputed every few steps."""
+
+    def init(params):
+        found = assigned(params, None, matrix_dims).values()
+        stacks = [to_matrices(x, spec.dims) for x, spec in zip(jax.tree.leaves(params), found, strict=True)]
+        eyes = lambda axis: [jnp.zeros((len(x), x.shape[axis], x.shape[axis])) + jnp.eye(x.shape[axis]) for x in stacks]  # noqa: E731
+        zeros = [jnp.zeros_like(x) for x in stacks]
+        grams = [[0 * e for e in eyes(axis)] for axis in (1, 2)]
+        return SoapState(jnp.zeros((), jnp.int32), *grams, list(zip(eyes(1), eyes(2), strict=True)), zeros, zeros)
+
+    def update(updates, state, params=None, **_):
+        found = list(assigned(updates, params, matrix_dims).values())
+        leaves, treedef = jax.tree.flatten(updates)
+        count = state.count + 1
+        new, kept = [], []
+        for g, spec, left, right, bases, m, v in zip(leaves, found, *state[1:], strict=True):
+            shape, g = g.shape, to_matrices(g, spec.dims)
+            left = gram_decay * left + (1 - gram_decay) * g @ g.mT
+            right = gram_decay * right + (1 - gram_decay) * g.mT @ g
+
+            def renewed(args):
+                left, right, _ = args
+                return jnp.linalg.eigh(left)[1], jnp.linalg.eigh(right)[1]
+
+            again = (state.count % every == 0)
+            bases = jax.lax.cond(again, renewed, lambda args: args[2], (left, right, tuple(bases)))
+            m = b1 * m + (1 - b1) * g
+            rotated = bases[0].mT @ g @ bases[1]
+            v = b2 * v + (1 - b2) * rotated**2
+            u = (1 - b1) * g + b1 * m / (1 - b1**count)
+            d = (bases[0].mT @ u @ bases[1]) / (jnp.sqrt(v / (1 - b2**count)) + 1e-12)
+            new.append(from_matrices(bases[0] @ d @ bases[1].mT, spec.dims, shape))
+            kept.append((left, right, bases, m, v))
+        return treedef.unflatten(new), SoapState(count, *map(list, zip(*kept, strict=True)))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@checked
+def soap_hyperball(
+    learning_rate: Any,
+    adam_learning_rate: Any,
+    *,
+    every: int = 5,
+    soap_b2: float = 0.95,
+    learning_rate_multipliers: Any = None,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.95,
+    adam_weight_decay: Any = 0.1,
+    weight_decay_mask: Any = None,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """SOAP under Hyperball."""
+    return with_adamw(
+        functools.partial(scale_by_soap, every=every, b2=soap_b2),
+        learning_rate,
+        norm_control="hyperball",
+        adam_learning_rate=adam_learning_rate,
+        learning_rate_multipliers=learning_rate_multipliers,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_weight_decay=adam_weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        matrix_dims=matrix_dims,
+    )

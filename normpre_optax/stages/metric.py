@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metric of rows and columns in which a spectral stage computes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from normpre_optax.checks import check_numbers
+from normpre_optax.linalg.precision import at_least_float32, by_platform
+from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
+from normpre_optax.parameters.tree import without_boxes
+from normpre_optax.sharding.placement import replicated
+from normpre_optax.stages.base import assigned, map_matrices
+
+
+class MetricState(NamedTuple):
+    """Averages of mean squares of rows and columns, and the state of the spectral stage.
+
+    ``rows`` and ``columns`` are trees like the parameters. The arrays of ``rows`` have size one along the inputs, those
+    of ``columns`` along the outputs (one entry per output block).
+    """
+
+    rows: optax.Updates
+    columns: optax.Updates
+    spectral: optax.OptState
+
+
+def with_metric(
+    spectral: optax.GradientTransformation,
+    strength: jax.typing.ArrayLike = 0.5,
+    clip: float = 2.0,
+    decay: jax.typing.ArrayLike = 0.95,
+    *,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Scale rows and columns before and after a spectral stage, by the size of their gradients.
+
+    With averages r and c of the mean squares of the rows and columns of earlier gradients,
+    ``a = clip(sqrt(r / mean(r)), 1 / k, k)^(-p)``, and b the same of c, the result is
+    ``D = diag(a) T(diag(a) U diag(b)) diag(b)``. Then ``r = d r + (1 - d) mean_in(G^2)`` and
+    ``c = d c + (1 - d) mean_out(G^2)``. With T = msign, D is the direction of steepest descent in the weighted
+    spectral norm ``||diag(a)^-1 D diag(b)^-1||_op``.
+
+    Args:
+        spectral: T, such as ``precondition_globally()``, or any optax transformation of matrices.
+        strength: p. With 0 the metric has no effect; 1/2 is the square root of full normalization.
+        clip: k, largest ratio of a row's root mean square to that of the matrix that is taken into account.
+        decay: d, of the averages.
+        matrix_dims: see ``normpre_g``.
+
+    Returns:
+        A stage whose state has one float32 number per row and per column. In a ``direction``, G are the gradients;
+        outside, the updates that the stage is passed.
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from normpre_optax import with_metric
+        >>> tx, g = with_metric(optax.identity()), jnp.diag(jnp.array([3.0, 1.0]))
+        >>> _, state = tx.update(g, tx.init(g))
+        >>> print(tx.update(g, state)[0].round(3))  # 3 / 1.8, and 1 / 0.25 because of the clip
+        [[1.667 0.   ]
+         [0.    4.   ]]
+
+    References:
+        The one-sided normalization of Normalize-Then-Precondition is strength 1, before the stage only.
+    """
+    check_numbers(strength=strength, clip=clip, decay=decay)
+
+    def squares(updates: Any, params: Any, dims: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the mean squares of the rows and of the columns of every parameter."""
+        specs = assigned(updates, params, dims).values()
+        found = [_mean_squares(x, spec.dims) for x, spec in zip(jax.tree.leaves(updates), specs, strict=True)]
+        return [r for r, _ in found], [c for _, c in found]
+
+    def scaled(u: jax.Array, w: Any, dims: MatrixDims, rows: jax.Array, columns: jax.Array) -> jax.Array:
+        mean = jnp.mean(rows, split_axes(u.ndim, dims)[1], keepdims=True)  # also that of the columns
+        for x in (rows, columns):
+            relative = jnp.sqrt(x / jnp.where(mean == 0, 1, mean))
+            u = u * jnp.clip(relative, 1 / clip, clip) ** -jnp.asarray(strength, u.dtype)
+        return u
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        treedef = jax.tree.structure(params)
+        trees = (without_boxes(treedef.unflatten(x)) for x in squares(zeros, params, matrix_dims))
+        return MetricState(*trees, spectral.init(params))
+
+    def update(updates, state, params=None, *, matrix_dims=matrix_dims, gradients=None, **extra_args):
+        def run(updates, state, params, gradients):
+            found = assigned(updates, params, matrix_dims)
+            averages = [
+                jax.tree.structure(old).unflatten(
+                    [replicated(decay * o + (1 - decay) * n) for o, n in zip(jax.tree.leaves(old), new, strict=True)]
+                )
+                for old, new in zip(state[:2], squares(gradients, params, found), strict=True)
+            ]
+            u = map_matrices(scaled, updates, params, found, *state[:2])
+            u, inner = optax.with_extra_args_support(spectral).update(
+                u, state.spectral, params, matrix_dims=found, gradients=gradients, **extra_args
+            )
+            return map_matrices(scaled, u, params, found, *state[:2]), MetricState(*averages, inner)
+
+        args = updates, state, params, updates if gradients is None else gradients
+        return by_platform(run, *args)(*args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _mean_squares(g: jax.Array, dims: MatrixDims) -> tuple[jax.Array, jax.Array]:
+    """Return the mean squares of rows, and those of the columns of each output block."""
+    _, outputs, inputs = split_axes(g.ndim, dims)
+    squares, places = jnp.square(at_least_float32(g)), blocks_of(g.shape, dims)
+    rows, axis = jnp.mean(squares, inputs, keepdims=True), outputs[0]
+    if len(places) == 1:
+        return rows, jnp.mean(squares, outputs, keepdims=True)
+    index = jnp.arange(g.shape[axis]).reshape([-1 if i == axis else 1 for i in range(g.ndim)])
+    inside = [(index >= at.start) & (index < at.stop) for at, *_ in places]  # slices would gather a sharded axis
+    return rows, jnp.concatenate([jnp.mean(squares, outputs, keepdims=True, where=x) for x in inside], axis)
