@@ -9,6 +9,7 @@ learning rate is not tuned. A stopped program resumes.
 """
 
 import dataclasses
+import functools
 import shlex
 import sys
 from collections.abc import Sequence
@@ -68,34 +69,37 @@ def loss(study: Study, one: Arm) -> float:
 def tune(study: Study, optimizers: Sequence[str], options: Options) -> dict[str, Setting]:
     """The best setting of every optimizer on the seeds to tune on."""
     grids = [_numbers(text) for text in (options.learning_rates, options.adam_learning_rates, options.weight_decays)]
-    first = TUNE[0]
-    best: dict[str, Setting] = {optimizer: (grids[0][0], grids[1][0], grids[2][0]) for optimizer in optimizers}
+    best: dict[str, Setting] = dict.fromkeys(optimizers, tuple(grid[0] for grid in grids))
     tried: dict[str, set[Setting]] = {optimizer: set() for optimizer in optimizers}
 
-    def score(optimizer: str, chosen: Setting) -> float:
-        return loss(study, arm(optimizer, chosen, first))
+    def score(optimizer: str, chosen: Setting, seeds: Sequence[int] = TUNE[:1]) -> float:
+        return float(np.mean([loss(study, arm(optimizer, chosen, seed)) for seed in seeds]))
 
     for axis, grid in enumerate(grids):
+        extends = axis < 2  # learning rates
+
+        def at(chosen: Setting, value: float, axis: int = axis) -> Setting:
+            return (*chosen[:axis], value, *chosen[axis + 1 :])
+
         wanted = {
-            name: {(*found[:axis], value, *found[axis + 1 :]) for value in grid}
-            for name, found in best.items()
-            if axis < 2 or not is_relative(name)
+            name: {at(chosen, value) for value in grid}
+            for name, chosen in best.items()
+            if extends or not is_relative(name)
         }
         while wanted:
-            study.run([arm(name, chosen, first) for name, settings in wanted.items() for chosen in sorted(settings)])
+            study.run([arm(name, chosen, TUNE[0]) for name, found in wanted.items() for chosen in sorted(found)])
             beyond: dict[str, set[Setting]] = {}
-            for name, settings in wanted.items():
-                tried[name] |= settings
-                line = sorted(x for x in tried[name] if x[:axis] + x[axis + 1 :] == best[name][:axis] + best[name][axis + 1 :])
-                best[name] = found = min(line, key=lambda x, name=name: score(name, x))
-                factor = {line[-1]: 2.0, line[0]: 0.5}.get(found)
-                if factor and axis < 2:
-                    beyond[name] = {(*found[:axis], found[axis] * factor, *found[axis + 1 :])}
+            for name, found in wanted.items():
+                tried[name] |= found
+                line = sorted(chosen for chosen in tried[name] if at(chosen, 0) == at(best[name], 0))
+                best[name] = min(line, key=functools.partial(score, name))
+                factor = {line[-1]: 2.0, line[0]: 0.5}.get(best[name])
+                if factor and extends:
+                    beyond[name] = {at(best[name], best[name][axis] * factor)}
             wanted = beyond
-    finalists = {name: sorted(found, key=lambda x, name=name: score(name, x))[:2] for name, found in tried.items()}
+    finalists = {name: sorted(found, key=functools.partial(score, name))[:2] for name, found in tried.items()}
     study.run([arm(name, chosen, seed) for seed in TUNE[1:] for name, two in finalists.items() for chosen in two])
-    mean = lambda name, chosen: np.mean([loss(study, arm(name, chosen, seed)) for seed in TUNE])  # noqa: E731
-    return {name: min(two, key=lambda x, name=name: mean(name, x)) for name, two in finalists.items()}
+    return {name: min(two, key=functools.partial(score, name, seeds=TUNE)) for name, two in finalists.items()}
 
 
 def _numbers(text: str) -> list[float]:
@@ -148,28 +152,21 @@ def slope(study: Study, arms: Sequence[Arm], options: Options) -> list[float]:
 
 def decision(content: dict[str, Any]) -> str:
     """The table: losses of the seeds that decide, their mean, and differences from the baseline, which is first."""
-    rows, seeds = content["rows"], content["seeds"]
     steps, means = content["config"]["steps"], content["slope"]
-    heads = ["optimizer", "learning rate", *map(str, seeds), "mean", "less the baseline", "t", "steps saved"]
+    heads = ["optimizer", "learning rate", *map(str, content["seeds"]), "mean", "less the baseline", "t", "steps saved"]
     lines = []
-    for row in rows:
-        less = np.array(row["less"])
-        error = np.std(less, ddof=1) / len(less) ** 0.5 if len(less) > 1 else np.nan
-        cells = [row["optimizer"], f"{row['learning_rate']:g}", *(f"{x:.4f}" for x in row["losses"])]
-        cells.append(f"{np.mean(row['losses']):.4f}")
-        cells += ["", "", ""] if row is rows[0] else [f"{less.mean():+.4f} ± {error:.4f}", f"{less.mean() / error:.1f}"]
-        if means and row is not rows[0]:  # the steps at which the baseline would have this loss
-            cells.append(f"{np.interp(-np.mean(row['losses']), *_line(means)) - 1:+.1%}")
+    for row in content["rows"]:
+        less, mean = np.array(row["less"]), np.mean(row["losses"])
+        cells = [row["optimizer"], f"{row['learning_rate']:g}", *(f"{x:.4f}" for x in row["losses"]), f"{mean:.4f}"]
+        if row is not content["rows"][0]:
+            error = np.std(less, ddof=1) / len(less) ** 0.5 if len(less) > 1 else np.nan
+            cells += [f"{less.mean():+.4f} ± {error:.4f}", f"{less.mean() / error:.1f}"]
+        if row is not content["rows"][0] and means:  # the steps at which the baseline would have this loss
+            cells.append(f"{np.exp((mean - means[1]) * np.log(SLOPE[1] / SLOPE[0]) / (means[2] - means[0])) - 1:+.1%}")
         lines.append([*cells, *[""] * (len(heads) - len(cells))])
-    note = f"Baseline at {SLOPE[0]} and {SLOPE[1]} times the {steps:,} steps: {means[0]:.4f}, {means[2]:.4f}.\n" if means else ""
+    shorter = f"{means[0]:.4f}, {means[2]:.4f}" if means else ""
+    note = f"The baseline at {SLOPE[0]} and {SLOPE[1]} times the {steps:,} steps: {shorter}.\n" if means else ""
     return f"{table(heads, lines)}\n{note}"
-
-
-def _line(means: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Losses and relative steps of the line through the baseline's shorter and longer runs, far beyond both."""
-    rate = (means[2] - means[0]) / np.log(SLOPE[1] / SLOPE[0])
-    steps = np.geomspace(0.1, 10, 401)
-    return -(means[1] + rate * np.log(steps)), steps
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import optax
 from normpre_optax import direction, precondition_globally, two_momenta, with_adamw, with_metric
 from normpre_optax.options import checked
 from normpre_optax.parameters.dims import MatrixDims, from_matrices, split_axes, to_matrices
-from normpre_optax.stages.base import CountState, assigned, init_count, map_matrices
+from normpre_optax.stages.base import assigned, map_matrices
 
 Sides = Literal["both", "before", "after"]
 Statistic = Literal["gradient", "momentum", "residual"]
@@ -172,7 +172,7 @@ def _measured(metric: Any, statistic: str, decay: float) -> optax.GradientTransf
     def init(params):
         return CountedState(optax.ema(decay).init(params), metric.init(params))
 
-    def update(updates, state, params=None, *, gradients=None, **extra):
+    def update(updates, state, params=None, *, gradients: Any = None, **extra):
         average, ema = optax.ema(decay).update(gradients, state.count)
         measured = updates if statistic == "momentum" else jax.tree.map(jnp.subtract, gradients, average)
         new, inner = metric.update(updates, state.inner, params, gradients=measured, **extra)
@@ -196,14 +196,20 @@ def _without_radial_part() -> optax.GradientTransformationExtraArgs:
 
 
 class SoapState(NamedTuple):
-    """Gram matrices, eigenbases, and Adam's moments in their basis, for stacks (batch, out, in)."""
+    """Number of updates, and for every parameter a ``SoapMatrices``."""
 
     count: Any
-    left: Any
-    right: Any
-    bases: Any
-    first: Any
-    second: Any
+    matrices: Any
+
+
+class SoapMatrices(NamedTuple):
+    """Averages of ``G G^T`` and ``G^T G``, their eigenvectors, and Adam's moments, the second in their basis."""
+
+    left: jax.Array
+    right: jax.Array
+    bases: tuple[jax.Array, jax.Array]
+    first: jax.Array
+    second: jax.Array
 
 
 def scale_by_soap(
@@ -211,38 +217,33 @@ def scale_by_soap(
 ) -> optax.GradientTransformationExtraArgs:
     """Adam in the eigenbases of the averages of ``G G^T`` and ``G^T G``, which are recomputed every few steps."""
 
+    def zeros(x: jax.Array) -> SoapMatrices:
+        grams = [jnp.zeros((len(x), x.shape[axis], x.shape[axis])) for axis in (1, 2)]
+        bases = grams[0] + jnp.eye(x.shape[1]), grams[1] + jnp.eye(x.shape[2])
+        return SoapMatrices(grams[0], grams[1], bases, jnp.zeros_like(x), jnp.zeros_like(x))
+
     def init(params):
         found = assigned(params, None, matrix_dims).values()
         stacks = [to_matrices(x, spec.dims) for x, spec in zip(jax.tree.leaves(params), found, strict=True)]
-        eyes = lambda axis: [jnp.zeros((len(x), x.shape[axis], x.shape[axis])) + jnp.eye(x.shape[axis]) for x in stacks]  # noqa: E731
-        zeros = [jnp.zeros_like(x) for x in stacks]
-        grams = [[0 * e for e in eyes(axis)] for axis in (1, 2)]
-        return SoapState(jnp.zeros((), jnp.int32), *grams, list(zip(eyes(1), eyes(2), strict=True)), zeros, zeros)
+        return SoapState(jnp.zeros((), jnp.int32), [zeros(x) for x in stacks])
+
+    def step(g: jax.Array, old: SoapMatrices, count: Any) -> tuple[jax.Array, SoapMatrices]:
+        left = gram_decay * old.left + (1 - gram_decay) * g @ g.mT
+        right = gram_decay * old.right + (1 - gram_decay) * g.mT @ g
+        renewed = lambda: (jnp.linalg.eigh(left)[1], jnp.linalg.eigh(right)[1])  # noqa: E731
+        q, p = jax.lax.cond(count % every == 1 % every, renewed, lambda: old.bases)
+        first = b1 * old.first + (1 - b1) * g
+        second = b2 * old.second + (1 - b2) * (q.mT @ g @ p) ** 2
+        u = (1 - b1) * g + b1 * first / (1 - b1**count)
+        d = (q.mT @ u @ p) / (jnp.sqrt(second / (1 - b2**count)) + 1e-12)
+        return q @ d @ p.mT, SoapMatrices(left, right, (q, p), first, second)
 
     def update(updates, state, params=None, **_):
-        found = list(assigned(updates, params, matrix_dims).values())
+        specs, count = assigned(updates, params, matrix_dims).values(), state.count + 1
         leaves, treedef = jax.tree.flatten(updates)
-        count = state.count + 1
-        new, kept = [], []
-        for g, spec, left, right, bases, m, v in zip(leaves, found, *state[1:], strict=True):
-            shape, g = g.shape, to_matrices(g, spec.dims)
-            left = gram_decay * left + (1 - gram_decay) * g @ g.mT
-            right = gram_decay * right + (1 - gram_decay) * g.mT @ g
-
-            def renewed(args):
-                left, right, _ = args
-                return jnp.linalg.eigh(left)[1], jnp.linalg.eigh(right)[1]
-
-            again = (state.count % every == 0)
-            bases = jax.lax.cond(again, renewed, lambda args: args[2], (left, right, tuple(bases)))
-            m = b1 * m + (1 - b1) * g
-            rotated = bases[0].mT @ g @ bases[1]
-            v = b2 * v + (1 - b2) * rotated**2
-            u = (1 - b1) * g + b1 * m / (1 - b1**count)
-            d = (bases[0].mT @ u @ bases[1]) / (jnp.sqrt(v / (1 - b2**count)) + 1e-12)
-            new.append(from_matrices(bases[0] @ d @ bases[1].mT, spec.dims, shape))
-            kept.append((left, right, bases, m, v))
-        return treedef.unflatten(new), SoapState(count, *map(list, zip(*kept, strict=True)))
+        found = [step(to_matrices(g, s.dims), m, count) for g, s, m in zip(leaves, specs, state.matrices, strict=True)]
+        new = [from_matrices(d, s.dims, g.shape) for (d, _), s, g in zip(found, specs, leaves, strict=True)]
+        return treedef.unflatten(new), SoapState(count, [matrices for _, matrices in found])
 
     return optax.GradientTransformationExtraArgs(init, update)
 

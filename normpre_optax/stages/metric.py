@@ -70,40 +70,39 @@ def with_metric(
         The one-sided normalization of Normalize-Then-Precondition is strength 1, before the stage only.
     """
     check_numbers(strength=strength, clip=clip, decay=decay)
+    inner = optax.with_extra_args_support(spectral)
 
-    def squares(updates: Any, params: Any, dims: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the mean squares of the rows and of the columns of every parameter."""
-        specs = assigned(updates, params, dims).values()
-        found = [_mean_squares(x, spec.dims) for x, spec in zip(jax.tree.leaves(updates), specs, strict=True)]
-        return [r for r, _ in found], [c for _, c in found]
+    def squares(gradients: Any, params: Any, dims: Any) -> tuple[list[jax.Array], ...]:
+        """Return the mean squares of the rows of every parameter, and of the columns."""
+        specs = assigned(gradients, params, dims).values()
+        found = [_mean_squares(g, spec.dims) for g, spec in zip(jax.tree.leaves(gradients), specs, strict=True)]
+        return [rows for rows, _ in found], [columns for _, columns in found]
+
+    def average(old: Any, new: list[jax.Array]) -> Any:
+        leaves, treedef = jax.tree.flatten(old)
+        return treedef.unflatten([replicated(decay * o + (1 - decay) * n) for o, n in zip(leaves, new, strict=True)])
 
     def scaled(u: jax.Array, w: Any, dims: MatrixDims, rows: jax.Array, columns: jax.Array) -> jax.Array:
-        mean = jnp.mean(rows, split_axes(u.ndim, dims)[1], keepdims=True)  # also that of the columns
-        for x in (rows, columns):
-            relative = jnp.sqrt(x / jnp.where(mean == 0, 1, mean))
+        mean = jnp.mean(rows, split_axes(u.ndim, dims)[1], keepdims=True)  # that of the columns is the same
+        for squares in (rows, columns):
+            relative = jnp.sqrt(squares / jnp.where(mean == 0, 1, mean))
             u = u * jnp.clip(relative, 1 / clip, clip) ** -jnp.asarray(strength, u.dtype)
         return u
 
     def init(params):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        treedef = jax.tree.structure(params)
-        trees = (without_boxes(treedef.unflatten(x)) for x in squares(zeros, params, matrix_dims))
-        return MetricState(*trees, spectral.init(params))
+        rows, columns = squares(jax.tree.map(jnp.zeros_like, params), params, matrix_dims)
+        tree = lambda leaves: without_boxes(jax.tree.structure(params).unflatten(leaves))  # noqa: E731
+        return MetricState(tree(rows), tree(columns), inner.init(params))
 
     def update(updates, state, params=None, *, matrix_dims=matrix_dims, gradients=None, **extra_args):
         def run(updates, state, params, gradients):
-            found = assigned(updates, params, matrix_dims)
-            averages = [
-                jax.tree.structure(old).unflatten(
-                    [replicated(decay * o + (1 - decay) * n) for o, n in zip(jax.tree.leaves(old), new, strict=True)]
-                )
-                for old, new in zip(state[:2], squares(gradients, params, found), strict=True)
-            ]
-            u = map_matrices(scaled, updates, params, found, *state[:2])
-            u, inner = optax.with_extra_args_support(spectral).update(
-                u, state.spectral, params, matrix_dims=found, gradients=gradients, **extra_args
-            )
-            return map_matrices(scaled, u, params, found, *state[:2]), MetricState(*averages, inner)
+            dims = assigned(updates, params, matrix_dims)
+            within_metric = lambda u: map_matrices(scaled, u, params, dims, state.rows, state.columns)  # noqa: E731
+            u = within_metric(updates)
+            extra = {**extra_args, "matrix_dims": dims, "gradients": gradients}
+            t, spectral_state = inner.update(u, state.spectral, params, **extra)
+            rows, columns = map(average, state[:2], squares(gradients, params, dims))
+            return within_metric(t), MetricState(rows, columns, spectral_state)
 
         args = updates, state, params, updates if gradients is None else gradients
         return by_platform(run, *args)(*args)

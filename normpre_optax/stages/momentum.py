@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Momentum of two ages."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ class TwoMomentaState(NamedTuple):
 def two_momenta(
     fast: jax.typing.ArrayLike = 0.85,
     slow: jax.typing.ArrayLike = 0.98,
-    slow_weight: optax.ScalarOrSchedule = 0.56,
+    slow_weight: jax.typing.ArrayLike | Callable = 0.56,
     gradient_share: jax.typing.ArrayLike = 0.05,
     accumulator_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:

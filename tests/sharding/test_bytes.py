@@ -50,7 +50,9 @@ def test_on_auto_axes_without_any_option(name, mesh):
     assert megabytes(name, mesh, AxisType.Auto) <= (12 if name == "normpre_l" else MESHES[mesh][-1])
 
 
-@pytest.mark.parametrize(("name", "bound"), [("normpre_g", 29), ("normpre_h", 29), pytest.param("normpre_l", 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "bound"), [("normpre_g", 29), ("normpre_h", 29), pytest.param("normpre_l", 10, marks=pytest.mark.slow)]
+)
 def test_on_explicit_axes(name, bound):
     assert megabytes(name, "fsdp 8", AxisType.Explicit) <= bound
 

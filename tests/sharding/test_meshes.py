@@ -137,7 +137,9 @@ def test_a_shape_may_have_several_shardings_on_every_platform(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), [("normpre_g", "8"), ("normpre_l", "2x2x2"), ("normpre_g", "2x2x2"), ("normpre_h", "2x2x2")])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("normpre_g", "8"), ("normpre_l", "2x2x2"), ("normpre_g", "2x2x2"), ("normpre_h", "2x2x2")]
+)
 def test_every_mesh(name, mesh):
     check(name, mesh)
 

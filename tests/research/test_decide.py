@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning on some seeds and deciding on others, with losses from a formula instead of runs."""
+
+import json
+import math
+
+import pytest
+
+from examples.pretrain.compare import Study
+from examples.pretrain.config import is_relative, split_name
+from examples.research import command, decide
+
+HYPERBALL = "muon,norm_control=hyperball"
+
+
+def formula(arm, steps):
+    """Lowest at a learning rate of 6.4e-2, 4e-3 for the AdamW group, and a weight decay of 0.03."""
+    settings = split_name(arm.optimizer)[1]
+    rates = arm.learning_rate / 6.4e-2, float(settings["adam_learning_rate"]) / 4e-3
+    decay = float(settings.get("weight_decay", 0.1)) / 0.03
+    better = 0.05 * ("normpre_h" in arm.optimizer)
+    loss = 2 + sum(0.1 * math.log(x) ** 2 for x in (*rates, *([] if is_relative(arm.optimizer) else [decay])))
+    return loss - better - 0.2 * math.log(steps / 1500) + 0.01 * math.sin(arm.seed)
+
+
+@pytest.fixture
+def ran(monkeypatch, tmp_path):
+    """The arms that ran; the folder of a study."""
+    arms = []
+
+    def run(self, wanted):
+        flags = self.config_flags
+        steps = int(flags[flags.index("--steps") + 1]) if "--steps" in flags else self.config.steps
+        for arm in wanted:
+            arms.append((arm, steps))
+            self.results[arm] = {"status": "finished", "validation_loss": formula(arm, steps), "train_seconds": 1.0}
+
+    facts = {"settings": "nano", "command": "decide", "date": "", "machine": {"kind": "cpu", "cores": 1}, "text": {}}
+    facts |= {"config": {"steps": 1500, "batch_size": 16, "model.context": 64, "model.family": "gpt2"}, "versions": {}}
+    facts["config"] |= {"model.layers": 3, "model.width": 64}
+    facts |= {"parameters": 1, "text": {"source": "text"}, "versions": {"python": "3", "jax": "0"}}
+    monkeypatch.setattr(Study, "run", run)
+    monkeypatch.setattr(Study, "facts", lambda self, line: facts)
+    monkeypatch.setattr("examples.pretrain.data.open_corpus", lambda *_: None)
+    return arms
+
+
+def test_options_are_tuned_one_after_the_other_and_seeds_decide(ran, tmp_path):
+    fixed = "muoneq,norm_control=hyperball,adam_learning_rate=4e-3,learning_rate=6.4e-2"
+    arguments = ["--seeds", "41-44", "--runs-folder", str(tmp_path), "--optimizers"]
+    decide.main([*arguments, f"{HYPERBALL}; normpre_h; muon; {fixed}"])
+    best = {"adam_learning_rate": "0.004"}
+    for seed in range(41, 45):
+        for name, more in ((HYPERBALL, {}), ("normpre_h", {}), ("muon", {"weight_decay": "0.03"})):
+            settings = ",".join(f"{key}={value}" for key, value in (best | more).items())
+            assert (decide.Arm(f"{name},{settings}", 6.4e-2, seed), 1500) in ran, "extended beyond the first three"
+    assert {arm.seed for arm, _ in ran if "muoneq" in arm.optimizer} == {41, 42, 43, 44}, "is not tuned"
+    assert {steps for _, steps in ran} == {1350, 1500, 1650}
+    found = json.loads((tmp_path / "decide-nano/report/decision.json").read_text())
+    rows = {row["optimizer"]: row for row in found["rows"]}
+    assert len(rows) == 4
+    less = rows["NormPre-H, adam_learning_rate=0.004"]["less"]
+    assert less == pytest.approx([-0.05] * 4)
+    page = (tmp_path / "decide-nano/report/README.md").read_text()
+    # A loss of 0.2 log(steps) falls by 0.05 in exp(0.25) = 1.284 times the steps.
+    assert "| -0.0500 ± 0.0000 |" in page
+    assert "+28.4%" in page
+
+
+def test_seeds_that_tune_may_not_decide(ran, capsys):
+    arguments = ["--optimizers", HYPERBALL, "--seeds", "2-4"]
+    assert command.run(decide.main, arguments) != 0
+    assert "seeds 0 to 2 are for tuning" in capsys.readouterr().err
