@@ -28,9 +28,8 @@ def scale_by_normpre_h(
     """NormPre-H without its norm constraint: two momenta, orthogonalized in a metric of rows and columns.
 
     ``U`` mixes the gradient, a fast and a slow average of gradients (``two_momenta``), and
-    ``D = diag(a) NS5(diag(a) U diag(b)) diag(b)``, where a and b shrink rows and columns with large gradients
-    (``with_metric``). The scale of ``D`` has no meaning: use ``hyperball``, or ``scale_to_rms`` before AdamW's learning
-    rate.
+    ``D = diag(a) msign(diag(a) U diag(b)) diag(b)``, where a and b shrink rows and columns with large gradients
+    (``with_metric``). D has no particular scale: ``hyperball`` or ``scale_to_rms`` follows.
 
     Args:
         momentum: decay of the fast average.
@@ -72,13 +71,13 @@ def normpre_h(
     matrix_dims: Any = None,
     shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """NormPre-H, the recommended optimizer: normalized, orthogonalized steps of weights with a fixed norm.
+    """NormPre-H, the recommended optimizer: two momenta, orthogonalized in a metric; weights with a fixed norm.
 
-    ``M = mu M + G``, ``U = G + mu M``; rows of ``U`` (columns at every other step) are divided by their norms, and
-    ``T = msign(U)`` by Newton-Schulz iterations. Then ``W <- R N(N(W) - lr N(T))``, see ``hyperball``: the first
-    update sets the norm ``R`` of every matrix, so the result does not depend on the scale of the initialization.
-    Everything that is not a hidden matrix uses AdamW. It is for training from scratch: the first update would change
-    the norms of trained weights.
+    ``U`` mixes the gradient, a fast and a slow average of gradients (``two_momenta``). With Newton-Schulz iterations,
+    ``D = diag(a) msign(diag(a) U diag(b)) diag(b)``, where a and b shrink rows and columns with large gradients
+    (``with_metric``). Then ``W <- R N(N(W) - lr N(D))``, see ``hyperball``: the first update sets the norm ``R`` of
+    every matrix, so the result does not depend on the scale of the initialization. Everything that is not a hidden
+    matrix uses AdamW. It is for training from scratch: the first update would change the norms of trained weights.
 
     Args:
         learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule. 1.6e-2 is a good
