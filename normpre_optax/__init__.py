@@ -26,13 +26,11 @@ from normpre_optax.recommended import normpre_h, scale_by_normpre_h
 from normpre_optax.relatives import families
 from normpre_optax.relatives.adamuon import adamuon, scale_by_adamuon
 from normpre_optax.relatives.mano import mano, scale_by_mano
-from normpre_optax.relatives.moga import moga, scale_by_moga
 from normpre_optax.relatives.muon import muon, scale_by_muon
 from normpre_optax.relatives.muon_plus import muon_plus, scale_by_muon_plus
 from normpre_optax.relatives.muoneq import muoneq, scale_by_muoneq
 from normpre_optax.relatives.normuon import normuon, scale_by_normuon
 from normpre_optax.relatives.rmnp import rmnp, scale_by_rmnp
-from normpre_optax.relatives.swan import scale_by_swan, swan
 from normpre_optax.stages.base import direction, per_parameter
 from normpre_optax.stages.metric import with_metric
 from normpre_optax.stages.momentum import two_momenta
@@ -53,7 +51,6 @@ __all__ = [
     "hyperball",
     "learning_rate_from_muon",
     "mano",
-    "moga",
     "multipliers_by_width",
     "muon",
     "muon_plus",
@@ -73,7 +70,6 @@ __all__ = [
     "rmnp",
     "scale_by_adamuon",
     "scale_by_mano",
-    "scale_by_moga",
     "scale_by_muon",
     "scale_by_muon_plus",
     "scale_by_muoneq",
@@ -84,10 +80,8 @@ __all__ = [
     "scale_by_normuon",
     "scale_by_rmnp",
     "scale_by_shape",
-    "scale_by_swan",
     "scale_to_rms",
     "static_args",
-    "swan",
     "two_momenta",
     "with_adamw",
     "with_metric",

@@ -91,18 +91,6 @@ def rmnp(shape):
     return step
 
 
-@follows(1e-13, {}, {"mode": "columns"})
-def moga(shape, mode="rows"):
-    m, n = shape
-    u_of = momentum(shape)
-
-    def step(g, w):
-        u = u_of(g)
-        return u / norms(u, 1) * n**-0.5 if mode == "rows" else u / norms(u, 0) * m**0.5 / n
-
-    return step
-
-
 @follows(1e-6, {}, {"mode": "columns"}, {"mode": "both"})
 def muoneq(shape, mode="rows"):
     u_of = momentum(shape)
@@ -154,19 +142,6 @@ def adamuon(shape):
         v = MU * v + (1 - MU) * o**2
         scaled = o / (np.sqrt(v) + 1e-8)
         return 0.2 * np.sqrt(shape[0] * shape[1]) * scaled / (np.linalg.norm(scaled) + 1e-8)
-
-    return step
-
-
-@follows(1e-12)
-def swan(shape, beta=0.5, k=6):
-    def step(g, w):
-        s = (g - g.mean(axis=1, keepdims=True)) / g.std(axis=1, keepdims=True)
-        y = s @ s.T / np.linalg.norm(s @ s.T)
-        z = identity = np.eye(shape[0])
-        for _ in range(k):
-            y, z = beta * y @ (3 * identity - z @ y), beta * (3 * identity - z @ y) @ z
-        return z @ s
 
     return step
 

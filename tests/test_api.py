@@ -12,7 +12,7 @@ import pytest
 import normpre_optax as npo
 from normpre_optax.checks import RANGES
 from normpre_optax.options import ARGS
-from normpre_optax.stages import scale_by_row_moment, standardize_rows, whiten
+from normpre_optax.stages import scale_by_row_moment
 
 CALLABLES = sorted(name for name in npo.__all__ if callable(getattr(npo, name)))
 REST = {"weight_decay": 0.1, "norm_control": "none", "adam_b1": 0.9, "adam_b2": 0.95, "adam_eps": 1e-8}
@@ -63,11 +63,10 @@ def test_an_optimizer_has_the_options_of_its_direction_and_of_with_adamw(name):
 
 def test_with_adamw_and_stages_have_the_same_defaults():
     assert arguments(npo.with_adamw, inspect.Parameter.KEYWORD_ONLY) == REST
-    both = {**arguments(npo.scale_by_normpre_g), **arguments(npo.scale_by_normpre_l), **arguments(npo.scale_by_swan)}
-    both |= {"rms": None, **arguments(npo.scale_by_normuon, inspect.Parameter.KEYWORD_ONLY)}
-    both |= {"mode": "relaxed", "steps": both["whitening_steps"]}
-    stages = (npo.project_to_tangent, npo.precondition_globally, npo.precondition_locally)
-    for stage in (*stages, whiten, scale_by_row_moment, standardize_rows):
+    both = {**arguments(npo.scale_by_normpre_g), **arguments(npo.scale_by_normpre_l)}
+    both |= {"rms": None, "mode": "relaxed", **arguments(npo.scale_by_normuon, inspect.Parameter.KEYWORD_ONLY)}
+    stages = (npo.project_to_tangent, npo.precondition_globally, npo.precondition_locally, scale_by_row_moment)
+    for stage in stages:
         own = {option: default for option, default in arguments(stage).items() if option != "eps"}
         assert own == {option: both[option] for option in own}
         assert isinstance(stage(), optax.GradientTransformationExtraArgs)
@@ -103,7 +102,7 @@ INVALID = {
     "muon(1e-3, muon_weight_dimension_numbers=None)": "did you mean 'matrix_dims'",
     "normpre_g(1e-3, consistent_rms=0.2)": "no option 'consistent_rms': its options are learning_rate",
     "mano(lr=1e-3)": "no option 'lr': did you mean 'learning_rate'",
-    "scale_by_swan(radius=1)": "no option 'radius': its options are whitening_steps, rms",
+    "scale_by_rmnp(radius=1)": "no option 'radius': its options are momentum, nesterov",
     "muon()": "missing a required argument: 'learning_rate'|missing 1 required .*'learning_rate'",
     "muon(1e-3, momentum=1.5)": r"momentum must be in \[0, 1\), got 1.5",
     "normuon(1e-3, b2=1.0)": r"b2 must be in \[0, 1\), got 1.0",
@@ -124,7 +123,7 @@ INVALID = {
     "muon(jnp.float32(-1.0))": r"learning_rate must be in \[0, inf\), got -1.0",
     "normpre_l(1e-3, relative_threshold=lambda step: 1.0)": "relative_threshold must be a number .*inject_hyperparams",
     "normpre_g(1e-3, 0.1)": r"normpre_g\(\): too many positional arguments",
-    "swan(1e-3, rms=np.float32(0))": "rms must be in",
+    "normpre_g(1e-3, rms=np.float32(0))": "rms must be in",
     "scale_to_rms(0.0)": "rms must be in",
     "normpre_l(1e-3, relative_threshold=np.inf)": "relative_threshold must be in",
     "normpre_g(1e-3, tangent='bounded')": "tangent='bounded' is not one of .*'relaxed'",
@@ -150,7 +149,6 @@ INVALID = {
     "normpre_l(1e-3, seed=2**40)": "seed must be at least 0 and below 4294967296",
     "normpre_g(1e-3, ns_steps=0)": "ns_steps must be at least 1",
     "normpre_g(1e-3, ns_steps=2.5)": "ns_steps must be an int",
-    "swan(1e-3, whitening_steps=0)": "whitening_steps must be at least 1",
     "muon(1e-3, ns_coefficients='muno')": "ns_coefficients='muno' is not one of",
     "muon(1e-3, nesterov=1)": "nesterov must be True or False, got 1",
     "muon(1e-3, convention=np.ones(2))": "convention=.* is not one of",

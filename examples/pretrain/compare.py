@@ -298,8 +298,6 @@ NAMES = {
     "muon_plus": ("Muon+", "#44AA99"),
     "normuon": ("NorMuon", "#CC79A7"),
     "adamuon": ("AdaMuon", "#882255"),
-    "moga": ("MOGA", "#999933"),
-    "swan": ("SWAN", "#777777"),
     "normpre_g": ("NormPre-G", "#D55E00"),
     "normpre_l": ("NormPre-L", "#009E73"),
 }

@@ -64,9 +64,9 @@ class Common:
     resume: bool = False  # Continue the run from its last checkpoint, exactly; repeat the other options as they were.
     overwrite: bool = False  # Delete a run of the same name first.
     seed: int = 0  # Seed of initialization, data order and sampling.
-    # Optimizer of the hidden matrices: normpre_h, adamw, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon, moga,
-    # swan, normpre_g or normpre_l, with settings of its own after commas: normpre_l,rank=0.25. Embeddings, norms and
-    # biases use AdamW under all of them.
+    # Optimizer of the hidden matrices: normpre_h, adamw, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon,
+    # normpre_g or normpre_l, with settings of its own after commas: normpre_l,rank=0.25. Embeddings, norms and biases
+    # use AdamW under all of them.
     optimizer: str = "normpre_h"
     # Peak learning rate. Not given, it is that of --config; for normpre_h, whose steps have a size relative to the
     # weights, 1.6e-2.

@@ -44,7 +44,6 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "normpre_h": normpre_h,
     **families(),
 }
-DEFAULTS: dict[str, dict[str, Any]] = {"swan": {"rms": 0.2}}  # where they are not the library's
 # How an optimizer's step depends on the shape, for ``multipliers_by_width``.
 UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {
     "adamw": "elementwise",
@@ -69,7 +68,7 @@ def settings_of(optimizer: str) -> tuple[str, dict[str, Any]]:
         raise RunError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
     arguments = inspect.signature(OPTIMIZERS[name]).parameters.values()
     settings = {x.name: x.default for x in arguments if x.kind == x.KEYWORD_ONLY and x.name not in GIVEN}
-    settings |= {**DEFAULTS.get(name, {}), "layers": ""}
+    settings["layers"] = ""
     for key, text in given.items():
         if key not in settings:
             raise RunError(f"--optimizer: {name} has no setting {key!r}; it has {', '.join((*settings, *IN_NAMES))}")

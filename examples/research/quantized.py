@@ -60,7 +60,7 @@ def quantize_momentum(
     def init(params):
         state = inner.init(params)
         if not any(map(_is_trace, jax.tree.leaves(state, is_leaf=_is_trace))):
-            raise ValueError("quantize_momentum: tx has no momentum from optax.trace (AdamW and SWAN do not)")
+            raise ValueError("quantize_momentum: tx has no momentum from optax.trace (AdamW has none)")
         return _traces(state, quantized)
 
     def update(updates, state, params=None, **extra_args):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz iterations: the matrix sign, the inverse root of a Gram matrix, clipped singular values.
+"""Newton-Schulz iterations: the matrix sign and clipped singular values.
 
 One step maps ``X`` to ``a X + (b A + c A^2) X`` with ``A = X X^T``. It maps every singular value ``s`` to
 ``a s + b s^3 + c s^5`` and keeps the singular vectors. All functions take one matrix; ``jax.vmap`` takes a stack.
@@ -156,39 +156,6 @@ def one_at_a_time(f: Any) -> Any:
     Batched LAPACK calls that run side by side can deadlock XLA's CPU thread pool (docs/cpu_hang.md).
     """
     return jax.custom_batching.sequential_vmap(f) if platform() == "cpu" else f
-
-
-def whiten(
-    x: jax.Array, steps: int = 6, compute_dtype: Any = None, rms: jax.typing.ArrayLike | None = None
-) -> jax.Array:
-    """Return ``Z x`` with ``Z`` close to ``(x x^T / ||x x^T||_F)^(-1/2)``.
-
-    ``Y = x x^T / ||x x^T||_F`` and ``Z = I``; each step sets ``Y <- Y (3 I - Z Y) / 2`` and
-    ``Z <- (3 I - Z Y) Z / 2``, both from the old values. The smaller dimension is used: ``Z x = x Z'`` with the
-    same ``Z'`` of ``x^T x``.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.newton_schulz import whiten
-        >>> x = whiten(jnp.diag(jnp.array([1.0, 2.0])), steps=12)
-        >>> print((x / x[0, 0]).round(4))
-        [[1. 0.]
-         [0. 1.]]
-
-    References:
-        Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148; Higham, Functions of Matrices, 2008, section 6.7.
-    """
-    wide = x.shape[0] <= x.shape[1]
-    times = functools.partial(product, dtype=compute_dtype)
-    unit = x * inverse_root(jnp.sum(x * x))
-    y = times(unit, unit.T) if wide else times(unit.T, unit)
-    y = y * inverse_root(jnp.sum(y * y))
-    z = identity = jnp.eye(len(y), dtype=y.dtype)
-    for _ in range(steps):
-        factor = 1.5 * identity - 0.5 * times(z, y)
-        y, z = times(y, factor), times(factor, z)
-    t = times(z, x) if wide else times(x, z)
-    return t if rms is None else t * (rms * math.sqrt(x.size) * inverse_root(jnp.sum(t * t)))
 
 
 # Polar Express for eigenvalues above 1e-3, then the classical step, which converges to one.

@@ -27,23 +27,6 @@ def unit_rows(x: jax.Array, along: Axes, eps: float = 0.0) -> jax.Array:
     return x * inverse_root(jnp.sum(x * x, along, keepdims=True) + eps)
 
 
-def standardized_rows(x: jax.Array, along: Axes) -> jax.Array:
-    """Subtract from every row its mean and divide by its standard deviation. Constant rows become zero.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.rows import standardized_rows
-        >>> print(standardized_rows(jnp.array([[3e5, 5e5], [0.1, 0.1]]), (1,)).round(4))
-        [[-1.  1.]
-         [ 0.  0.]]
-    """
-    squares = jnp.mean(x * x, along, keepdims=True)
-    x = x - jnp.mean(x, along, keepdims=True)
-    variance = jnp.mean(x * x, along, keepdims=True)
-    rounding = (8 * jnp.finfo(x.dtype).eps) ** 2 * squares
-    return x * inverse_root(jnp.where(variance <= rounding, 0, variance))
-
-
 def unit_rows_and_columns(x: jax.Array, along: Axes, across: Axes) -> jax.Array:
     """Divide every entry by the norms of its row and its column: ``x_ij max_k r_k / (r_i c_j)``, both norms of ``x``.
 

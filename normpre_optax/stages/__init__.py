@@ -4,9 +4,9 @@
 from normpre_optax.stages.base import direction, per_parameter
 from normpre_optax.stages.metric import with_metric
 from normpre_optax.stages.momentum import two_momenta
-from normpre_optax.stages.rows import normalize_rows, normalize_tangent, project_to_tangent, standardize_rows
+from normpre_optax.stages.rows import normalize_rows, normalize_tangent, project_to_tangent
 from normpre_optax.stages.scale import KELLER, MOONLIGHT, scale_by_row_moment, scale_by_shape, scale_to_rms
-from normpre_optax.stages.spectral import precondition_globally, precondition_locally, whiten
+from normpre_optax.stages.spectral import precondition_globally, precondition_locally
 
 __all__ = [
     "KELLER",
@@ -21,8 +21,6 @@ __all__ = [
     "scale_by_row_moment",
     "scale_by_shape",
     "scale_to_rms",
-    "standardize_rows",
     "two_momenta",
-    "whiten",
     "with_metric",
 ]

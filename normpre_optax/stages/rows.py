@@ -200,19 +200,3 @@ def normalize_rows(
         return rows.unit_rows(x, inputs if side == "rows" else outputs, eps)
 
     return per_parameter(normalize, matrix_dims)
-
-
-def standardize_rows(*, matrix_dims: Any = None) -> optax.GradientTransformationExtraArgs:
-    """Give every row mean 0 and standard deviation 1. Constant rows become zero.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from normpre_optax.stages import standardize_rows
-        >>> print(standardize_rows().update(jnp.array([[1.0, 2.0], [5.0, 2.0]]), ())[0].round(4))
-        [[-1.  0.]
-         [ 1.  0.]]
-
-    References:
-        Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148 ("GradNorm").
-    """
-    return per_parameter(lambda x, w, dims: rows.standardized_rows(x, split_axes(x.ndim, dims)[2]), matrix_dims)

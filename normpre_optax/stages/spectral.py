@@ -277,37 +277,6 @@ def precondition_globally(
     return spectral(f, rms=rms, matrix_dims=matrix_dims)
 
 
-def whiten(
-    steps: int = 6, compute_dtype: Any = None, rms: jax.typing.ArrayLike | None = None, *, matrix_dims: Any = None
-) -> optax.GradientTransformationExtraArgs:
-    """Multiply every matrix by the inverse root of its Gram matrix: ``T ~ (X X^T / ||X X^T||_F)^(-1/2) X``.
-
-    Args:
-        steps: coupled Newton-Schulz iterations for the inverse root.
-        compute_dtype: see ``precondition_globally``.
-        rms: if given, scale every result to this root mean square. Without it singular values approach
-            ``||X X^T||_F^(1/2)``.
-        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
-
-    Returns:
-        A stage. On a mesh, every matrix is computed on one device.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from normpre_optax.stages import whiten
-        >>> tx, x = whiten(steps=12), jnp.diag(jnp.array([4.0, 3.0]))
-        >>> print((tx.update(x, tx.init(x))[0] / (4.0**4 + 3.0**4) ** 0.25).round(4))
-        [[1. 0.]
-         [0. 1.]]
-
-    References:
-        Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148.
-    """
-    check_numbers(rms=rms, compute_dtype=compute_dtype)
-    options = ("steps", static_int("whitening_steps", steps, least=1)), ("compute_dtype", compute_dtype)
-    return spectral(EachMatrix(ns.whiten, options), rms=rms, matrix_dims=matrix_dims)
-
-
 def precondition_locally(
     rank: int | float = 32,
     oversample: int = 8,

@@ -107,7 +107,7 @@ def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
     accepted = inspect.signature(factory).parameters
     values = {"momentum": 0.5, "ns_steps": 3, "rank": 7, "tangent": "none", "rms": 0.3, "method": "products"}
     values |= {"convention": "keller", "compute_dtype": "bfloat16", "nesterov": True}
-    values |= {"mode": {"muoneq": "both", "muon_plus": "columns", "moga": "columns"}.get(name, "rows")}
+    values |= {"mode": {"muoneq": "both", "muon_plus": "columns"}.get(name, "rows")}
     values = {key: value for key, value in values.items() if key in accepted}
     text = ",".join((name, *(f"{key}={value}" for key, value in values.items())))
     optimizer_of(text, 2.0, learning_rate=2.0, adam_learning_rate=1.0, seed=4, adam_b2=0.9, weight_decay=0.2)
@@ -118,7 +118,7 @@ def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
     given.clear()
     optimizer_of(name, 1.0)
     for key in values:
-        assert given[key] == (0.2 if (name, key) == ("swan", "rms") else accepted[key].default)
+        assert given[key] == accepted[key].default
     if "mode" in accepted:
         with pytest.raises(RunError, match=f"--optimizer {name},mode=rows_first: mode='rows_first' is not one of"):
             optimizer_of(f"{name},mode=rows_first", 1.0)

@@ -100,15 +100,6 @@ def test_momentum_along_the_weights(tangent):
         assert np.linalg.norm(compiled(m, np.float32(w), (1,), tangent), axis=-1).max() < 1.1, (size, noise)
 
 
-def test_standardized_rows_that_are_constant_become_zero():
-    """SWAN's transcription has the others."""
-    x = np.float32([[0.1] * 7, [1e-15, 2e-15] + [0.0] * 5, [0.0] * 7, [np.nan] + [1.0] * 6])
-    flat, tiny, zero, nan = np.asarray(rows.standardized_rows(x, (1,)))
-    assert not np.any([flat, zero])
-    np.testing.assert_allclose([np.mean(tiny), np.std(tiny)], [0, 1], rtol=0, atol=1e-6)
-    assert np.isnan(nan).all()
-
-
 def test_rows_and_columns_at_once(x64):
     x = gaussian((2, 4, 6), 4)
     x[:, 1] = 0

@@ -22,7 +22,7 @@ from examples.pretrain.data import load, training_batches
 from examples.pretrain.evaluate import token_losses
 from examples.pretrain.logs import read_lines
 from examples.research import clipping, command, diagnostics, figure_data, figure_drawing, figures
-from normpre_optax import families, precondition_locally
+from normpre_optax import families, precondition_locally, with_adamw
 from tests import reference
 
 RANK, ORIENTATIONS = 4, ("rows", "columns")
@@ -230,13 +230,15 @@ def test_which_checkpoints_ranks_and_eigenvalues_are_shown(runs):
     assert figures.span([0.25, None, 0.5]) == "25.0-50.0"
 
 
-@pytest.mark.parametrize("name", ["adamw", *families()])
-def test_the_momentum_of_every_optimizer_is_found(name):
+@pytest.mark.parametrize("name", ["adamw", "sgd", *families()])
+def test_the_momentum_of_every_optimizer_is_found(name, monkeypatch):
+    sgd = lambda learning_rate: with_adamw(lambda matrix_dims: optax.identity(), learning_rate)  # noqa: E731
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "sgd", sgd)
     params = {"blocks": {"0": {"up": {"kernel": jnp.ones((4, 6))}}}, "tokens": {"embedding": jnp.ones((8, 4))}}
     optimizer = optimizers.make_optimizer(dataclasses.replace(Config(), optimizer=name), lambda t: 1.0)
     state = jax.eval_shape(optimizer.init, params)
     ((field, moment),) = figure_data.momenta(params, state, params).values()
-    assert (field, moment.shape) == ({"adamw": "mu", "swan": "gradient"}.get(name, "trace"), (4, 6))
+    assert (field, moment.shape) == ({"adamw": "mu", "sgd": "gradient"}.get(name, "trace"), (4, 6))
     assert figure_data.moments(state)["tokens/embedding"][0] == "mu"
 
 

@@ -52,7 +52,7 @@ def test_vectors_and_moments_of_adam_are_left_alone():
     ]
     assert shapes == [[(8, 16)], [(9, 8), (8, 16)]]
     with pytest.raises(ValueError, match="has no momentum from"):
-        quantize_momentum(npo.swan(0.1)).init(params)
+        quantize_momentum(optax.adamw(0.1)).init(params)
 
 
 def test_a_step_is_nearly_the_same():
