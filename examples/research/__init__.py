@@ -2,9 +2,11 @@
 """Research programs around the library; ``python -m examples.research.NAME --help`` shows the options of one.
 
 - Ablations: ``ablate`` trains the rows of a table, ``ablation_report`` draws it. ``train`` is the pretraining program
-  with the further optimizers of ``ablations`` and ``quantized``.
-- Runs: ``figures`` (the paper's figures, by ``figure_data`` and ``figure_drawing``), ``sweeps``, ``walk`` and
-  ``coordinates``. ``diagnostics`` has functions of matrices, ``monitor`` records them during training.
+  with the further optimizers of ``ablations`` and ``variants``. ``decide`` tunes optimizers on some seeds and compares
+  them on others.
+- Runs: ``figures`` (the paper's figures, by ``figure_data`` and ``figure_drawing``), ``inside`` (the metric and the
+  momenta of ``normpre_h``), ``sweeps`` and ``coordinates``. ``diagnostics`` has functions of matrices, ``monitor``
+  records them during training.
 - Theory: ``theorem`` checks ``inequalities`` on runs, ``method_pictures`` draws the method.
 - Cost: ``optimizer_step`` and ``accuracy`` measure. ``ahead`` and ``collectives`` estimate the cost of a step on
   accelerators from compiled programs, by ``hlo``, ``traffic`` and ``machine_cost``, on the matrices of ``shapes``.

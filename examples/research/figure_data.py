@@ -215,11 +215,11 @@ def moments(opt_state: optax.OptState) -> dict[str, tuple[str, jax.Array]]:
     """First moments kept in an optimizer's state, by parameter: the momentum of matrices, else Adam's average.
 
     Returns:
-        Parameter name -> name of the field that holds it ("trace" or "mu"), and the array. An optimizer that keeps
-        nothing for a parameter leaves it out.
+        Parameter name -> name of the field that holds it ("trace", "fast" of ``normpre_h``, or "mu"), and the array. An
+        optimizer that keeps nothing for a parameter leaves it out.
     """
     found: dict[str, tuple[str, jax.Array]] = {}
-    for field in ("trace", "mu"):
+    for field in ("trace", "fast", "mu"):
         is_kept = lambda node, field=field: field in getattr(node, "_fields", ())  # noqa: E731
         for node in filter(is_kept, jax.tree.leaves(opt_state, is_leaf=is_kept)):
             for name, leaf in by_name(getattr(node, field)).items():
@@ -228,7 +228,7 @@ def moments(opt_state: optax.OptState) -> dict[str, tuple[str, jax.Array]]:
 
 
 def momenta(params: Any, opt_state: optax.OptState, gradients: Any) -> dict[str, tuple[str, jax.Array]]:
-    """What stands for M of every hidden matrix: "trace", "mu" (AdamW's average), or "gradient" if neither is kept."""
+    """What stands for M of every hidden matrix: the name of a field as ``moments`` returns, or "gradient"."""
     kept, gradients = moments(opt_state), by_name(gradients)
     return {name: kept.get(name, ("gradient", gradients[name])) for name in hidden_matrices(params)}
 

@@ -5,7 +5,6 @@ It has the commands and options of ``python -m examples.pretrain``, and these fu
 
 - ``normpre_g_from_x``, ``normpre_l_from_x``: the preconditioner is built before normalization, from X instead of Psi;
 - ``normpre_g_tangent_on_rows``, ``normpre_g_tangent_on_columns``: the tangent projection on every second step only;
-- ``muon_int8``: Muon with its momentum in eight bits;
 - ``normpre_h_variant``, ``soap_hyperball``: see ``variants``.
 """
 
@@ -15,15 +14,7 @@ import sys
 from examples.pretrain import compare, optimizers
 from examples.pretrain.main import main
 from examples.research.ablations import normpre_from_x, normpre_g_tangent_on
-from examples.research.quantized import quantize_momentum
 from examples.research.variants import normpre_h_variant, soap_hyperball
-
-
-@functools.wraps(optimizers.OPTIMIZERS["muon"])
-def muon_int8(*args, **kwargs):
-    """Muon with its momentum in eight bits."""
-    return quantize_momentum(optimizers.OPTIMIZERS["muon"](*args, **kwargs))
-
 
 FURTHER = {
     "normpre_g_from_x": (functools.partial(normpre_from_x, variant="normpre_g"), "NormPre-G from X", "#F0E442"),
@@ -38,7 +29,6 @@ FURTHER = {
         "NormPre-G, tangent on columns",
         "#88CCEE",
     ),
-    "muon_int8": (muon_int8, "Muon, momentum in int8", "#661100"),
     "normpre_h_variant": (normpre_h_variant, "NormPre-H variant", "#DDCC77"),
     "soap_hyperball": (soap_hyperball, "SOAP, Hyperball", "#6699CC"),
 }

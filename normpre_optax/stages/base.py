@@ -159,7 +159,8 @@ def direction(*stages: optax.GradientTransformation, matrix_dims: Any = None) ->
     """Chain stages to the update direction of matrices, before weight decay and learning rate.
 
     Half-precision gradients and weights are converted to float32 once, so that accumulators are float32; the update has
-    the dtype of the parameter. The axes of every parameter are assigned once and passed to the stages.
+    the dtype of the parameter. The axes of every parameter are assigned once and passed to the stages as
+    ``matrix_dims``, the gradients as ``gradients``.
 
     Args:
         stages: optax transformations and stages of this library.

@@ -124,22 +124,19 @@ def scale_by_row_moment(
         ]
         return RowMomentState(without_boxes(treedef.unflatten(zeros)))
 
+    def scaled(o: jax.Array, w: Any, dims: MatrixDims, moment: jax.Array) -> jax.Array:
+        _, outputs, inputs = split_axes(o.ndim, dims)
+        new = o / (jnp.sqrt(moment) + eps)
+        old_squares, squares = (jnp.sum(x * x, outputs + inputs, keepdims=True) for x in (o, new))
+        return new * jnp.sqrt(old_squares) * inverse_root(squares)
+
     def step(updates, state, params, matrix_dims):
         found = assigned(updates, params, matrix_dims)
-        leaves, treedef = jax.tree.flatten(updates)
-        moments = []
-        for o, moment, spec in zip(leaves, jax.tree.leaves(state.moment), found.values(), strict=True):
-            kept = jnp.asarray(b2, moment.dtype)
-            squares = jnp.mean(jnp.square(o.astype(moment.dtype)), split_axes(o.ndim, spec.dims)[2], keepdims=True)
-            moments.append(replicated(kept * moment + (1 - kept) * squares))
-        scaled = [o / (jnp.sqrt(v) + eps).astype(o.dtype) for o, v in zip(leaves, moments, strict=True)]
-
-        def keep_norm(new: jax.Array, old: jax.Array, dims: MatrixDims) -> jax.Array:
-            _, outputs, inputs = split_axes(new.ndim, dims)
-            norms = [jnp.sqrt(jnp.sum(x * x, outputs + inputs, keepdims=True)) for x in (old, new)]
-            return new * jnp.where(norms[1] == 0, 0, norms[0] / jnp.where(norms[1] == 0, 1, norms[1]))
-
-        new = map_matrices(keep_norm, treedef.unflatten(scaled), updates, found)
-        return new, RowMomentState(jax.tree.structure(state.moment).unflatten(moments))
+        moments, treedef = jax.tree.flatten(state.moment)
+        for i, (o, spec) in enumerate(zip(jax.tree.leaves(updates), found.values(), strict=True)):
+            squares = jnp.mean(jnp.square(at_least_float32(o)), split_axes(o.ndim, spec.dims)[2], keepdims=True)
+            moments[i] = replicated(b2 * moments[i] + (1 - b2) * squares)
+        moment = treedef.unflatten(moments)
+        return map_matrices(scaled, updates, params, found, moment), RowMomentState(moment)
 
     return stage(step, init, matrix_dims)

@@ -230,7 +230,7 @@ def test_which_checkpoints_ranks_and_eigenvalues_are_shown(runs):
     assert figures.span([0.25, None, 0.5]) == "25.0-50.0"
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", *families()])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "normpre_h", *families()])
 def test_the_momentum_of_every_optimizer_is_found(name, monkeypatch):
     sgd = lambda learning_rate: with_adamw(lambda matrix_dims: optax.identity(), learning_rate)  # noqa: E731
     monkeypatch.setitem(optimizers.OPTIMIZERS, "sgd", sgd)
@@ -238,7 +238,8 @@ def test_the_momentum_of_every_optimizer_is_found(name, monkeypatch):
     optimizer = optimizers.make_optimizer(dataclasses.replace(Config(), optimizer=name), lambda t: 1.0)
     state = jax.eval_shape(optimizer.init, params)
     ((field, moment),) = figure_data.momenta(params, state, params).values()
-    assert (field, moment.shape) == ({"adamw": "mu", "sgd": "gradient"}.get(name, "trace"), (4, 6))
+    assert field == {"adamw": "mu", "sgd": "gradient", "normpre_h": "fast"}.get(name, "trace")
+    assert moment.shape == (4, 6)
     assert figure_data.moments(state)["tokens/embedding"][0] == "mu"
 
 

@@ -6,12 +6,12 @@ import doctest
 import numpy as np
 import pytest
 
-from examples.research import diagnostics, method_pictures, monitor, quantized, walk
+from examples.research import diagnostics, method_pictures, monitor
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("module", [diagnostics, method_pictures, monitor, quantized, walk])
+@pytest.mark.parametrize("module", [diagnostics, method_pictures, monitor])
 def test_the_examples_of_docstrings_hold(module):
     found = doctest.testmod(module)
     assert (found.failed, found.attempted > 0) == (0, True)
