@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from normpre_optax import direction, precondition_globally, two_momenta, with_adamw, with_metric
+from normpre_optax.linalg.newton_schulz import one_at_a_time
 from normpre_optax.options import checked
 from normpre_optax.parameters.dims import MatrixDims, from_matrices, split_axes, to_matrices
 from normpre_optax.stages.base import assigned, map_matrices
@@ -217,6 +218,9 @@ def scale_by_soap(
 ) -> optax.GradientTransformationExtraArgs:
     """Adam in the eigenbases of the averages of ``G G^T`` and ``G^T G``, which are recomputed every few steps."""
 
+    def eigenvectors(x: jax.Array) -> jax.Array:
+        return jax.vmap(one_at_a_time(lambda gram: jnp.linalg.eigh(gram)[1]))(x)
+
     def zeros(x: jax.Array) -> SoapMatrices:
         grams = [jnp.zeros((len(x), x.shape[axis], x.shape[axis])) for axis in (1, 2)]
         bases = grams[0] + jnp.eye(x.shape[1]), grams[1] + jnp.eye(x.shape[2])
@@ -230,7 +234,7 @@ def scale_by_soap(
     def step(g: jax.Array, old: SoapMatrices, count: Any) -> tuple[jax.Array, SoapMatrices]:
         left = gram_decay * old.left + (1 - gram_decay) * g @ g.mT
         right = gram_decay * old.right + (1 - gram_decay) * g.mT @ g
-        renewed = lambda: (jnp.linalg.eigh(left)[1], jnp.linalg.eigh(right)[1])  # noqa: E731
+        renewed = lambda: (eigenvectors(left), eigenvectors(right))  # noqa: E731
         q, p = jax.lax.cond(count % every == 1 % every, renewed, lambda: old.bases)
         first = b1 * old.first + (1 - b1) * g
         second = b2 * old.second + (1 - b2) * (q.mT @ g @ p) ** 2
