@@ -164,6 +164,6 @@ def scale_by_normpre_l(
     )
 
 
-normpre = complete(scale_by_normpre, more=", npo.precondition_locally(rank=8)")
+normpre = complete(scale_by_normpre, example="1e-3, npo.precondition_locally(rank=8)")
 normpre_g = complete(scale_by_normpre_g)
 normpre_l = complete(scale_by_normpre_l)

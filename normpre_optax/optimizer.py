@@ -29,6 +29,7 @@ SAME_OPTIMIZER = (
 )
 
 
+@checked
 def with_adamw(
     direction: Callable[..., optax.GradientTransformation],
     learning_rate: Number | Callable,
@@ -155,9 +156,6 @@ def with_adamw(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-with_adamw = checked(with_adamw)
-
-
 # Sections of a complete optimizer's docstring, from the name and the text of its direction.
 _COMPLETE = {
     "": "{1}\n\nHidden matrices use ``scale_by_{0}``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.",
@@ -166,39 +164,68 @@ _COMPLETE = {
     "Raises": "    TypeError: if an option does not exist or has the wrong type.\n"
     "    ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.",
     "Example": """    >>> import jax.numpy as jnp, normpre_optax as npo
-    >>> tx = npo.{0}(1e-3{3})
+    >>> tx = npo.{0}({3})
     >>> params = {{"dense": {{"kernel": jnp.eye(4, 8), "bias": jnp.ones(8)}}}}
     >>> updates, state = tx.update(params, tx.init(params), params)""",
 }
 
 
-def complete(direction: Callable[..., Any], more: str = "") -> Callable[..., optax.GradientTransformationExtraArgs]:
+_HYPERBALL = _COMPLETE | {
+    "": """{1}
+
+Hidden matrices use ``scale_by_{0}`` and ``hyperball``, ``W <- R N(N(W) - lr N(D))``: the first update sets the norm
+``R`` of every matrix, so the result does not depend on the scale of the initialization. Everything else uses AdamW. It
+is for training from scratch: the first update would change the norms of trained weights.""",
+    "Args": """
+    learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule. 1.6e-2 is a good
+        peak for 1,500 steps; shorter runs need more, longer ones less (``docs/choosing.md``).
+    adam_learning_rate: of the AdamW group, number or schedule: what you use with AdamW.
+{2}
+    adam_weight_decay: weight decay of the AdamW group.""".removeprefix("\n"),
+}
+
+
+def complete(
+    direction: Callable[..., Any], example: str = "1e-3", hyperball: bool = False
+) -> Callable[..., optax.GradientTransformationExtraArgs]:
     """Return the complete optimizer of a direction ``scale_by_x``: ``x(learning_rate, ...)`` with the options of both.
 
-    Its signature and docstring are those of the direction, with the options of ``with_adamw``; ``more`` are further
-    arguments in its example.
+    Its signature and docstring are those of the direction, with the options of ``with_adamw``.
+
+    Args:
+        direction: function that returns the direction.
+        example: arguments in the docstring's example.
+        hyperball: whether the optimizer is always under Hyperball. It then requires ``adam_learning_rate``.
     """
     own = inspect.signature(direction).parameters
     rest = {p.name: p for p in inspect.signature(with_adamw).parameters.values() if p.name != "direction"}
-    learning_rate = rest.pop("learning_rate").replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    fixed: dict[str, Any] = {"norm_control": "hyperball", "adam_weight_decay": 0.1} if hyperball else {}
+    positional = ["learning_rate"]
+    if hyperball:
+        positional.append("adam_learning_rate")
+        del rest["norm_control"], rest["weight_decay"]
+        rest["adam_weight_decay"] = rest["adam_weight_decay"].replace(default=0.1)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    first = [rest.pop(name).replace(kind=kind, default=inspect.Parameter.empty) for name in positional]
     added = [p for name, p in rest.items() if name not in own]
 
-    def optimizer(learning_rate: Any, *args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    def optimizer(**options: Any) -> optax.GradientTransformationExtraArgs:
         of_direction = {name: value for name, value in options.items() if name in own and name != "matrix_dims"}
         for option in {"rms", "convention"} & of_direction.keys() if options.get("norm_control") == "hyperball" else ():
             if isinstance(value := options[option], jax.Array) or value == own[option].default:
                 continue  # optax.inject_hyperparams passes defaults too
             raise ValueError(f'{option} has no effect with norm_control="hyperball", which sets the size of steps')
-        of_rest = {name: value for name, value in options.items() if name in rest}
-        return with_adamw(functools.partial(direction, *args, **of_direction), learning_rate, **of_rest)
+        of_rest = {name: value for name, value in options.items() if name in rest or name in positional}
+        return with_adamw(functools.partial(direction, **of_direction), **(fixed | of_rest))
 
     name, doc = direction.__name__.removeprefix("scale_by_"), sections(direction.__doc__)
+    template = _HYPERBALL if hyperball else _COMPLETE
     optimizer.__name__ = optimizer.__qualname__ = name
     optimizer.__module__ = direction.__module__
     optimizer.__doc__ = docstring(
-        doc | {key: text.format(name, doc[""], doc.get("Args", ""), more) for key, text in _COMPLETE.items()}, ()
+        doc | {key: text.format(name, doc[""], doc.get("Args", ""), example) for key, text in template.items()}, ()
     )
-    return checked(optimizer, inspect.Signature([learning_rate, *own.values(), *added]))
+    return checked(optimizer, inspect.Signature([*first, *own.values(), *added]))
 
 
 def _multiplied(found: Assignment, times: dict[str, Any]) -> optax.GradientTransformation:

@@ -7,7 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 import jax
 
@@ -64,7 +64,11 @@ _ELSEWHERE = {
 }
 
 
-def checked(factory: Callable, signature: inspect.Signature | None = None) -> Callable:
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def checked(factory: Callable[P, T], signature: inspect.Signature | None = None) -> Callable[P, T]:
     """Return a factory that rejects misspelled and invalid options, and describes shared options in its docstring.
 
     Args:
@@ -79,21 +83,23 @@ def checked(factory: Callable, signature: inspect.Signature | None = None) -> Ca
     parameters = signature.parameters
 
     @functools.wraps(factory)
-    def complete(*args: Any, **options: Any) -> Any:
+    def complete(*args: P.args, **kwargs: P.kwargs) -> T:
+        create: Any = factory
+        options: Any = kwargs
         for name in options.keys() - parameters.keys():
             raise TypeError(f"{factory.__name__}() has no option {name!r}: {_hint(name, parameters)}")
         try:
-            signature.bind(*args, **options)
+            options = signature.bind(*args, **options).arguments
         except TypeError as error:
             raise TypeError(f"{factory.__name__}(): {error}") from None
-        check_numbers(**options, **dict(zip(parameters, args, strict=False)))
+        check_numbers(**options)
         for name, value in options.items():
             kind = parameters[name].annotation
             if get_origin(kind) is Literal:
                 check_choice(name, value, get_args(kind))
             if kind is bool and not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
-        return factory(*args, **options)
+        return create(**options)
 
     complete.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     complete.__doc__ = docstring(sections(factory.__doc__), parameters)
