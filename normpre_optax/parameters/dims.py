@@ -49,25 +49,20 @@ class MatrixDims:
 
     def __post_init__(self) -> None:
         for name in ("inputs", "outputs", "output_blocks"):
-            value = _int_or_ints(name, getattr(self, name))
-            object.__setattr__(self, name, value[0] if len(value) == 1 else value)
-            if not value:
+            value: Any = getattr(self, name)
+            values = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+            try:
+                values = tuple(operator.index(None if isinstance(x, bool) else x) for x in values)
+            except TypeError:
+                raise TypeError(f"MatrixDims: {name} must be an int or a tuple of ints, got {value!r}") from None
+            object.__setattr__(self, name, values[0] if len(values) == 1 else values)
+            if not values:
                 raise ValueError(f"MatrixDims: {name} is empty; a matrix has at least one input and one output axis")
         axes = jax.tree.leaves((self.inputs, self.outputs))
         if len(set(axes)) < len(axes):
             raise ValueError(f"MatrixDims: inputs={self.inputs} and outputs={self.outputs} name an axis twice")
         if min(jax.tree.leaves(self.output_blocks)) < 1:
             raise ValueError(f"MatrixDims: output_blocks must be at least 1, got {self.output_blocks}")
-
-
-def _int_or_ints(name: str, value: Any) -> Axes:
-    values: Any = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-    try:
-        if any(isinstance(x, bool) for x in values):
-            raise TypeError
-        return tuple(operator.index(x) for x in values)
-    except TypeError:
-        raise TypeError(f"MatrixDims: {name} must be an int or a tuple of ints, got {value!r}") from None
 
 
 def as_matrix_dims(path: str, value: Any) -> MatrixDims | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from normpre_optax.parameters.dims import MatrixDims
-from normpre_optax.parameters.rules import default_matrix_dims
+from normpre_optax.parameters.rules import default_matrix_dims, is_stack_of_experts
 
 
 def experts_in_front(path: str, leaf: Any) -> MatrixDims | None:
@@ -36,7 +36,7 @@ def experts_in_front(path: str, leaf: Any) -> MatrixDims | None:
         >>> presets.experts_in_front("mlp/experts/down_proj", jnp.zeros((4, 32, 8)))
         MatrixDims(inputs=-2, outputs=-1, output_blocks=1)
     """
-    if "experts/" in path and leaf.ndim > 2 and "bias" not in path:
+    if is_stack_of_experts(path, leaf) and leaf.ndim > 2 and "bias" not in path:
         return MatrixDims(inputs=-2, outputs=-1)
     return default_matrix_dims(path, leaf)
 

@@ -151,39 +151,40 @@ def _bias(parts: list[str], leaf: Leaf) -> str:
     return "bias" if v.BIASES.intersection(owner) else ""
 
 
-def _position(parts: list[str], leaf: Leaf) -> str:
-    near = [{*words(part)} for part in parts[-2:]]
-    return "positional table" if any(v.POSITIONS & found and not v.NOT_POSITIONS & found for found in near) else ""
-
-
-def _head(parts: list[str], leaf: Leaf) -> str:
+def _last_layer(parts: list[str], leaf: Leaf) -> str:
+    """Return "output head" for an output layer of the whole model."""
     depth = layer_depth(parts)
-    if _in_attention(parts, leaf):
-        return ""
-    last = len(leaf.shape) == 2 and parts[depth - 1].lower() in v.LAST_LAYERS
-    if parts[-1] == "W_U" or (last and v.WHOLE_MODELS.issuperset(parts[: depth - 1])):
-        return "output head"
-    return _named("output head", v.HEADS, parts, parts)
+    last = len(leaf.shape) == 2 and parts[depth - 1].lower() in v.LAST_LAYERS and not _in_attention(parts, leaf)
+    return "output head" if last and v.WHOLE_MODELS.issuperset(parts[: depth - 1]) else ""
 
 
-def _embedding(parts: list[str], leaf: Leaf) -> str:
-    vocabulary = any("vocab" in str(name) for name in leaf.names or ())
-    if parts[-1] == "W_E" or vocabulary or v.TOKENS.intersection(words(parts[-1])[-1:]):
-        return "embedding"
-    return _named("embedding", v.EMBEDDINGS, parts, [*parts[tree.block_depth(parts) :], leaf.class_name])
+# The nearest name decides: the reason if a part of the path has one of the first words, and none of the second ones.
+_NEAREST = (
+    ("positional table", v.POSITIONS, v.NOT_POSITIONS),
+    ("output head", v.HEADS, v.NOT_HEADS | v.SIZES),
+    ("embedding", v.EMBEDDINGS, v.SIZES),
+)
 
 
-def _named(reason: str, names: set[str], parts: list[str], candidates: list[str]) -> str:
-    """Return the reason if a part has one of the names. It quotes a name that is not at the end of the layer's name."""
-    for part in reversed(candidates):
+def _nearest(parts: list[str], leaf: Leaf) -> str:
+    """Return the reason of ``_NEAREST`` by the class, or by the nearest part inside of the block.
+
+    It quotes a word that is not at the end of the layer's name.
+    """
+    depth, above = layer_depth(parts), [leaf.class_name]
+    for part in reversed(parts[tree.block_depth(parts) : depth]):
+        above.append(part)
+        if v.INNER.intersection(words(part)):
+            break
+    for part in (*above, *parts[depth:]):
         found = words(part)
-        for i, word in enumerate(found):
-            other = v.SIZES.intersection(found[i + 1 : i + 2]) or (word == "head" and v.NOT_HEADS & {*found})
-            if word in names and not other:
-                own = part in parts[layer_depth(parts) - 1 :] or part not in parts
-                plain = own and v.PLAIN_AFTER.issuperset(found[i + 1 :])
-                return reason if plain else f"{reason} ({word!r} in {part!r})"
-    return ""
+        for reason, names, unless in _NEAREST:
+            if names.intersection(found) and not unless.intersection(found):
+                *_, at = (i for i, word in enumerate(found) if word in names)
+                own = part in parts[depth - 1 :] or part not in parts
+                plain = own and v.PLAIN_AFTER.issuperset(found[at + 1 :])
+                return reason if plain else f"{reason} ({found[at]!r} in {part!r})"
+    return "embedding" if any("vocab" in str(name) for name in leaf.names or ()) else ""
 
 
 def _router(parts: list[str], leaf: Leaf) -> str:
@@ -212,9 +213,10 @@ _ADAMW: tuple[tuple[re.Pattern[str] | set[str], str | Callable[[list[str], Leaf]
     (v.LAMBDA, "norm or scale"),
     (v.STATE_SPACE, "rates of a state space"),
     (v.LORA, "LoRA"),
-    (v.POSITIONS, _position),
-    (v.HEADS | {"out", "output", "u"}, _head),
-    (v.EMBEDDINGS | v.TOKENS | {"vocab", "e"}, _embedding),
+    (v.UNEMBEDDING, "output head"),
+    (v.TOKEN, "embedding"),
+    (v.POSITIONS | v.HEADS | v.EMBEDDINGS, _nearest),
+    ({"out", "output"}, _last_layer),
     (v.ROUTERS | v.GATES, _router),
     ({"conv"}, _depthwise),
 )
@@ -228,7 +230,7 @@ def _in_attention(parts: list[str], leaf: Leaf) -> bool:
 
 def _attention_role(parts: list[str], leaf: Leaf) -> str:
     """Return "query" for attention's query, key and value, "output" for its output projection, else ""."""
-    layer, inside = parts[layer_depth(parts) - 1].lower(), _in_attention(parts, leaf)
+    layer, inside = tree.layer_name(parts), _in_attention(parts, leaf)
     if layer in v.QUERIES and (inside or len(layer) > 1):
         return "query"
     return "output" if layer in v.OUTPUTS and inside else ""
@@ -236,7 +238,7 @@ def _attention_role(parts: list[str], leaf: Leaf) -> str:
 
 def _weight_is_in_out(path: str, parts: list[str], leaf: Leaf, rest: tuple[int, ...]) -> bool:
     """Return whether a ``weight`` of two axes is (in, out). Only GPT-2's names can be; their shapes decide."""
-    layer, last = parts[layer_depth(parts) - 1], parts[-1]
+    layer, last = tree.layer_name(parts), parts[-1]
     if layer not in v.GPT2:
         return False
     near = ((other.split("/")[-2:], x.shape) for other, x in leaf.near.items() if len(x.shape) == len(leaf.shape))
@@ -282,7 +284,7 @@ def _read_matrix(path: str, parts: list[str], leaf: Leaf) -> Reading:
     rest, heads = _named_axes(leaf.names) if leaf.names else ((), ())
     if rest:
         note = named
-    elif ndim > 2:
+    elif ndim > 2 or not any(map(words, parts)):
         why = _unknown_order(parts, leaf) or leaf.layers_error
         layers = int(tree.stack_depth(parts) is not None) if leaf.layers is None else layers
         if layers and leaf.names and leaf.names[0] is not None:
@@ -333,8 +335,18 @@ def _unknown_order(parts: list[str], leaf: Leaf) -> str:
     found = set(itertools.chain(*map(words, (*parts, leaf.class_name))))
     if "conv" in found:
         return "a convolution can be flattened in several ways"
-    stacked = found & v.EXPERTS and not v.COUNTED_EXPERT.search("/".join(parts))
-    return "experts may be stacked along any axis" if stacked else ""
+    if is_stack_of_experts("/".join(parts), leaf):
+        return "experts may be stacked along any axis; presets.experts_in_front reads (expert, in, out)"
+    return ""
+
+
+def is_stack_of_experts(path: str, leaf: Leaf) -> bool:
+    """Return whether a parameter may hold several experts: by its name, or because a router is beside it."""
+    beside = {
+        word for other in getattr(leaf, "near", ()) for word in words(other.removeprefix(path.rpartition("/")[0]))
+    }
+    named = v.EXPERTS.intersection(words(path)) and not v.COUNTED_EXPERT.search(path)
+    return bool(named or v.ROUTERS & beside)
 
 
 def reader(params: Any, matrix_dims: Any) -> Callable[[str, Leaf], Reading]:

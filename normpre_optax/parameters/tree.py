@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, get_args
 
@@ -33,7 +34,7 @@ class Leaf:
         names: axis names from a box (Linen's ``with_partitioning``, Haliax); else None.
         class_name: class of the object that has it as an attribute ("Embedding", "LayerNorm"); else "".
         layers: number of layer axes in front, from the parameters nearby; None if they do not show it.
-        layers_error: why a layer axis is expected but is not in front; else "".
+        layers_error: why a layer axis is expected but is not in front, or why there is no name to read; else "".
         is_vector: whether it has the name of a bias or norm, which has one axis unless layers are stacked.
         near: leaves of its own module and of its sibling modules, by path.
 
@@ -71,17 +72,30 @@ def is_box(node: Any) -> bool:
 def flatten(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
     """Return (path, node) for every leaf and box of a tree, in jax's order."""
     found = tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: is_leaf(node) or is_box(node))[0]
-    return [(tree_util.keystr(keys, simple=True, separator="/"), node) for keys, node in found]
+    return list(zip(_paths([keys for keys, _ in found]), [node for _, node in found], strict=True))
 
 
 def named_leaves(tree: Any) -> Iterator[tuple[str, Any, Any, tuple[Any, ...]]]:
     """Yield (path, array, its box or None, key path) in jax's order. A path is the same with and without a box."""
+    found = []
     for keys, node in tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]:
-        boxed = is_box(node)
-        inner = tree_util.tree_flatten_with_path(node)[0] if boxed else [((), node)]
+        inner = tree_util.tree_flatten_with_path(node)[0] if is_box(node) else [((), node)]
         for inner_keys, array in inner:
-            path = tree_util.keystr(keys + inner_keys if len(inner) > 1 else keys, simple=True, separator="/")
-            yield path, array, node if boxed else None, keys
+            found.append((keys + inner_keys * (len(inner) > 1), array, node if is_box(node) else None, keys))
+    for path, (_, *entry) in zip(_paths([all_keys for all_keys, *_ in found]), found, strict=True):
+        yield path, *entry
+
+
+def _paths(key_paths: list[tuple[Any, ...]]) -> list[str]:
+    """Return "/"-joined names, also those in tuple keys. The only array below "weight" or "kernel" has that path."""
+    tuples = lambda key: key.key if isinstance(getattr(key, "key", None), tuple) else ()  # noqa: E731
+    parts_of = lambda key: [*map(str, tuples(key))] or [tree_util.keystr((key,), simple=True)]  # noqa: E731
+    names = [[part for key in keys for part in parts_of(key)] for keys in key_paths]
+    below = Counter("/".join(parts[:depth]) for parts in names for depth in range(1, len(parts)))
+    for parts in names:
+        ends = [i + 1 for i, part in enumerate(parts[:-1]) if part.lower() in v.WEIGHTS and parts[-1] not in v.WEIGHTS]
+        del parts[next((end for end in ends if below["/".join(parts[:end])] == 1), len(parts)) :]
+    return ["/".join(parts) for parts in names]
 
 
 def leaf_paths(tree: Any) -> list[str]:
@@ -119,7 +133,10 @@ def leaves(params: Any) -> dict[str, Leaf]:
         leaf.near = below["/".join(parts[: layer_depth(parts) - 1])]
         leaf.is_vector = parts[-2:][0].lower() not in v.QUERIES and vector_kind(parts, leaf) != ""
     for path, leaf in found.items():
-        leaf.layers, leaf.layers_error = _layer_axes(path.split("/"), below)
+        parts = path.split("/")
+        leaf.layers, leaf.layers_error = _layer_axes(parts, below)
+        if len(found) > 1 and not any(map(words, parts)):
+            leaf.layers_error = "its path has no name, so it may be an embedding, an output head or a hidden matrix"
     return found
 
 
@@ -148,6 +165,11 @@ def layer_depth(parts: list[str]) -> int:
     return max(1, len(parts) - (parts[-1].lower() in v.GENERIC))
 
 
+def layer_name(parts: list[str]) -> str:
+    """Return the name of the layer in lower case: the last one that is not generic and not a number."""
+    return next((part.lower() for part in reversed(parts[: layer_depth(parts)]) if words(part)), "")
+
+
 def vector_kind(parts: list[str], leaf: Leaf) -> str:
     """Return "bias" or "norm or scale" for a parameter that has one axis unless it is stacked; else ""."""
     last, module = words(parts[-1]), parts[-2] if len(parts) > 1 else ""
@@ -158,8 +180,9 @@ def vector_kind(parts: list[str], leaf: Leaf) -> str:
             return "bias"
     if v.BIASES.intersection(last):
         return "bias"
-    norm = v.SCALES.intersection(last) or v.NORMS.intersection(last + words(module) + words(leaf.class_name))
-    return "norm or scale" if norm else ""
+    own = v.SCALES.union(v.NORMS).intersection(last)
+    above = not v.INNER.intersection(last) and v.NORMS.intersection(words(module) + words(leaf.class_name))
+    return "norm or scale" if own or above else ""
 
 
 def stack_depth(parts: list[str]) -> int | None:

@@ -13,6 +13,8 @@ SHORT_BIAS = re.compile(r"b(\d+|[qkvo])?|b_.*")
 LAMBDA = re.compile(r"(?i)(^|[^a-z])lambdas?([^a-z/][^/]*)?$")
 STATE_SPACE = re.compile(r"(?i)(^|/)(a_logs?|log_a|a_real|a_imag|log_a_real|log_dt|time_decay|time_first)$")
 LORA = re.compile(r"(^|[/_])lora_?([abAB]|up|down)(/[^/]*){0,2}$|(?i:lora).*/[abAB](/[^/]*){0,2}$")
+UNEMBEDDING = re.compile(r"(^|/)W_U$")  # of TransformerLens
+TOKEN = re.compile(r"(?i)(^|[^a-z])(tokens?|cls)[^a-z/]*$|(^|/)W_E$")
 COUNTED_EXPERT = re.compile(r"(?i)expert[^/]*\d(/|$)|(expert|moe)[^/]*/\d+(/|$)")
 
 # Names of layers, in lower case.
@@ -34,8 +36,9 @@ SCALES = {"scale", "scales", "gamma", "beta", "offset", "gain"}
 NORMS = {"norm", "norms", "ln", "layernorm", "rmsnorm", "rms", "groupnorm", "batchnorm", "bn", "gn", "normalization"}
 ATTENTION = {"attn", "attention", "mha", "mhsa", "msa", "mqa", "gqa", "multihead", "sa"}
 ATTENTION |= {"selfattn", "crossattn", "selfattention", "crossattention"}
+# Nearer than the name of an embedding, head or norm, these decide that a parameter is no part of it.
+INNER = {"mlp", "ffn", "feedforward", "fc", "up", "down", "gate", "query", "key", "value", "mixer"} | ATTENTION
 EMBEDDINGS = {"embed", "embeds", "embedder", "embedding", "embeddings", "emb", "embs", "wte"}
-TOKENS = {"token", "tokens", "cls"}
 SIZES = {"dim", "dims", "size", "width"}  # embed_dim is a size, not an embedding
 POSITIONS = {"wpe", "pos", "position", "positions", "positional", "posemb", "posembed", "relpos", "rope", "rotary"}
 NOT_POSITIONS = {"mlp", "ffn", "ff", "feedforward", "feed", "wise", "forward", "proj", "projection"}
@@ -43,7 +46,20 @@ NOT_POSITIONS |= {"query", "key", "q", "k"}
 HEADS = {"unembed", "unembedding", "unembedder", "logit", "logits", "lmhead", "classifier", "readout", "vocab"}
 HEADS |= {"head"}
 NOT_HEADS = {"multi", "attn", "attention", "per", "dim"}
-PLAIN_AFTER = {"token", "tokens", "tok", "in", "out", "input", "output", "dense", "proj", "table", "positions", "layer"}
+PLAIN_AFTER = EMBEDDINGS | {
+    "token",
+    "tokens",
+    "tok",
+    "in",
+    "out",
+    "input",
+    "output",
+    "dense",
+    "proj",
+    "table",
+    "positions",
+    "layer",
+}
 ROUTERS = {"router", "routers", "routing"}
 GATES = {"gate", "gating"}
 EXPERTS = {"expert", "experts", "moe"}

@@ -8,6 +8,7 @@ import re
 
 import equinox as eqx
 import flax.linen as nn
+import flax.traverse_util
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from flax import nnx
 from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
+from normpre_optax.parameters import presets
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.rules import (
     Assignment,
@@ -226,6 +228,68 @@ def test_names_of_axes_that_do_not_show_the_layers():
         assign(boxed("layers/kernel", "8x3x32", "embed,?,mlp"))
     with pytest.raises(ValueError, match=r"its axes named \(embed, layers, a, b\)"):
         assign(boxed("kernel", "8x3x2x4", "embed,layers,a,b"))
+
+
+# Names: the nearest one decides.
+
+TRUNK = """
+    layers_0/dense/kernel 8x8 0>1; mlp/{up,gate}/kernel 8x32 0>1; mlp/down/kernel 32x8 0>1; up_proj/weight 32x8 1>0
+    attn/query/kernel 8x2x4 0>12; attn/out/kernel 2x4x8 01>2; blocks/3/head_mixer/up/kernel 8x8 0>1; out/kernel 8x100
+"""
+
+
+@pytest.mark.parametrize("root", ["classifier", "head", "readout", "logits_net", "embedder", "pos_embedding"])
+def test_a_name_above_a_block_or_a_layer_does_not_decide_about_it(root):
+    entries = {f"{root}/{path}": entry for path, entry in table(TRUNK).items()}
+    assert chosen(tree(entries)) == {path: dims for path, (_, dims) in entries.items()}
+
+
+def test_a_norm_may_have_matrices():
+    text = "layers/0/norm: scale 8; down 8x16 0>1; up 16x8 0>1; gate/kernel 8x16 0>1"
+    assert chosen(tree(text)) == dims_of(text)
+
+
+@cases.rows("wrap", *((lambda x, key=key: {key: x},) for key in ("value", "raw", "0")), (lambda x: [x],))
+def test_a_container_of_one_array_has_no_name(wrap):
+    text = "up_proj/weight 32x8 1>0; layers/0/down/kernel 32x8 0>1; attn/query/w 8x2x4 0>12; wte/weight 100x8"
+    params = jax.tree.map(lambda x: wrap(wrap(x)), tree(text))
+    assert chosen(params) == dims_of(text)
+    assert chosen(params, jax.tree.map(lambda x: wrap(wrap(OUT_IN)), tree(text))) == dict.fromkeys(table(text), OUT_IN)
+    one = {"query": [{"kernel": array(8, 2, 4)}], "key": {"kernel": array(8, 2, 4)}}
+    assert set(chosen({"attn": one}).values()) == {TO_HEADS}  # a layer in a list of one
+
+
+def test_tuple_keys_are_paths():
+    text = "up/kernel 8x32 0>1; up/bias 32; lm_head/kernel 8x100; h/0/attn/query/kernel 8x2x4 0>12"
+    flat = flax.traverse_util.flatten_dict(tree(text))
+    assert all(isinstance(key, tuple) for key in flat)
+    assert chosen(flat) == dims_of(text)
+
+
+UNNAMED = {
+    "list": [array(100, 8), array(8, 32), array(32), array(8, 100)],
+    "pairs": ((array(8, 32), array(32)), (array(32, 8), array(8))),
+    "numbers": {"0": array(100, 8), "1": array(8, 32)},
+    "lists of one": [[array(100, 8)], [array(8, 32)]],
+}
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_several_arrays_without_names_are_an_error_that_shows_a_rule(name):
+    with pytest.raises(ValueError, match="its path has no name, so it may be an embedding") as caught:
+        assign(UNNAMED[name])
+    found = chosen(UNNAMED[name], shown(caught.value, "0, 1"))
+    shapes = [x.shape for x in jax.tree.leaves(UNNAMED[name])]
+    assert list(found.values()) == [IN_OUT if len(shape) == 2 else None for shape in shapes]
+    assert list(chosen([array(8, 32)]).values()) == [IN_OUT]  # one kernel alone
+
+
+def test_experts_beside_a_router_are_errors_that_recommend_the_preset():
+    text = "expert_mlp/w_down 4x32x8 1>2; mlp: router/kernel 8x4; gate_proj 4x8x32 1>2; down_proj 4x32x8 1>2"
+    with pytest.raises(ValueError, match=r"along any axis; presets\.experts_in_front reads"):
+        assign(tree(text))
+    front = lambda dims: dims and MatrixDims(-2, -1)  # noqa: E731
+    assert chosen(tree(text), presets.experts_in_front) == {k: front(dims) for k, dims in dims_of(text).items()}
 
 
 # Paths and leaves.
