@@ -50,9 +50,11 @@ class MatrixDims:
     def __post_init__(self) -> None:
         for name in ("inputs", "outputs", "output_blocks"):
             value: Any = getattr(self, name)
-            values = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+            values: Any = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
             try:
-                values = tuple(operator.index(None if isinstance(x, bool) else x) for x in values)
+                if any(isinstance(x, bool) for x in values):
+                    raise TypeError
+                values = tuple(operator.index(x) for x in values)
             except TypeError:
                 raise TypeError(f"MatrixDims: {name} must be an int or a tuple of ints, got {value!r}") from None
             object.__setattr__(self, name, values[0] if len(values) == 1 else values)

@@ -386,9 +386,8 @@ def _given(path: str, leaf: Leaf, value: Any) -> Reading:
 def _tree_reader(params: Any, dims: Any) -> Callable[[str, Leaf], Reading]:
     """Return the function that finds a parameter's entry in a tree, or a prefix of one, by its path."""
     wrong, entries = "matrix_dims does not match the parameters", {}
-    for path, node in tree.flatten(dims, _is_entry):
-        for value in jax.tree.leaves(node, is_leaf=_is_entry) if tree.is_box(node) else [node]:
-            entries[path] = as_matrix_dims(path, value)
+    for path, value, *_ in tree.named_leaves(dims, _is_entry):
+        entries[path] = as_matrix_dims(path, value)
 
     def nearest(path: str) -> str:
         while path and path not in entries:
@@ -396,7 +395,8 @@ def _tree_reader(params: Any, dims: Any) -> Callable[[str, Leaf], Reading]:
         return path
 
     # None or MaskedNode replaces a removed parameter.
-    used = {nearest(path) for path, _ in tree.flatten(params, lambda x: x is None or isinstance(x, optax.MaskedNode))}
+    removed = lambda x: x is None or isinstance(x, optax.MaskedNode)  # noqa: E731
+    used = {nearest(path) for path, *_ in tree.named_leaves(params, removed)}
     for path, entry in entries.items():
         if entry is not None and path not in used:
             raise ValueError(f"{wrong}: it has an entry at {path!r}, where there is no parameter")

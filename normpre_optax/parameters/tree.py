@@ -69,33 +69,28 @@ def is_box(node: Any) -> bool:
     return any((cls.__module__.split(".")[0], cls.__name__) in _BOXES for cls in type(node).__mro__)
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    """Return (path, node) for every leaf and box of a tree, in jax's order."""
-    found = tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: is_leaf(node) or is_box(node))[0]
-    return list(zip(_paths([keys for keys, _ in found]), [node for _, node in found], strict=True))
+def named_leaves(
+    tree: Any, is_leaf: Callable[[Any], bool] = lambda node: False
+) -> Iterator[tuple[str, Any, Any, tuple[Any, ...]]]:
+    """Yield (path, leaf, its box or None, key path) in jax's order.
 
-
-def named_leaves(tree: Any) -> Iterator[tuple[str, Any, Any, tuple[Any, ...]]]:
-    """Yield (path, array, its box or None, key path) in jax's order. A path is the same with and without a box."""
-    found = []
-    for keys, node in tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]:
-        inner = tree_util.tree_flatten_with_path(node)[0] if is_box(node) else [((), node)]
-        for inner_keys, array in inner:
-            found.append((keys + inner_keys * (len(inner) > 1), array, node if is_box(node) else None, keys))
-    for path, (_, *entry) in zip(_paths([all_keys for all_keys, *_ in found]), found, strict=True):
-        yield path, *entry
-
-
-def _paths(key_paths: list[tuple[Any, ...]]) -> list[str]:
-    """Return "/"-joined names, also those in tuple keys. The only array below "weight" or "kernel" has that path."""
-    tuples = lambda key: key.key if isinstance(getattr(key, "key", None), tuple) else ()  # noqa: E731
-    parts_of = lambda key: [*map(str, tuples(key))] or [tree_util.keystr((key,), simple=True)]  # noqa: E731
-    names = [[part for key in keys for part in parts_of(key)] for keys in key_paths]
+    A path is "/"-joined names, also those in tuple keys. It is the same with and without a box, or another container of
+    one array below a name like "weight".
+    """
+    found, names = [], []
+    for keys, node in tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: is_leaf(node) or is_box(node))[0]:
+        inner = tree_util.tree_flatten_with_path(node, is_leaf=is_leaf)[0] if is_box(node) else [((), node)]
+        for inner_keys, leaf in inner:
+            found.append((leaf, node if is_box(node) else None, keys))
+            names.append([])
+            for key in keys + inner_keys * (len(inner) > 1):
+                own = getattr(key, "key", None)
+                names[-1] += map(str, own) if isinstance(own, tuple) else [tree_util.keystr((key,), simple=True)]
     below = Counter("/".join(parts[:depth]) for parts in names for depth in range(1, len(parts)))
-    for parts in names:
+    for parts, entry in zip(names, found, strict=True):
         ends = [i + 1 for i, part in enumerate(parts[:-1]) if part.lower() in v.WEIGHTS and parts[-1] not in v.WEIGHTS]
-        del parts[next((end for end in ends if below["/".join(parts[:end])] == 1), len(parts)) :]
-    return ["/".join(parts) for parts in names]
+        end = next((end for end in ends if below["/".join(parts[:end])] == 1), len(parts))
+        yield "/".join(parts[:end]), *entry
 
 
 def leaf_paths(tree: Any) -> list[str]:

@@ -7,20 +7,3 @@ from normpre_optax.stages.momentum import two_momenta
 from normpre_optax.stages.rows import normalize_rows, normalize_tangent, project_to_tangent
 from normpre_optax.stages.scale import KELLER, MOONLIGHT, scale_by_row_moment, scale_by_shape, scale_to_rms
 from normpre_optax.stages.spectral import precondition_globally, precondition_locally
-
-__all__ = [
-    "KELLER",
-    "MOONLIGHT",
-    "direction",
-    "normalize_rows",
-    "normalize_tangent",
-    "per_parameter",
-    "precondition_globally",
-    "precondition_locally",
-    "project_to_tangent",
-    "scale_by_row_moment",
-    "scale_by_shape",
-    "scale_to_rms",
-    "two_momenta",
-    "with_metric",
-]
