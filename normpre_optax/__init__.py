@@ -40,4 +40,5 @@ from normpre_optax.stages.spectral import precondition_globally, precondition_lo
 
 __version__ = "0.2.0"
 
-__all__ = sorted(name for name, x in vars().items() if callable(x) or name == "presets")  # what is imported above
+# What is imported above; the stub lists it.
+__all__ = sorted(name for name, x in vars().items() if callable(x) or name == "presets")  # pyright: ignore

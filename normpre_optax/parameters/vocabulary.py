@@ -46,20 +46,8 @@ NOT_POSITIONS |= {"query", "key", "q", "k"}
 HEADS = {"unembed", "unembedding", "unembedder", "logit", "logits", "lmhead", "classifier", "readout", "vocab"}
 HEADS |= {"head"}
 NOT_HEADS = {"multi", "attn", "attention", "per", "dim"}
-PLAIN_AFTER = EMBEDDINGS | {
-    "token",
-    "tokens",
-    "tok",
-    "in",
-    "out",
-    "input",
-    "output",
-    "dense",
-    "proj",
-    "table",
-    "positions",
-    "layer",
-}
+PLAIN_AFTER = {"token", "tokens", "tok", "in", "out", "input", "output", "dense", "proj", "table", "positions", "layer"}
+PLAIN_AFTER |= EMBEDDINGS
 ROUTERS = {"router", "routers", "routing"}
 GATES = {"gate", "gating"}
 EXPERTS = {"expert", "experts", "moe"}
