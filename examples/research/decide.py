@@ -153,11 +153,13 @@ def slope(study: Study, arms: Sequence[Arm], options: Options) -> list[float]:
 def decision(content: dict[str, Any]) -> str:
     """The table: losses of the seeds that decide, their mean, and differences from the baseline, which is first."""
     steps, means = content["config"]["steps"], content["slope"]
-    heads = ["optimizer", "learning rate", *map(str, content["seeds"]), "mean", "less the baseline", "t", "steps saved"]
+    heads = ["optimizer", "learning rate", *map(str, content["seeds"]), "mean", "deviation"]
+    heads += ["less the baseline", "t", "steps saved"]
     lines = []
     for row in content["rows"]:
         less, mean = np.array(row["less"]), np.mean(row["losses"])
         cells = [row["optimizer"], f"{row['learning_rate']:g}", *(f"{x:.4f}" for x in row["losses"]), f"{mean:.4f}"]
+        cells.append(f"{np.std(row['losses'], ddof=1):.4f}" if len(less) > 1 else "")
         if row is not content["rows"][0]:
             error = np.std(less, ddof=1) / len(less) ** 0.5 if len(less) > 1 else np.nan
             cells += [f"{less.mean():+.4f} ± {error:.4f}", f"{less.mean() / error:.1f}"]
