@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured inside a run: a tiny one, end to end, and its numbers on what is known."""
+
+import json
+
+import numpy as np
+import pytest
+
+from examples.pretrain import data
+from examples.research import inside
+
+
+def test_a_tiny_run_is_measured(dataset, monkeypatch, tmp_path):
+    monkeypatch.setattr(data, "open_corpus", lambda *_: dataset)
+    options = ["--config", "tiny", "--steps", "2", "4", "--batches", "3", "--batch-size", "4", "--out", str(tmp_path)]
+    inside.main(options)
+    found = json.loads((tmp_path / "inside.json").read_text())
+    assert found["steps"] == [2, 4]
+    for name, values in found["cosines"].items():
+        assert len(values) == 2, name
+        assert 0 < max(values) <= 1, name
+    kinds = found["metric"]["4"]
+    assert {"mlp/up", "mlp/down", "attention/out"} <= kinds.keys()
+    for sides in kinds.values():
+        for sizes in filter(None, sides.values()):
+            assert min(sizes) >= 0
+            # Two layers: the mean square of each is one.
+            assert np.mean(np.square(sizes)) == pytest.approx(1, abs=1e-3)
+    assert (tmp_path / "inside.png").exists()
+    assert "cosine with the gradient of the large batch" in (tmp_path / "README.md").read_text()
+
+
+def test_a_fused_qkv_has_rows_of_three_kinds():
+    sizes = np.arange(6.0)
+    rows = dict(inside.parts_of("attention/qkv", sizes, "rows"))
+    assert {kind: part.tolist() for kind, part in rows.items()} == {
+        "attention/q": [0, 1],
+        "attention/k": [2, 3],
+        "attention/v": [4, 5],
+    }
+    assert [kind for kind, _ in inside.parts_of("attention/qkv", sizes, "columns")] == ["attention/qkv"]

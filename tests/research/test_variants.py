@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variants of normpre_h differ from it in what their options say, and in nothing else."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import normpre_optax as npo
+from examples.research.variants import normpre_h_variant, scale_by_soap, soap_hyperball
+from tests import cases
+
+SHAPES = {"layers": [{"up": (6, 12), "down": (12, 6)}], "bias": (3,)}
+
+
+@functools.cache
+def path(make, **options):
+    """Parameters after five steps."""
+    tx, params = make(0.02, 0.01, **options), cases.numbers(SHAPES)
+    state, update = tx.init(params), cases.updater(tx)
+    for seed in range(5):
+        updates, state = update(cases.numbers(SHAPES, seed + 1), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def distance(**options):
+    """From normpre_h, relative to the length of the path."""
+    start, own, other = cases.numbers(SHAPES), path(npo.normpre_h), path(normpre_h_variant, **options)
+    return optax.tree.norm(optax.tree.sub(own, other)) / optax.tree.norm(optax.tree.sub(own, start))
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen_after": 9}, {"onset": 0, "ramp": 4.0}, {"statistic": "gradient"}])
+def test_defaults_are_normpre_h(options):
+    assert distance(**options) < 1e-5
+
+
+OTHERS = [{"sides": "before"}, {"sides": "after"}, {"statistic": "momentum"}, {"statistic": "residual"}]
+OTHERS += [
+    {"frozen_after": 2},
+    {"radial": False},
+    {"ramp": 0.0},
+    {"clip": 1.2},
+    {"decay": 0.5},
+    {"gradient_share": 0.3},
+]
+
+
+@pytest.mark.parametrize("options", OTHERS)
+def test_every_option_has_an_effect(options):
+    assert distance(**options) > 1e-3
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
+def test_soap_is_adam_in_the_eigenbases_of_one_gradient(shape):
+    """The first step: the bases are those of the gradient itself, which they diagonalize."""
+    g = jnp.asarray(cases.gaussian(shape), jnp.float32)
+    tx = scale_by_soap()
+    u, _ = jax.jit(tx.update)({"kernel": g}, tx.init({"kernel": g}))
+    left, _, right = np.linalg.svd(np.float64(g), full_matrices=False)
+    signs = left.T @ np.float64(u["kernel"]) @ right.T  # of its singular values, up to rounding
+    np.testing.assert_allclose(np.abs(np.diag(signs)), 1, atol=2e-3)
+
+
+def test_soap_runs_under_hyperball():
+    new = path(soap_hyperball)["layers"][0]
+    np.testing.assert_allclose(jnp.linalg.norm(new["up"]), 12**0.5, rtol=1e-5)
