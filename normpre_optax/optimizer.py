@@ -17,7 +17,7 @@ from normpre_optax.hyperball import _hyperball, warn_of_a_rate_like_adams
 from normpre_optax.options import Number, checked, docstring, sections
 from normpre_optax.parameters.roles import row_norms_of
 from normpre_optax.parameters.rules import Assignment, assign, warn_if_flattened
-from normpre_optax.parameters.tree import numbers, whole_tree
+from normpre_optax.parameters.tree import is_box, numbers, whole_tree
 from normpre_optax.sharding.placement import place_state, sharded_like, specs_from
 from normpre_optax.stages.base import at_least_float32
 
@@ -105,6 +105,9 @@ def with_adamw(
         mask, times = weight_decay_mask, learning_rate_multipliers
         # All optimizers have the same state, with and without mask and multipliers: they may change at a restart.
         mask = whole_tree("weight_decay_mask", True if mask is None else mask, params, (bool, np.bool_), "bools")
+        # One entry per box, so that optax masks the box: nnx.eval_shape shards every Variable, also one that is empty.
+        entry = lambda box: arrays[0] if len(arrays := jax.tree.leaves(box)) == 1 else box  # noqa: E731
+        labels, mask = (jax.tree.map(entry, tree, is_leaf=is_box) for tree in (labels, mask))
         if times is not None:
             times = dict(zip(found, numbers("learning_rate_multipliers", times, params), strict=True))
 
@@ -141,13 +144,13 @@ def with_adamw(
     def update(updates, state, params=None, **extra_args):
         if params is None:
             raise ValueError(f"this optimizer needs the parameters: {PASS_PARAMS}")
-        _check_like("gradients", updates, params, SAME_CONTAINERS, "Arguments are update(grads, state, params)")
+        updates = _like("gradients", updates, params, SAME_CONTAINERS, "Arguments are update(grads, state, params)")
         weights = jax.tree.map(at_least_float32, params)
         if (form := _form(params)) not in known:
             found = assign(params, matrix_dims)
             known[form] = found, jax.eval_shape(optimizer(found, params).init, weights)
         found, own = known[form]
-        _check_like("state", state, own, RESTORE, SAME_OPTIMIZER)
+        state = _like("state", state, own, RESTORE, SAME_OPTIMIZER)
         tx = optimizer(found, params)
         updates = jax.tree.map(lambda u, p: at_least_float32(sharded_like(jnp.asarray(u), p)), updates, params)
         new, state = tx.update(updates, state, weights, **extra_args)
@@ -244,18 +247,22 @@ def _form(tree: Any) -> tuple:
     return treedef, tuple((jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
-def _check_like(what: str, given: Any, wanted: Any, containers: str, arguments: str) -> None:
-    """Raise a ValueError at the first container of another type, or the first array of another shape."""
+def _like(what: str, given: Any, wanted: Any, containers: str, arguments: str) -> Any:
+    """Return the arrays of a tree in the structure of another: a checkpoint may have None for optax's empty nodes.
+
+    Raise a ValueError at the first container of another type, or the first array of another shape.
+    """
     if jax.tree.structure(given) != jax.tree.structure(wanted):
         _check_containers(what, given, wanted, containers)
     here, there = (
-        {jax.tree_util.keystr(path): f"shape {jnp.shape(x)}" for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (given, wanted)
     )
     for path in here | there:
-        own, expected = here.get(path, "nothing"), there.get(path, "nothing")
+        own, expected = (f"shape {jnp.shape(x[path])}" if path in x else "nothing" for x in (here, there))
         if own != expected:
             raise ValueError(f"{what}{path} has {own}, expected {expected}. {arguments}")
+    return jax.tree.structure(wanted).unflatten(here[path] for path in there)
 
 
 def _check_containers(what: str, given: Any, wanted: Any, fix: str, path: str = "") -> None:

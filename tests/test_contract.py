@@ -407,3 +407,16 @@ def test_a_state_restored_without_its_containers_is_named_with_the_fix():
     assert describe(jax.eval_shape(tx.update, frozen, state, frozen)[0]) == describe(frozen)
     with pytest.raises(ValueError, match=r"gradients is a dict, expected a FrozenDict: .*flax\.core\.unfreeze"):
         tx.update(params, state, frozen)
+
+
+@representatives
+@pytest.mark.parametrize("empty", [None, (), {}], ids=str)
+def test_empty_places_of_a_state_and_of_gradients_may_be_other_empty_nodes(name, empty):
+    """Checkpoints restored without a target have None, flax.serialization has {}, instead of optax's empty nodes."""
+    tx, params = optimizer(name), {**numbers(), "hole": None}
+    is_empty = lambda x: isinstance(x, optax.MaskedNode | optax.EmptyState)  # noqa: E731
+    state = jax.tree.map(lambda x: empty if is_empty(x) else x, tx.init(params), is_leaf=is_empty)
+    assert empty is not None or "MaskedNode" not in str(jax.tree.structure(state))
+    updates, after = tx.update({**numbers(1), "hole": empty}, state, params)
+    assert jax.tree.structure((updates, after)) == jax.tree.structure((params, tx.init(params)))
+    assert_close({k: updates[k] for k in numbers()}, plain(name)[0])

@@ -10,9 +10,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import orbax.checkpoint as ocp
+import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
+from tests import cases
 from tests.parameters.tables import tree
 from tests.parameters.test_models import entries_of
 
@@ -105,3 +110,57 @@ def test_tunix(monkeypatch):
         trainer.optimizer.update(model, nnx.state(model, nnx.Param))
     assert abs(before - model.kernel[...]).max() > 0
     assert trainer.optimizer.opt_state.hyperparams["learning_rate"][...] > 0  # where tunix looks for it
+
+
+class Model(nnx.Module):
+    """Two kernels and their biases; on a mesh, one kernel is sharded along its outputs, one along its inputs."""
+
+    def __init__(self, rngs):
+        init, sharded = nnx.initializers.normal(), not jax.sharding.get_abstract_mesh().empty
+        columns, rows = (nnx.with_partitioning(init, s) if sharded else init for s in ((None, "x"), ("x", None)))
+        self.up = nnx.Linear(4, 8, kernel_init=columns, rngs=rngs)
+        self.down = nnx.Linear(8, 4, kernel_init=rows, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+
+def create(name):
+    model = Model(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, cases.make(name, 0.01), wrt=nnx.Param)
+
+
+def step(model, optimizer):
+    optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 4))) ** 2))(model))
+    return model.up.kernel[...]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", cases.FACTORIES)
+def test_nnx_shapes_of_a_sharded_optimizer(name, kind):
+    """As ``nnx.jit`` creates it: no Variable without an array, which ``nnx.eval_shape`` cannot shard."""
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])):
+        shapes = nnx.state(nnx.eval_shape(lambda: create(name)))
+        assert all(jax.tree.leaves(x) for x in jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+        made = nnx.state(nnx.jit(lambda: create(name))())
+        describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+        assert jax.tree.map(describe, nnx.to_pure_dict(shapes)) == jax.tree.map(describe, nnx.to_pure_dict(made))
+        kernels = [x for x in jax.tree.leaves(shapes[1]) if x.shape in ((4, 8), (8, 4))]
+        assert {"x" in x.sharding.spec for x in kernels} == {True}
+
+
+@pytest.mark.parametrize("name", cases.REPRESENTATIVES)
+def test_nnx_restored_from_a_pure_dict(name, tmp_path):
+    """Orbax without a target gives None in masked places."""
+    model, optimizer = create(name)
+    step(model, optimizer)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.to_pure_dict(nnx.state((model, optimizer))))
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state")
+    again = create(name)
+    state = nnx.state(again)
+    nnx.replace_by_pure_dict(state, restored)
+    nnx.update(again, state)
+    for _ in range(2):
+        np.testing.assert_array_equal(step(*again), step(model, optimizer))
