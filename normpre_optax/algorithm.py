@@ -19,7 +19,7 @@ import optax
 
 from normpre_optax.optimizer import complete
 from normpre_optax.options import Coefficients, Number, checked
-from normpre_optax.stages.base import direction
+from normpre_optax.stages.base import check_transformation, direction
 from normpre_optax.stages.rows import Orientation, Tangent, normalize_tangent
 from normpre_optax.stages.scale import scale_to_rms
 from normpre_optax.stages.spectral import precondition_globally, precondition_locally
@@ -59,11 +59,7 @@ def scale_by_normpre(
     References:
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition, Algorithm 1.
     """
-    if not isinstance(precondition, optax.GradientTransformation):
-        raise TypeError(
-            f"precondition must be an optax.GradientTransformation, got {precondition!r}; optax.stateless converts a "
-            "function (updates, params) -> updates"
-        )
+    check_transformation("precondition", precondition)
     return direction(
         optax.trace(momentum, nesterov, mu_dtype),  # M_t
         normalize_tangent(tangent, orientation),  # X_t, Psi_t

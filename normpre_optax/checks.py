@@ -24,7 +24,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("momentum", "b2", "adam_b1", "adam_b2"), (0, 1)),
     **dict.fromkeys(SCHEDULES, (0, math.inf)),
     **dict.fromkeys(("fast", "slow", "slow_momentum", "slow_weight", "gradient_share", "decay"), (0, 1)),
-    **dict.fromkeys(("strength", "metric_strength"), (0, math.inf)),
+    **dict.fromkeys(("strength", "metric_strength", "eps"), (0, math.inf)),
     "clip": (1, math.inf),
     **dict.fromkeys(("rms", "relative_threshold", "adam_eps"), (1e-15, 1e15)),
 }
@@ -48,21 +48,40 @@ def check_numbers(**options: Any) -> None:
         ValueError: momentum must be in [0, 1), got 1.5
     """
     for name, value in options.items():
-        if name in ("compute_dtype", "mu_dtype") and value is not None:
+        if name in ("compute_dtype", "mu_dtype", "accumulator_dtype") and value is not None:
             _check_dtype(name, value)
         if name not in RANGES or (value is None and name in OPTIONAL):
             continue
         scheduled = callable(value) and name in SCHEDULES
-        number = _at_step_0(value) if scheduled else value
+        number = _at_step_0(name, value) if scheduled else value
         hint = " (optax.inject_hyperparams makes a schedule of it)" * callable(number)
         check_number(name + "(0)" * scheduled, number, *RANGES[name], hint)
 
 
-def _at_step_0(schedule: Any) -> Any:
+def _at_step_0(name: str, schedule: Any) -> Any:
     """Return the first value of a schedule; 0 if it fails outside a training run."""
-    with contextlib.suppress(Exception):
-        return schedule(0)
-    return 0
+    value = 0
+    try:
+        value = schedule(0)
+        jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))  # as in an update
+    except OverflowError as error:
+        raise ValueError(f"{name} is a schedule of int32 steps: write 2**31 and above as floats ({error})") from error
+    except Exception:
+        return value
+    return value
+
+
+def check_function(name: str, value: Any, form: str) -> None:
+    """Raise a TypeError for what is not a function; ``form`` says of what."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function {form}, got {value!r}")
+
+
+def check_dtype_of(path: str, dtype: Any) -> None:
+    """Raise a TypeError for a parameter whose dtype has no gradient."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        fix = "leave it out of the parameters; for an Equinox model: eqx.filter(model, eqx.is_inexact_array)"
+        raise TypeError(f"parameter {path!r} has dtype {dtype}, which has no gradient: {fix}")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
@@ -84,16 +103,14 @@ def check_number(name: str, value: Any, least: float, below: float, hint: str = 
 
 
 def _check_dtype(name: str, value: Any) -> None:
-    try:
+    with contextlib.suppress(TypeError):
         array = isinstance(value, np.generic | np.ndarray | jax.Array)
-        good = not array and jnp.issubdtype(value, jnp.floating) and jnp.finfo(value).maxexp >= 128
-    except (TypeError, ValueError):
-        good = False
-    if not good:
-        raise TypeError(f"{name} must be bfloat16, float32, float64 or None, got {value!r}")
+        if not array and jnp.dtype(value).name in ("bfloat16", "float32", "float64"):
+            return
+    raise TypeError(f"{name} must be bfloat16, float32, float64 or None, got {value!r}")
 
 
-def static_int(name: str, value: Any, least: int, below: int = 2**63) -> int:
+def static_int(name: str, value: Any, least: int, below: int = 2**31) -> int:
     """Return ``value`` if it is an int in [least, below) that is known when the program is traced.
 
     Example:
@@ -102,10 +119,8 @@ def static_int(name: str, value: Any, least: int, below: int = 2**63) -> int:
         32
     """
     if isinstance(value, jax.Array):
-        raise TypeError(
-            f"{name} determines shapes and cannot be traced, got {value}. Under optax.inject_hyperparams, pass "
-            "static_args=normpre_optax.static_args(factory)"
-        )
+        fix = "Under optax.inject_hyperparams, pass static_args=normpre_optax.static_args(factory)"
+        raise TypeError(f"{name} determines shapes and cannot be traced, got {value}. {fix}")
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
@@ -113,6 +128,5 @@ def static_int(name: str, value: Any, least: int, below: int = 2**63) -> int:
     except TypeError:
         raise TypeError(f"{name} must be an int, got {value!r}") from None
     if not least <= value < below:
-        upper = f" and below {below}" * (below < 2**63)
-        raise ValueError(f"{name} must be at least {least}{upper}, got {value}")
+        raise ValueError(f"{name} must be at least {least} and below {below}, got {value}")
     return value

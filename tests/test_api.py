@@ -116,6 +116,7 @@ INVALID = {
     "muon([1e-3])": r"learning_rate must be a number, got \[0.001\]",
     "muon(None)": "learning_rate must be a number, got None",
     "muon(lambda step: None)": r"learning_rate\(0\) must be a number, got None",
+    "muon(lambda step: -0.1 if step < 10 else 0.1)": r"learning_rate\(0\) must be in \[0, inf\), got -0.1",
     "normpre_h(1e-2, lambda step: -0.1)": r"adam_learning_rate\(0\) must be in \[0, inf\), got -0.1",
     "muon(1e-3, weight_decay=lambda step: jnp.ones(2))": r"weight_decay\(0\) must be a number",
     "muon(1e-3, weight_decay=None)": "weight_decay must be a number, got None",
@@ -163,8 +164,35 @@ INVALID = {
     "muon(1e-2, norm_control='hyperball', adam_learning_rate=1e-3, convention='keller')": "convention has no effect",
     "normpre_g(1e-2, norm_control='hyperball', adam_learning_rate=1e-3, rms=0.1)": "rms has no effect",
     "muon(1e-3, row_norms=1.0)": "row_norms has no effect without norm_control",
+    "muon(lambda step: 1e-3 * (1 - step / 2**31))": r"learning_rate is a schedule of int32 steps.* 2\*\*31 .*floats",
+    "hyperball(optax.linear_schedule(0.02, 0.0, 2**40))": "learning_rate is a schedule of int32 steps",
+    "rmnp(1e-3, weight_decay=optax.join_schedules([lambda step: 0.1] * 2, [2**31]))": "weight_decay is a schedule of",
+    "two_momenta(slow_weight=lambda step: jnp.where(step < 2**40, 0.0, 0.5))": "slow_weight is a schedule of int32",
+    "muon(1e-3, ns_steps=2**40)": "ns_steps must be at least 1 and below 1000, got 1099511627776",
+    "normpre_l(1e-3, power_iterations=2**40)": "power_iterations must be at least 0 and below 1000",
+    "normpre_l(1e-3, rank=2**70)": "rank must be at least 1 and below 2147483648",
+    "normpre_l(1e-3, oversample=2**31)": "oversample must be at least 0 and below 2147483648",
+    "muon(1e-3, ns_steps=None, ns_coefficients='muno')": "ns_coefficients='muno' is not one of",
     "muon(1e-3, compute_dtype=jnp.float16)": "compute_dtype must be bfloat16, float32, float64 or None",
     "normpre(1e-3, lambda x: x)": "precondition must be an optax.GradientTransformation",
+    "with_metric(precondition_globally)": "spectral must be an optax.GradientTransformation, got <function",
+    "with_metric(optax.identity(), clip=0.5)": r"clip must be in \[1, inf\), got 0.5",
+    "with_metric(None)": "spectral must be an optax.GradientTransformation, got None",
+    "two_momenta(accumulator_dtype='bf16')": "accumulator_dtype must be bfloat16, float32, float64 or None",
+    "two_momenta(accumulator_dtype=int)": "accumulator_dtype must be bfloat16, float32, float64 or None",
+    "stages.scale_by_row_moment(b2=1.0)": r"b2 must be in \[0, 1\)",
+    "stages.scale_by_row_moment(eps=-1.0)": r"eps must be in \[0, inf\), got -1.0",
+    "stages.scale_by_row_moment(eps=None)": "eps must be a number, got None",
+    "normalize_rows(eps='x')": "eps must be a number, got 'x'",
+    "normalize_rows(eps=np.nan)": r"eps must be in \[0, inf\), got nan",
+    "scale_by_shape('keller')": r"factor must be a function \(outputs, inputs\) -> number, got 'keller'",
+    "scale_by_shape(None)": r"factor must be a function \(outputs, inputs\) -> number, got None",
+    "normalize_tangent(norm=1.0)": r"norm must be a function \(entries\) -> number, got 1.0",
+    "normalize_tangent(first='both')": r"first='both' is not one of \('rows', 'columns'\)",
+    "per_parameter(normalize_rows())": r"f must be a function \(update, weight, dims\) -> update, got Gradient",
+    "direction(optax.identity(), optax.trace)": "stages must be an optax.GradientTransformation, got <function",
+    "direction([optax.identity()])": r"stages must be an optax.GradientTransformation, got \[",
+    "direction(matrix_dims=None)": "stages must be an optax.GradientTransformation, got None",
     "with_adamw(scale_by_muon(), 1e-3)": "direction must be a function .*such as scale_by_muon or",
     "with_adamw(muon, 1e-3)": r"muon\(\): missing a required argument: 'learning_rate'",
     "with_adamw(lambda matrix_dims: None, 1e-3)": "direction must be a function that returns an optax",
@@ -179,3 +207,14 @@ def test_an_invalid_argument_is_named_at_construction(call):
 
 def test_numbers_of_numpy_are_numbers():
     assert npo.normpre_l(np.float32(1e-3), rank=np.int64(4), seed=np.uint32(7), rms=np.float64(0.2))
+
+
+def test_long_schedules_are_schedules():
+    """Up to the last int32, beyond it as floats; and those that work outside of jit only."""
+    for schedule in (
+        optax.linear_schedule(0.02, 0.0, 2**31 - 1),
+        optax.linear_schedule(0.02, 0.0, 1e12),
+        lambda step: 0.02 / (1 + step / 1e12),
+        lambda step: 0.02 if step < 10 else 0.01,
+    ):
+        assert npo.normpre_h(schedule, schedule)

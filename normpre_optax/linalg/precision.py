@@ -66,6 +66,8 @@ def at_least_float32(x: Any) -> jax.Array:
         >>> at_least_float32(jnp.ones(2, jnp.bfloat16)).dtype
         dtype('float32')
     """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(f"{x} has no values: for the shapes of a state, call jax.eval_shape(tx.init, params)")
     x = jnp.asarray(x)
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from normpre_optax.checks import check_function
 from normpre_optax.linalg.precision import at_least_float32, by_platform, platform
 from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
 from normpre_optax.parameters.rules import assign
@@ -40,6 +41,13 @@ def assigned(updates: Any, params: Any, matrix_dims: Any) -> Any:
                 "optax.partition, or pass matrix_dims with its axes: MatrixDims(inputs=..., outputs=...)"
             )
     return found
+
+
+def check_transformation(name: str, value: Any) -> None:
+    """Raise a TypeError for what is not an optax transformation."""
+    if not isinstance(value, optax.GradientTransformation):
+        fix = "optax.stateless converts a function (updates, params) -> updates"
+        raise TypeError(f"{name} must be an optax.GradientTransformation, got {value!r}; {fix}")
 
 
 class Block(NamedTuple):
@@ -150,7 +158,7 @@ def per_parameter(f: Callable[..., jax.Array], matrix_dims: Any = None) -> optax
         [[-1.  0.]
          [ 1.  0.]]
     """
-
+    check_function("f", f, "(update, weight, dims) -> update")
     step = lambda updates, state, params, dims: (map_matrices(f, updates, params, dims), state)  # noqa: E731
     return stage(step, lambda params: optax.EmptyState(), matrix_dims)
 
@@ -177,6 +185,8 @@ def direction(*stages: optax.GradientTransformation, matrix_dims: Any = None) ->
         >>> print(tx.update(kernel, tx.init(kernel))[0].T)
         [[0.6 0.8]]
     """
+    for one in stages or (None,):
+        check_transformation("stages", one)
     chain = optax.with_extra_args_support(optax.chain(*stages))
 
     def init(params):

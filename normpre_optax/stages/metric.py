@@ -12,7 +12,7 @@ from normpre_optax.linalg.precision import at_least_float32, by_platform
 from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
 from normpre_optax.parameters.tree import without_boxes
 from normpre_optax.sharding.placement import replicated
-from normpre_optax.stages.base import assigned, map_matrices
+from normpre_optax.stages.base import assigned, check_transformation, map_matrices
 
 
 class MetricState(NamedTuple):
@@ -55,6 +55,7 @@ def with_metric(
         outside, the updates that the stage is passed.
 
     Raises:
+        TypeError: if ``spectral`` is not an optax transformation.
         ValueError: if a number is out of range.
 
     Example:
@@ -70,6 +71,7 @@ def with_metric(
         The one-sided normalization of Normalize-Then-Precondition is strength 1, before the stage only.
     """
     check_numbers(strength=strength, clip=clip, decay=decay)
+    check_transformation("spectral", spectral)
     inner = optax.with_extra_args_support(spectral)
 
     def squares(gradients: Any, params: Any, dims: Any) -> tuple[list[jax.Array], ...]:

@@ -57,7 +57,8 @@ def two_momenta(
     References:
         Pagliardini, Ablin and Grangier, AdEMAMix, arXiv 2409.03137.
     """
-    check_numbers(fast=fast, slow=slow, slow_weight=slow_weight, gradient_share=gradient_share)
+    check_numbers(fast=fast, slow=slow, slow_weight=slow_weight)
+    check_numbers(gradient_share=gradient_share, accumulator_dtype=accumulator_dtype)
 
     def init(params):
         zeros = lambda: optax.tree.zeros_like(params, accumulator_dtype)  # noqa: E731

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax.checks import PASS_PARAMS, check_choice
+from normpre_optax.checks import PASS_PARAMS, check_choice, check_function, check_numbers
 from normpre_optax.linalg import rows
 from normpre_optax.linalg.precision import by_platform, platform
 from normpre_optax.parameters.dims import MatrixDims, split_axes
@@ -59,6 +59,8 @@ def normalize_tangent(
     """
     check_choice("tangent", tangent, rows.TANGENTS)
     check_choice("orientation", orientation, get_args(Orientation))
+    check_choice("first", first, get_args(Side))
+    check_function("norm", norm, "(entries) -> number")
 
     def update(updates, state, params=None, *, matrix_dims=matrix_dims, **_):
         if params is None and tangent != "none":
@@ -192,6 +194,7 @@ def normalize_rows(
         Normalize-Then-Precondition, "Diagonal-Gram Normalization"; "both": MuonEq (github.com/MaeChd/muon-eq).
     """
     check_choice("side", side, ("rows", "columns", "both"))
+    check_numbers(eps=eps)
 
     def normalize(x, w, dims):
         _, outputs, inputs = split_axes(x.ndim, dims)

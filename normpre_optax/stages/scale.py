@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax.checks import check_numbers
+from normpre_optax.checks import check_function, check_numbers
 from normpre_optax.linalg.precision import at_least_float32, inverse_root
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, split_axes
 from normpre_optax.parameters.tree import without_boxes
@@ -78,6 +78,7 @@ def scale_by_shape(
         >>> print(tx.update(jnp.ones((1, 4)), ())[0])  # (in, out)
         [[2. 2. 2. 2.]]
     """
+    check_function("factor", factor, "(outputs, inputs) -> number")
     return per_parameter(lambda t, w, dims: t * factor(*matrix_shape(t.shape, dims)[1:]), matrix_dims)
 
 
@@ -113,7 +114,7 @@ def scale_by_row_moment(
     References:
         Li et al., NorMuon, arXiv 2510.05491 (github.com/zichongli5/NorMuon).
     """
-    check_numbers(b2=b2)
+    check_numbers(b2=b2, eps=eps)
 
     def init(params):
         found = list(assigned(params, None, matrix_dims).values())

@@ -268,9 +268,10 @@ def precondition_globally(
         Normalize-Then-Precondition, "NormPre-G"; Jordan et al., Muon, 2024.
     """
     check_numbers(rms=rms, compute_dtype=compute_dtype)
+    steps = 1 if ns_steps is None else static_int("ns_steps", ns_steps, least=1, below=1000)  # unrolled
+    table = ns.coefficient_table(ns_coefficients, steps)
     if ns_steps is None:
         return spectral(EachMatrix(ns.exact_msign), rms=rms, matrix_dims=matrix_dims)
-    table = ns.coefficient_table(ns_coefficients, static_int("ns_steps", ns_steps, least=1))
     headroom = ns.HEADROOM.get(ns_coefficients, 1.0) if isinstance(ns_coefficients, str) else 1.0
     options = ("table", table), ("headroom", headroom), ("compute_dtype", compute_dtype)
     f = EachMatrix(ns.newton_schulz, options, rounded=compute_dtype is None)
@@ -337,7 +338,7 @@ def precondition_locally(
     f = ClipLeading(
         rank,
         static_int("oversample", oversample, least=0),
-        static_int("power_iterations", power_iterations, least=0),
+        static_int("power_iterations", power_iterations, least=0, below=1000),  # unrolled
         method,
         static_int("seed", seed, least=0, below=2**32),
         compute_dtype,
