@@ -14,6 +14,7 @@ import optax
 from normpre_optax.checks import PASS_PARAMS, check_numbers
 from normpre_optax.linalg.precision import inverse_root
 from normpre_optax.parameters.dims import MatrixDims, split_axes
+from normpre_optax.parameters.explain import cautions
 from normpre_optax.parameters.roles import row_norms_of
 from normpre_optax.parameters.rules import assign
 from normpre_optax.parameters.tree import leaf_paths
@@ -62,8 +63,16 @@ def hyperball(
     """
     check_numbers(learning_rate=learning_rate)
     warn_of_a_rate_like_adams(learning_rate, 3)
+    norms_of = lambda params: row_norms_of(row_norms, params, assign(params, matrix_dims))  # noqa: E731
 
-    return _hyperball(learning_rate, None, lambda p: row_norms_of(row_norms, p, assign(p, matrix_dims)), matrix_dims)
+    def init(params):
+        if leaf_paths(params):  # optax.tree.map_params passes none
+            norms_of(params)
+            for caution in cautions(assign(params, matrix_dims), params, row_norms is None):
+                warnings.warn(caution, stacklevel=2)
+        return init_count(params)
+
+    return _hyperball(learning_rate, None, norms_of, matrix_dims, init)
 
 
 def warn_of_a_rate_like_adams(learning_rate: Any, stacklevel: int) -> None:
@@ -84,7 +93,7 @@ def warn_of_a_rate_like_adams(learning_rate: Any, stacklevel: int) -> None:
 
 
 def _hyperball(
-    learning_rate: Any, times: dict[str, Any] | None, norms_of: Callable[[Any], dict[str, Any]], matrix_dims: Any
+    learning_rate: Any, times: Any, norms_of: Callable[[Any], dict[str, Any]], matrix_dims: Any, init: Any = init_count
 ) -> optax.GradientTransformationExtraArgs:
     """``hyperball`` with numbers by path: factors of the learning rate, and row norms of the parameters."""
 
@@ -97,7 +106,7 @@ def _hyperball(
         new = map_matrices(_step, updates, params, matrix_dims, [norms.get(path) for path in paths], rates)
         return new, CountState(optax.safe_increment(state.count))
 
-    return stage(step, init_count, matrix_dims)
+    return stage(step, init, matrix_dims)
 
 
 def _step(u: jax.Array, w: jax.Array, dims: MatrixDims, row_norm: Any, rate: Any) -> jax.Array:

@@ -12,21 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from normpre_optax.checks import PASS_PARAMS
+from normpre_optax.checks import PASS_PARAMS, check_dtype_of
 from normpre_optax.hyperball import _hyperball, warn_of_a_rate_like_adams
 from normpre_optax.options import Number, checked, docstring, sections
+from normpre_optax.parameters.explain import cautions
 from normpre_optax.parameters.roles import row_norms_of
-from normpre_optax.parameters.rules import Assignment, assign, warn_if_flattened
-from normpre_optax.parameters.tree import is_box, numbers, whole_tree
+from normpre_optax.parameters.rules import Assignment, assign
+from normpre_optax.parameters.tree import is_box, leaves, numbers, whole_tree
 from normpre_optax.sharding.placement import place_state, sharded_like, specs_from
 from normpre_optax.stages.base import at_least_float32
 
+ARGUMENTS = "Arguments are update(grads, state, params), in Equinox with eqx.filter(model, eqx.is_inexact_array)"
 SAME_CONTAINERS = "use the same containers for both, for example flax.core.unfreeze"
 RESTORE = "restore the checkpoint with target=tx.init(params), or in orbax with restore(path, tx.init(params))"
-SAME_OPTIMIZER = (
-    "The optimizer, its options and the parameters must be those that the state was created with; or start with a new "
-    "state, init(params)"
-)
+CREATOR = "Use the optimizer, options and parameters that it was created with; or start with a new state, init(params)"
 
 
 @checked
@@ -97,10 +96,8 @@ def with_adamw(
     def optimizer(found: Assignment, params: Any) -> optax.GradientTransformationExtraArgs:
         """The optimizer of these parameters."""
         if shardings is not None:
-            specs = specs_from(list(found), params, shardings)
-            found = Assignment(
-                (path, spec._replace(sharding=s)) for (path, spec), s in zip(found.items(), specs, strict=True)
-            )
+            each = zip(found.items(), specs_from(list(found), params, shardings), strict=True)
+            found = Assignment((path, spec._replace(sharding=sharding)) for (path, spec), sharding in each)
         labels = jax.tree.structure(params).unflatten(["matrix" if s.dims else "adamw" for s in found.values()])
         mask, times = weight_decay_mask, learning_rate_multipliers
         # All optimizers have the same state, with and without mask and multipliers: they may change at a restart.
@@ -132,10 +129,15 @@ def with_adamw(
 
     known: dict[Any, tuple[Assignment, Any]] = {}  # the assignment and what a state is like, for parameters of a form
 
+    def groups(params: Any) -> Assignment:
+        for path, leaf in leaves(params).items():
+            check_dtype_of(path, leaf.dtype)
+        return assign(params, matrix_dims)
+
     def init(params):
-        found = assign(params, matrix_dims)
-        if note := warn_if_flattened(found):
-            warnings.warn(note, stacklevel=2)
+        found = groups(params)
+        for caution in cautions(found, params, norm_control == "hyperball" and row_norms is None):
+            warnings.warn(caution, stacklevel=2)
         tx, weights = optimizer(found, params), jax.tree.map(at_least_float32, params)
         state = tx.init(weights)
         known[_form(params)] = found, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
@@ -144,13 +146,13 @@ def with_adamw(
     def update(updates, state, params=None, **extra_args):
         if params is None:
             raise ValueError(f"this optimizer needs the parameters: {PASS_PARAMS}")
-        updates = _like("gradients", updates, params, SAME_CONTAINERS, "Arguments are update(grads, state, params)")
+        updates = _like("gradients", updates, params, SAME_CONTAINERS, ARGUMENTS)
         weights = jax.tree.map(at_least_float32, params)
         if (form := _form(params)) not in known:
-            found = assign(params, matrix_dims)
+            found = groups(params)
             known[form] = found, jax.eval_shape(optimizer(found, params).init, weights)
         found, own = known[form]
-        state = _like("state", state, own, RESTORE, SAME_OPTIMIZER)
+        state = _like("state", state, own, RESTORE, CREATOR)
         tx = optimizer(found, params)
         updates = jax.tree.map(lambda u, p: at_least_float32(sharded_like(jnp.asarray(u), p)), updates, params)
         new, state = tx.update(updates, state, weights, **extra_args)
@@ -259,7 +261,7 @@ def _like(what: str, given: Any, wanted: Any, containers: str, arguments: str) -
         for tree in (given, wanted)
     )
     for path in here | there:
-        own, expected = (f"shape {jnp.shape(x[path])}" if path in x else "nothing" for x in (here, there))
+        own, expected = (f"shape {np.shape(x[path])}" if path in x else "nothing" for x in (here, there))
         if own != expected:
             raise ValueError(f"{what}{path} has {own}, expected {expected}. {arguments}")
     return jax.tree.structure(wanted).unflatten(here[path] for path in there)

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import json
+import warnings
 from pathlib import Path
 
 import equinox as eqx
@@ -272,6 +273,16 @@ def test_reverse_mode_goes_through_an_update(name, decomposes):
         assert describe(jax.eval_shape(jax.grad(size), params)) == describe(params)
 
 
+@representatives
+def test_step_counters_end_at_the_largest_int32(name):
+    """They stay there, and updates stay finite."""
+    tx, params, most = optimizer(name), numbers(), 2**31 - 1
+    state = jax.tree.map(lambda x: x if x.ndim else jnp.full_like(x, most - 1), tx.init(params))
+    updates, state = run(tx, params, [numbers(1)] * 2, state)
+    assert {int(x) for x in jax.tree.leaves(state) if not x.ndim} == {most}
+    assert all(np.all(np.isfinite(u)) for u in jax.tree.leaves(updates))
+
+
 def test_a_resumed_run_draws_what_the_uninterrupted_one_would_have_drawn():
     tx, again = (cases.make("normpre_l-small", 0.01) for _ in range(2))
     params, gradients = numbers()["layers"], [numbers(step)["layers"] for step in range(1, 5)]
@@ -316,7 +327,68 @@ def test_a_callable_tree_of_parameters_is_a_tree(name):
         assert jnp.any(decayed.bias != still.bias)
 
 
-# Errors.
+# Warnings and errors.
+
+
+@pytest.mark.parametrize("name", cases.FACTORIES)
+def test_init_warns_if_no_parameter_is_a_matrix(name):
+    pair = {"lora_a": {"kernel": jnp.ones((4, 2))}, "lora_b": {"kernel": jnp.ones((2, 4))}}
+    for params in ({"norm": {"scale": jnp.ones(4)}}, {"up": pair}, {"wte": jnp.ones((9, 4)), "hole": None}):
+        with pytest.warns(UserWarning, match=r"no parameter is a matrix.*explain\(params\)") as seen:
+            optimizer(name).init(params)
+        assert [warning.filename for warning in seen] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for params in (numbers(), {}, {"hole": None}, {"up": jnp.ones((4, 2))}, {"weight": jnp.ones((4, 2))}):
+            optimizer(name).init(params)
+
+
+@pytest.mark.parametrize("name", cases.FACTORIES)
+def test_shapes_without_arrays_are_named_with_eval_shape(name):
+    shapes = jax.eval_shape(numbers)
+    matrices = {"up": shapes["mlp"]["up"]["kernel"]}
+    for init, params in ((optimizer(name).init, shapes), (npo.scale_by_muon().init, matrices)):
+        with pytest.raises(TypeError, match=r"ShapeDtypeStruct.* jax\.eval_shape\(tx\.init, params\)"):
+            init(params)
+        assert jax.tree.leaves(jax.eval_shape(init, params))
+
+
+INTEGERS = r"'ids' has dtype int32, which has no gradient.*eqx\.filter\(model, eqx\.is_inexact_array\)"
+
+
+@every_family
+def test_integers_are_named_also_with_gradients_of_float0(name):
+    """At init, and at an update whose state comes from elsewhere. AdamW's weight decay would change them."""
+    params = {"up": {"kernel": jnp.ones((4, 6))}, "ids": jnp.arange(3)}
+    grads = jax.grad(lambda p: jnp.sum(p["up"]["kernel"]) ** 2, allow_int=True)(params)
+    assert grads["ids"].dtype == jax.dtypes.float0
+    tx = cases.make(name, 0.01)
+    with pytest.raises(TypeError, match=INTEGERS):
+        tx.init(params)
+    with pytest.raises(TypeError, match=INTEGERS):
+        tx.update(grads, {}, params)
+    frozen = optax.partition({"train": tx, "none": optax.set_to_zero()}, {"up": "train", "ids": "none"})
+    assert jax.eval_shape(frozen.init, params)
+
+
+class Indexed(eqx.Module):
+    linear: eqx.nn.Linear
+    ids: jax.Array
+    activation: object = jax.nn.relu
+
+
+@representatives
+def test_an_equinox_model_with_integers_or_functions_is_named(name):
+    """For parameters that are the arrays of a model, or the whole model, at init and at update."""
+    tx, model = cases.make(name, 0.01), Indexed(eqx.nn.Linear(4, 6, key=jax.random.key(0)), jnp.arange(3))
+    grads = eqx.filter_grad(lambda model: jnp.sum(model.linear(jnp.ones(4))))(model)
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    for params in (eqx.filter(model, eqx.is_array), model):
+        with pytest.raises(TypeError, match=r"eqx\.filter\(model, eqx\.is_inexact_array\)"):
+            tx.init(params)
+        for given in (grads, eqx.tree_at(lambda model: model.ids, grads, jnp.zeros(3), is_leaf=lambda x: x is None)):
+            with pytest.raises((TypeError, ValueError), match=r"eqx\.filter\(model, eqx\.is_inexact_array\)"):
+                tx.update(given, state, params)
 
 
 CALL = r"update\(grads, state, params\)"

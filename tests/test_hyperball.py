@@ -2,13 +2,16 @@
 """Hyperball against its transcription, alone in a chain and as an option."""
 
 import functools
+import re
 import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import normpre_optax as npo
 from tests import cases
@@ -92,6 +95,71 @@ def test_a_learning_rate_of_adamw_is_named():
         npo.muon(1e-3)
 
 
+def layers(name, transposed):
+    """Two layers, with vectors and an embedding around them."""
+    kernel = lambda *shape: {name: jnp.ones(shape[::-1] if transposed else shape), "bias": jnp.ones(shape[-1])}  # noqa: E731
+    layer = {"out": kernel(8, 8), "mlp": {"up": kernel(8, 16), "down": kernel(16, 8)}, "norm": {"scale": jnp.ones(8)}}
+    return {"blocks": {"0": layer, "1": layer}, "wte": {"embedding": jnp.ones((32, 8))}, "norm": {"scale": jnp.ones(8)}}
+
+
+def first_layer(path):
+    return path.startswith("blocks/0")
+
+
+# What is hidden from the optimizer, and whether the row norms of others may depend on it.
+HIDDEN = (
+    (first_layer, True),
+    (lambda path: "mlp/down/weight" in path or "mlp/down/kernel" in path, True),
+    (lambda path: path.endswith(("bias", "scale", "embedding")), False),
+    (lambda path: False, False),
+)
+
+
+@pytest.mark.parametrize(("name", "transposed"), [("kernel", False), ("weight", True)])
+@pytest.mark.parametrize(("hidden", "warns"), HIDDEN)
+def test_matrices_that_are_masked_are_named(name, transposed, hidden, warns):
+    """Where they may change default row norms; by optax.masked, optax.partition, None in a layer, in NNX Variables."""
+    params = layers(name, transposed)
+    seen = lambda path: not hidden(jax.tree_util.keystr(path, simple=True, separator="/"))  # noqa: E731
+    mask = jax.tree.map_with_path(lambda path, x: seen(path), params)
+    labels = jax.tree.map(lambda shown: "train" if shown else "freeze", mask)
+    matrices = jax.tree.map_with_path(lambda path, x: seen(path) and str(path[-1].key) == name, params)
+    boxed = jax.tree.map(nnx.Param, params)
+    mask_of_boxes = jax.tree.structure(boxed).unflatten(jax.tree.leaves(mask))
+    tx, alone = npo.normpre_h(1.6e-2, 1e-3), npo.hyperball(1.6e-2)
+    programs = {
+        "masked": (optax.masked(tx, mask), params),
+        "partition": (optax.partition({"train": tx, "freeze": optax.set_to_zero()}, labels), params),
+        "alone": (optax.masked(optax.chain(npo.scale_by_muon(), alone), matrices), params),
+        "variables": (optax.masked(tx, mask_of_boxes), boxed),
+        "given": (optax.masked(npo.normpre_h(1.6e-2, 1e-3, row_norms=1.0), mask), params),
+        "not under Hyperball": (optax.masked(npo.muon(1e-3), mask), params),
+    }
+    if hidden is first_layer:  # where no layer has a matrix, None may be a part that the model does not have
+        programs["holes"] = tx, jax.tree.map(lambda shown, x: x if shown else None, mask, params)
+    for case, (program, given) in programs.items():
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            jax.eval_shape(program.init, given)
+        said = [str(warning.message) for warning in found]
+        assert len(said) == (warns and case not in ("given", "not under Hyperball")), (case, said)
+        assert all(re.search(r"masked matrices, such as 'blocks/0/.*row_norms=.*optax\.freeze", text) for text in said)
+
+
+def test_what_an_equinox_model_lacks_is_not_masked():
+    """Functions and missing biases are None too. The warning is at the line that calls init."""
+    mlp = eqx.nn.MLP(8, 8, 32, depth=2, use_bias=False, key=jax.random.key(0))
+    model = {"blocks": [{"mlp": mlp, "ln": eqx.nn.LayerNorm(8, use_weight=False)} for _ in range(2)]}
+    params, tx = eqx.filter(model, eqx.is_inexact_array), npo.normpre_h(1.6e-2, 1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tx.init(params)
+    frozen = eqx.tree_at(lambda model: model["blocks"][0]["mlp"].layers[0].weight, params, None)
+    with pytest.warns(UserWarning, match="masked matrices, such as 'blocks/0/mlp/layers/0/weight'") as seen:
+        tx.init(frozen)
+    assert [warning.filename for warning in seen] == [__file__]
+
+
 @pytest.mark.parametrize("option", ["row_norms", "learning_rate_multipliers"])
 @cases.rows(
     "value said",
@@ -108,6 +176,9 @@ def test_wrong_numbers_by_parameter_are_named(option, value, said):
         return  # does not train a parameter
     with pytest.raises((ValueError, TypeError), match=f"{option}.* {said}"):
         npo.normpre_h(0.01, 1e-3, **{option: value}).init(params)
+    if option == "row_norms":
+        with pytest.raises((ValueError, TypeError), match=f"{option}.* {said}"):
+            npo.hyperball(0.01, row_norms=value).init(params)
 
 
 def test_hyperball_is_for_matrices_only():

@@ -8,19 +8,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 
+from normpre_optax.checks import check_dtype_of
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.roles import row_norms_by_role
 from normpre_optax.parameters.rules import (
     Assignment,
-    ParamSpec,
     Reading,
     assign,
+    default_matrix_dims,
     default_reading,
     reader,
     warn_if_flattened,
 )
-from normpre_optax.parameters.tree import Leaf, leaves, repeated
+from normpre_optax.parameters.tree import Leaf, leaves, named_leaves, repeated
 
 _VOCABULARY = "has an axis of the vocabulary size"
 
@@ -74,13 +76,37 @@ def explain(params: Any, matrix_dims: Any = None, *, every_layer: bool = False) 
         counts = ", ".join(f"{count} x ({out} x {inputs})" for (out, inputs), count in matrices.items())
         table.append((name, f"{len(paths)} x " * (len(paths) > 1) + str(shape), group, counts, reason))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-    return "\n".join([*lines, "", *_totals(rows), *_row_norms(params, matrix_dims, rows), *_notes(rows)])
+    lines = [*("  ".join(map(str.ljust, line, widths)).rstrip() for line in table), "", *_totals(rows)]
+    found = Assignment() if any(row.group == "ERROR" for row in rows) else assign(params, matrix_dims)
+    return "\n".join([*lines, *_row_norms(found), *(f"note: {x}" for x in (*_notes(rows), *cautions(found, params)))])
+
+
+def cautions(found: Assignment, params: Any, by_role: bool = True) -> Iterator[str]:
+    """Yield what looks like a mistake in a whole tree; optimizers warn of it at ``init``.
+
+    Args:
+        found: the groups of the parameters.
+        params: the parameters.
+        by_role: whether Hyperball sets row norms by the roles of matrices.
+    """
+    names = {path.rpartition("/")[2] for path, spec in found.items() if spec.dims}
+    if found and not names:
+        yield warn_if_flattened(found) or "no parameter is a matrix, so all use AdamW; explain(params) shows why"
+    holes = named_leaves(params, lambda x: x is None or isinstance(x, optax.MaskedNode)) if by_role and names else ()
+    for path, hole, *_ in holes:  # None may also be what a model does not have, such as a bias
+        masked = isinstance(hole, optax.MaskedNode) or (hole is None and path.rpartition("/")[2] in names)
+        if masked and default_matrix_dims(path, Leaf((2, 3), jnp.float32)):
+            yield (
+                f"masked matrices, such as {path!r}, are not counted in the row norms that Hyperball sets: pass "
+                "row_norms=, or freeze after the optimizer: optax.chain(optimizer, optax.freeze(mask))"
+            )
+            return
 
 
 def _row(path: str, leaf: Leaf, read: Callable[[str, Leaf], Reading]) -> _Row:
     try:
         dims, reason = read(path, leaf)
+        check_dtype_of(path, leaf.dtype)
     except (ValueError, TypeError) as error:
         return _Row(path, leaf, "ERROR", Counter(), getattr(error, "short", str(error)))
     if dims is None:
@@ -110,9 +136,9 @@ def _totals(rows: list[_Row]) -> Iterator[str]:
             yield f"{group + ':':8}" + ", ".join(f"{n:,} {one if n == 1 else many}" for n, one, many in counts)
 
 
-def _row_norms(params: Any, matrix_dims: Any, rows: list[_Row]) -> Iterator[str]:
+def _row_norms(found: Assignment) -> Iterator[str]:
     """Return a line with the row norms that Hyperball sets, if they differ."""
-    norms = {} if any(row.group == "ERROR" for row in rows) else row_norms_by_role(assign(params, matrix_dims))
+    norms = row_norms_by_role(found)
     written = {path: norm for path, norm in norms.items() if norm != 1}
     if written:
         each = "".join(f"{norm:.2g} for {name}, " for name, _, norm in repeated(written))
@@ -121,12 +147,6 @@ def _row_norms(params: Any, matrix_dims: Any, rows: list[_Row]) -> Iterator[str]
 
 def _notes(rows: list[_Row]) -> Iterator[str]:
     if any("' in '" in row.reason for row in rows):
-        yield "note: the quoted word alone decided the group; its name may mean something else"
+        yield "the quoted word alone decided the group; its name may mean something else"
     if any(row.reason.endswith(_VOCABULARY) for row in rows):
-        yield f"note: a matrix that {_VOCABULARY} may be an output head; if it is one, return None for it in a rule"
-    integers = sum(not jnp.issubdtype(row.leaf.dtype, jnp.inexact) for row in rows if row.group == "adamw")
-    if integers:
-        yield f"note: integer parameters ({integers}) are passed to AdamW; remove them from the tree (optax.masked)"
-    flattened = warn_if_flattened(Assignment({x.path: ParamSpec(x.path, x.leaf.shape, None, "") for x in rows}))
-    if flattened:
-        yield f"note: {flattened}"
+        yield f"a matrix that {_VOCABULARY} may be an output head; if it is one, return None for it in a rule"

@@ -71,21 +71,28 @@ def test_equal_layers_have_one_line():
 
 
 VOCABULARY = "note: a matrix that has an axis of the vocabulary size may be an output head"
-INTEGERS = {"a": array(8, 8, dtype=jnp.int8), "b": array(8, 8, dtype=jnp.int32)}
 ONE = "note: the quoted word alone decided the group"
+NONE = "note: no parameter is a matrix"
+MASKED = "note: masked matrices, such as 'layers/0/down'"
 
 
 @cases.rows(
     "params reason note",
-    ("policy_head/dense_0/kernel 8x8", "output head ('head' in 'policy_head')", ONE),
-    ("wte/embedding 9x8; embed_tokens/kernel 9x8", "embedding", ""),
+    ("policy_head/dense_0/kernel 8x8; up/kernel 8x8", "output head ('head' in 'policy_head')", ONE),
+    ("wte/embedding 9x8; embed_tokens/kernel 9x8; up/kernel 8x8", "embedding", ""),
+    ("wte/embedding 9x8; ln/scale 8", "norm or scale", NONE),
+    ({"layers": [{"up": array(4, 8), "down": None}, {"up": array(4, 8), "down": array(8, 4)}]}, "(in, out)", MASKED),
     ("Dense_0/kernel 8x50; Embed_0/embedding 50x8", "(in, out), has an axis of the vocabulary size", VOCABULARY),
     ("Dense_0/kernel 8x50; pos_embed/embedding 50x8", "(in, out)", ""),
     ("Dense_0/kernel 8x8; Embed_0/embedding 8x8", "(in, out)", ""),
     ("word_embeddings/weight 90x8; token_type_embeddings/weight 2x8; up/weight 8x8", "embedding", ""),
     ("ln/scale 8; type_embed/embedding 2x8; up/kernel 8x8", "norm or scale", ""),
-    (INTEGERS, "int8, not floating point", "note: integer parameters (2) are passed to AdamW"),
-    ({"up": array(8, 8, dtype=jnp.complex64)}, "complex64, not real floating point", ""),
+    (
+        {"a": array(8, 8, dtype=jnp.int8)},
+        "ERROR                parameter 'a' has dtype int8, which has no gradient",
+        "",
+    ),
+    ({"up": array(8, 8, dtype=jnp.complex64)}, "complex64, not real floating point", NONE),
     ("w 2x3x4", "no rule covers it", ""),
     ({"": array(12)}, "vector", "note: the parameters are one vector without a name"),
     ({"": array(3, 4, dtype=jnp.bfloat16)}, "(in, out)", ""),
