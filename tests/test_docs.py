@@ -2,11 +2,13 @@
 """The documentation: its code runs, its links and names exist, and the checks of the site find what they should."""
 
 import importlib.util
+import inspect
 import pkgutil
 import re
 import sys
 from pathlib import Path
 
+import optax
 import pytest
 
 import normpre_optax as npo
@@ -75,6 +77,17 @@ def test_every_page_recommends_the_same_optimizer_first():
         assert called.search(text)[1] == "normpre_h", page
         peaks = {float(x) for x in re.findall(r"schedule\(0\.0, ([\d.e-]+)", text)}
         assert {x for x in peaks if x > 5e-3} <= {1.6e-2, 4e-2, 1e-2}, page
+
+
+def test_every_argument_of_optaxs_muon_has_a_place_here():
+    """In the tables of moving.md: each in one row, next to options of this package's Muon, or none."""
+    section = (DOCS / "moving.md").read_text().partition("## From optax's Muon\n")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    theirs, ours = ([x for row in rows for x in re.findall(r"`(\w+)=", row[column])] for column in (0, 1))
+    assert sorted(theirs) == sorted(inspect.signature(optax.contrib.muon).parameters)
+    assert ours
+    assert set(ours) <= inspect.signature(npo.muon).parameters.keys()
+    assert all(re.search("`|^none$", row[1]) for row in rows)
 
 
 def test_names_that_the_paper_map_gives_exist():

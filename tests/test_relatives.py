@@ -80,6 +80,42 @@ def test_muon_is_optaxs_muon(convention, consistent_rms, nesterov, steps):
     follow_muon(cases.path(tx, gradients, FLAT), gradients, convention=convention, nesterov=nesterov)
 
 
+RMS, DECAY = npo.learning_rate_from_muon(LEARNING_RATE, WEIGHT_DECAY, convention=0.3)
+
+
+@cases.rows(
+    "theirs ours",
+    ({}, {}),
+    (
+        {"ns_coeffs": "standard", "ns_steps": 3, "beta": 0.8},
+        {"ns_coefficients": "muon", "ns_steps": 3, "momentum": 0.8},
+    ),
+    ({"ns_coeffs": "dion"}, {"ns_coefficients": "you"}),
+    ({"consistent_rms": 0.3}, {"convention": "moonlight", "learning_rate": RMS, "weight_decay": DECAY}),
+    ({"weight_decay_mask": {"up": {"kernel": False, "bias": True}, "down": True, "wte": True}},) * 2,
+    ({"adam_learning_rate": 0.1, "adam_b1": 0.8, "adam_b2": 0.9, "adam_weight_decay": 0.2},) * 2,
+    ({"mu_dtype": jnp.bfloat16},) * 2,
+)
+def test_the_arguments_of_optaxs_muon_have_these_names(theirs, ours):
+    """As the tables of docs/moving.md say, on matrices and vectors, without Nesterov. Tolerances are those above."""
+    shapes = {"up": {"kernel": (4, 6), "bias": (6,)}, "down": (6, 4), "wte": (5, 3)}
+    grads = [cases.numbers(shapes, seed) for seed in (1, 2, 3)]
+    theirs = {"learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "nesterov": False} | theirs
+    same = {"learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "convention": "keller", "nesterov": False}
+    same |= {"adam_learning_rate": LEARNING_RATE, "adam_b2": 0.999, "adam_weight_decay": 0.0}
+    same |= {"matrix_dims": lambda path, leaf: npo.MatrixDims(inputs=0, outputs=1) if leaf.ndim == 2 else None}
+    paths = []
+    for tx in (optax.contrib.muon(**theirs), npo.muon(**(same | ours))):
+        params, state = cases.numbers(shapes), tx.init(cases.numbers(shapes))
+        for g in grads:
+            updates, state = tx.update(g, state, params)
+            params = optax.apply_updates(params, updates)
+        paths.append(params)
+    # bfloat16 rounds an average and a sum differently: 2^-9, times a Lipschitz constant of 20.
+    tolerance = 0.05 if "mu_dtype" in ours else 1e-4
+    cases.assert_close(*paths, rtol=0, atol=tolerance * LEARNING_RATE)
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(("convention", "adjust_lr_fn"), [("keller", "original"), ("moonlight", "match_rms_adamw")])
