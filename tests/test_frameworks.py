@@ -149,6 +149,21 @@ def test_nnx_shapes_of_a_sharded_optimizer(name, kind):
         assert {"x" in x.sharding.spec for x in kernels} == {True}
 
 
+def test_nnx_creates_a_masked_optimizer_in_jit():
+    """Flax's ``nnx.eval_shape`` fails: what optax masks before this package sees it is a Variable without an array."""
+    mask = lambda params: jax.tree.map(lambda x: x.ndim == 2, params)  # noqa: E731
+
+    def create_masked():
+        model = Model(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.masked(cases.make("normpre_g", 0.01), mask), wrt=nnx.Param)
+
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])):
+        model, optimizer = nnx.jit(create_masked)()
+        kernels = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.shape in ((4, 8), (8, 4))]
+        assert [tuple(x.sharding.spec) for x in kernels] == [("x",), (None, "x")]
+        nnx.jit(step)(model, optimizer)
+
+
 @pytest.mark.parametrize("name", cases.REPRESENTATIVES)
 def test_nnx_restored_from_a_pure_dict(name, tmp_path):
     """Orbax without a target gives None in masked places."""

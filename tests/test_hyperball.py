@@ -181,6 +181,13 @@ def test_wrong_numbers_by_parameter_are_named(option, value, said):
             npo.hyperball(0.01, row_norms=value).init(params)
 
 
+def test_map_params_works_with_row_norms_of_parameters():
+    """It calls ``init`` with a placeholder that has no parameters."""
+    tx = npo.hyperball(0.01, row_norms={"kernel": 1.0}, matrix_dims={"kernel": npo.MatrixDims(0, 1)})
+    state = tx.init({"kernel": jnp.eye(3)})
+    assert optax.tree.map_params(tx, lambda x: x, state) == state
+
+
 def test_hyperball_is_for_matrices_only():
     params = {"kernel": jnp.eye(3), "bias": jnp.ones(3)}
     tx = npo.hyperball(0.01)
