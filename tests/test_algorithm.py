@@ -29,10 +29,11 @@ SKETCH = {"rank": RANK, "oversample": OVERSAMPLE, "seed": SEED}
 
 DECAY = {"weight_decay": WEIGHT_DECAY, "matrix_dims": cases.DIMS}
 OPTIMIZERS = {
-    "newton_schulz": npo.normpre_g,
+    "newton_schulz": functools.partial(npo.normpre_g, compute_dtype=jnp.float32),
     "msign": functools.partial(npo.normpre_g, ns_steps=None),
     "exact": functools.partial(npo.normpre_l, method="exact", rank=RANK),
     "sketch": functools.partial(npo.normpre_l, compute_dtype=jnp.float32, **SKETCH),
+    "newton_schulz-usual": npo.normpre_g,  # in bfloat16 on a TPU
     "sketch-usual": functools.partial(npo.normpre_l, **SKETCH),  # in bfloat16 on a GPU
 }
 
@@ -94,6 +95,7 @@ def tolerance(stage, psi, step, name, index, eps):
 PLAIN = ("alternating", "relaxed")
 COMBINATIONS = [
     *(("newton_schulz", *PLAIN, platform) for platform in ("cpu", "tpu", "gpu")),
+    *(("newton_schulz-usual", *PLAIN, platform) for platform in ("cpu", "tpu")),
     *(("newton_schulz", *how, "cpu") for how in (("rows", "strict"), ("columns", "none"))),
     *((stage, *PLAIN, "cpu") for stage in ("msign", "exact")),
     *(("sketch", "both", "strict", "cpu"), ("sketch", *PLAIN, "tpu"), ("sketch-usual", *PLAIN, "gpu")),
@@ -112,8 +114,9 @@ def test_steps_agree_with_the_reference(stage, orientation, tangent, platform):
     tx = OPTIMIZERS[stage](LEARNING_RATE, orientation=orientation, tangent=tangent, **DECAY)
     kind, _, usual = stage.partition("-")
     # Psi and the thin factors are rounded to bfloat16, 2^-9 each; modes of a truncated sketch are close to each other
-    # and rotate by a few times that.
-    rounding = 2**-6 if usual else 0.0
+    # and rotate by a few times that. Newton-Schulz on a TPU reads a rounded Psi, and its slope at large singular values
+    # is a few.
+    rounding = 2**-6 if usual and platform != "cpu" else 0.0
     oracle = reference.NormPre(kind, orientation, tangent, rank=RANK, eps=EPS32)
     w, gradients = cases.weights(), cases.gradients(STEPS)
     for gradient in gradients:
@@ -146,7 +149,7 @@ def test_free_steps_agree_in_float64(monkeypatch, stage):
     *_, (_, _, expected) = run_reference(oracle, cases.weights(), gradients)
     cases.omega.cache_clear()
     with jax.enable_x64(True):
-        options = {"compute_dtype": jnp.float64} if stage == "sketch" else {}
+        options = {"compute_dtype": jnp.float64} if stage in ("sketch", "newton_schulz") else {}
         tx = OPTIMIZERS[stage](LEARNING_RATE, **DECAY, **options)
         got = cases.path(tx._replace(update=cases.quick_jit(tx.update)), gradients, dtype=jnp.float64)
     for name, x in expected.items():
