@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,14 +80,10 @@ class Study:
             raise RunError(f"{self.folder} has other settings ({shlex.join(before)}): choose another --name")
         data.open_corpus(self.config, self.console)  # once, before arms make it side by side
         self.folder.mkdir(parents=True, exist_ok=True)
-        held = lock(self.folder)
-        try:
+        with lock(self.folder) or nullcontext():
             write_json(file, {"flags": self.config_flags})
             with on_signals(stop):
                 yield
-        finally:
-            if held:
-                held.close()
 
     def run(self, arms: Sequence[Arm]) -> None:
         """Run ``arms``, ``jobs`` side by side, and keep their ``results``. Leaving early stops arms, which save.
@@ -179,10 +175,8 @@ def main(options: Compare) -> None:
     first = study.config.seed
     with study.begun():
         sweep = [Arm(optimizer, rate, first) for optimizer, found in rates.items() for rate in found]
-        study.console.print(
-            f"{study.config.config}: {len(sweep)} runs, then {options.seeds - 1} more seed(s) at the best learning "
-            f"rates; {study.config.steps:,} steps each, in {study.folder}/"
-        )
+        then = f"{options.seeds - 1} more seed(s) at the best learning rates; {study.config.steps:,} steps each"
+        study.console.print(f"{study.config.config}: {len(sweep)} runs, then {then}, in {study.folder}/")
         study.run(sorted(sweep, key=lambda arm: arm.learning_rate))
         best = {name: arms[0]["learning_rate"] for name, arms in best_runs({"arms": study.records()}).items()}
         if not best:
@@ -239,9 +233,8 @@ def learning_rates(options: Compare, study: Study) -> dict[str, list[float]]:
             if rate in tried:
                 raise RunError(f"--optimizers: {text} with learning rate {rate:g} is listed twice")
             tried.append(rate)
-            make_optimizer(
-                configs.parse([*options.rest, *Arm(join_name(name, settings), rate, 0).flags]), lambda t: 1.0
-            )
+            arm = Arm(join_name(name, settings), rate, 0)
+            make_optimizer(configs.parse([*options.rest, *arm.flags]), lambda t: 1.0)
     if not rates:
         raise RunError("--optimizers must name at least one")
     return {optimizer: sorted(tried) for optimizer, tried in rates.items()}

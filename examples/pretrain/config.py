@@ -254,27 +254,21 @@ FREE_ON_RESUME |= {"evaluate_every", "log_every", "checkpoint_every", "keep_chec
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The configuration flattened to ``{"steps": 800, "model.layers": 4, ...}``, ready for JSON."""
-    flat: dict[str, Any] = {}
-    for key, value in dataclasses.asdict(config).items():
-        items = {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
-        flat |= {k: str(v) if isinstance(v, Path) else v for k, v in items.items()}
-    return flat
+    flat = dataclasses.asdict(config)
+    flat |= {f"model.{key}": value for key, value in flat.pop("model").items()}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in flat.items()}
 
 
 def from_dict(flat: dict[str, Any]) -> Config:
     """The configuration that ``to_dict`` flattened; fields it does not mention have their defaults."""
 
-    def build(kind: Any, prefix: str) -> Any:
-        values = {}
-        for name, hint in typing.get_type_hints(kind).items():
-            if dataclasses.is_dataclass(hint):
-                values[name] = build(hint, f"{name}.")
-            elif prefix + name in flat:
-                value = flat[prefix + name]
-                values[name] = Path(value) if "Path" in str(hint) and value is not None else value
-        return kind(**values)
+    def build(kind: Any, prefix: str, **more: Any) -> Any:
+        hints = typing.get_type_hints(kind)
+        given = {name: flat[prefix + name] for name in hints if prefix + name in flat}
+        paths = {name: Path(given[name]) for name in given if "Path" in str(hints[name]) and given[name] is not None}
+        return kind(**given | paths | more)
 
-    return build(Config, "")
+    return build(Config, "", model=build(ModelConfig, "model."))
 
 
 def differences(stored: dict[str, Any], config: Config) -> list[str]:

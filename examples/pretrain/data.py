@@ -70,25 +70,21 @@ def load(folder: Path) -> Dataset:
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         documents, largest = manifest["layout"] == "documents", manifest["largest_token"]
-        maps: dict[str, np.ndarray] = {}
-        for split in SPLITS:
-            kinds = {"bin": (manifest["dtype"], manifest[split]["tokens"])}
-            kinds |= {"offsets": ("<i8", manifest[split]["documents"] + 1)} if documents else {}
-            for kind, (dtype, expected) in kinds.items():
-                name = f"{split}.{kind}"
-                maps[name] = np.memmap(folder / name, dtype=dtype, mode="r")
-                if len(maps[name]) != expected:
-                    raise ValueError(f"{name} has {len(maps[name])} entries, its manifest says {expected}")
-            if (found := largest_id(maps[f"{split}.bin"])) > largest:
-                raise ValueError(f"{split}.bin has the token {found}, its manifest says at most {largest}")
+        files = {f"{split}.bin": (manifest["dtype"], manifest[split]["tokens"]) for split in SPLITS}
+        files |= {f"{split}.offsets": ("<i8", manifest[split]["documents"] + 1) for split in SPLITS if documents}
+        maps = {name: np.memmap(folder / name, dtype=dtype, mode="r") for name, (dtype, _) in files.items()}
+        for name, (_, expected) in files.items():
+            if len(maps[name]) != expected:
+                raise ValueError(f"{name} has {len(maps[name])} entries, its manifest says {expected}")
+            if name.endswith(".bin") and (found := largest_id(maps[name])) > largest:
+                raise ValueError(f"{name} has the token {found}, its manifest says at most {largest}")
         if sha256(folder / "tokenizer.json") != manifest["tokenizer_sha256"] or largest >= manifest["vocabulary"]:
             raise ValueError("tokenizer.json is not the tokenizer of the token files")
         tokenizer = load_tokenizer(folder / "tokenizer.json")
     except Exception as error:  # `tokenizers` raises bare Exception
-        raise RunError(
-            f"cannot read the token files in {folder} ({one_line(error)}): delete the folder and prepare them again"
-        ) from error
-    offsets = {split: maps[f"{split}.offsets"] for split in SPLITS} if documents else None
+        way_out = "delete the folder and prepare them again"
+        raise RunError(f"cannot read the token files in {folder} ({one_line(error)}): {way_out}") from error
+    offsets: dict[str, np.ndarray] | None = {split: maps[f"{split}.offsets"] for split in SPLITS} if documents else None
     return Dataset(folder, manifest, maps["train.bin"], maps["validation.bin"], tokenizer, offsets)
 
 
@@ -111,10 +107,8 @@ class Sequences:
         self.offsets = dataset.offsets[split] if dataset.offsets else None
         self.context = context
         if self.offsets is not None and context > dataset.manifest["context"]:
-            raise RunError(
-                f"--model.context {context} is longer than the {dataset.manifest['context']} tokens that the documents "
-                f"of {dataset.folder} were cut to: prepare them with --context {context}"
-            )
+            longest = f"the {dataset.manifest['context']} tokens that the documents of {dataset.folder} were cut to"
+            raise RunError(f"--model.context {context} is longer than {longest}: prepare them with --context {context}")
 
     def __len__(self) -> int:
         return max(len(self.tokens) - 1, 0) // self.context if self.offsets is None else len(self.offsets) - 1
@@ -160,8 +154,6 @@ def validation_sequences(dataset: Dataset, *, context: int, count: int) -> np.nd
     """
     source = Sequences(dataset, "validation", context)
     if not len(source):
-        raise RunError(
-            f"the validation split has {len(dataset.validation)} tokens, too few for --model.context {context}"
-        )
+        raise RunError(f"{len(dataset.validation)} validation tokens are too few for --model.context {context}")
     chosen = np.linspace(0, len(source) - 1, min(max(count // context, 1), len(source))).round().astype(int)
     return np.stack([source[index] for index in chosen])

@@ -26,10 +26,8 @@ def environment() -> dict[str, Any]:
     return {
         "versions": {"python": platform.python_version(), **versions},
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
-        "processes": jax.process_count(),
-        "machine": platform.platform(),
+        **{"processes": jax.process_count(), "machine": platform.platform(), "command": sys.argv},
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "command": sys.argv,
     }
 
 
@@ -58,23 +56,19 @@ class Log:
     """
 
     def __init__(self, folder: Path, start: int, *, writes: bool = True):
-        self._file = None
-        if writes:
-            path = folder / "log.jsonl"
-            kept = [line for line in read_lines(path) if line["step"] <= start] if start else []
-            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            self._file = path.open("a")
+        path = folder / "log.jsonl" if writes else Path(os.devnull)
+        kept = [line for line in read_lines(path) if line["step"] <= start] if start else []
+        path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        self._file = path.open("a")
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
         """Append, and flush to the operating system, so that a killed process loses nothing written."""
-        if self._file is not None:
-            self._file.write("".join(json.dumps(record) + "\n" for record in records))
-            self._file.flush()
+        self._file.write("".join(json.dumps(record) + "\n" for record in records))
+        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 class Progress:

@@ -39,11 +39,8 @@ def adamw(learning_rate: Schedule, **options: Any) -> optax.GradientTransformati
 
 
 adamw.__signature__ = inspect.signature(with_adamw)  # pyright: ignore[reportFunctionMemberAccess]
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
-    "adamw": adamw,
-    "normpre_h": normpre_h,
-    **families(),
-}
+Factory = Callable[..., optax.GradientTransformationExtraArgs]
+OPTIMIZERS: dict[str, Factory] = {"adamw": adamw, "normpre_h": normpre_h, **families()}
 # How an optimizer's step depends on the shape, for ``multipliers_by_width``.
 UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {
     "adamw": "elementwise",

@@ -238,14 +238,9 @@ class Trainer:
         first = done - len(values)
         rates = self.learning_rates[first:done]
         speed = round(tokens / seconds, 1)
-        records = [
-            {
-                "step": step,
-                "loss": float(x.loss),
-                "grad_norm": float(x.grad_norm),
-                "learning_rate": float(rate),
-                "tokens_per_second": speed,
-            }
+        records: list[dict[str, Any]] = [
+            {"step": step, **{name: float(value) for name, value in x._asdict().items()}}
+            | {"learning_rate": float(rate), "tokens_per_second": speed}
             for step, (x, rate) in enumerate(zip(values, rates, strict=True), first + 1)
         ]
         log.write(records)

@@ -142,9 +142,8 @@ class Attention(nnx.Module):
         if config.family == "gpt2":
             self.qkv = matrix(config.width, 3 * config.width, std=config.hidden_std)
         else:
-            self.query = matrix(config.width, queries, std=config.hidden_std)
-            self.key = matrix(config.width, keys, std=config.hidden_std)
-            self.value = matrix(config.width, keys, std=config.hidden_std)
+            parts = (matrix(config.width, size, std=config.hidden_std) for size in (queries, keys, keys))
+            self.query, self.key, self.value = parts
         self.out = matrix(queries, config.width, std=residual_std(config))
         if config.family == "qwen3":
             self.query_norm = norm(config, head_width(config), dtype=dtype, rngs=rngs)

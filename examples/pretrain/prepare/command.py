@@ -107,21 +107,18 @@ def hub(name: str, dataset: str, tokenizer: str, **options: Any) -> Corpus:
 
 
 PAPER: dict[str, Any] = {"layout": "documents", "train_documents": 5_120_000, "validation_documents": 2_048}
-# Name: what it is, its defaults. The paper's documents of the Pile come from the token stream of Pythia; here they come
-# from the deduplicated Pile in its published order.
+C4 = hub("c4", "allenai/c4", "google-t5/t5-base", subset="en", validation_split="validation", **PAPER)
+# The paper's documents of the Pile come from the token stream of Pythia; here they come from the deduplicated Pile in
+# its published order.
+PILE = hub("pile", "EleutherAI/the_pile_deduplicated", "Qwen/Qwen3-0.6B-Base", **PAPER)
+# Name: what it is, its defaults.
 CORPORA = {
     "python": ("Python source: the standard library, or folders", Corpus(name="python")),
     "text": ("files of plain text (.txt, .md, .rst, .tex), each a document", Corpus(name="text")),
     "jsonl": ("lines of JSON (.jsonl, .jsonl.gz, .jsonl.zst) or tables (.parquet)", Corpus(name="jsonl")),
     "openwebtext": ("8 million web pages, 40 GB", hub("openwebtext", "Skylion007/openwebtext", "gpt2")),
-    "c4": (
-        "C4 English, a document per sequence",
-        hub("c4", "allenai/c4", "google-t5/t5-base", subset="en", validation_split="validation", **PAPER),
-    ),
-    "pile": (
-        "the deduplicated Pile, a document per sequence",
-        hub("pile", "EleutherAI/the_pile_deduplicated", "Qwen/Qwen3-0.6B-Base", **PAPER),
-    ),
+    "c4": ("C4 English, a document per sequence", C4),
+    "pile": ("the deduplicated Pile, a document per sequence", PILE),
 }
 RESUME = "stopped; the same command resumes"
 
@@ -163,10 +160,8 @@ def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> N
     library = f"standard library of {platform.python_implementation()} {platform.python_version()}"
     library += " and installed packages" * corpus.installed_packages
     hub = " ".join((corpus.dataset, corpus.subset)).strip()
-    about = {
-        "source": ", ".join(map(str, corpus.paths)) or hub or library,
-        "tokenizer": corpus.tokenizer or f"byte-level BPE of {corpus.vocabulary}, trained on it",
-    }
+    source = ", ".join(map(str, corpus.paths)) or hub or library
+    about = {"source": source, "tokenizer": corpus.tokenizer or f"byte-level BPE of {corpus.vocabulary}, trained on it"}
 
     def tokenizer() -> Tokenizer:
         return find_tokenizer(corpus.tokenizer) if corpus.tokenizer else train_on(corpus.streams, corpus.vocabulary)

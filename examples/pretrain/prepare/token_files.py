@@ -75,10 +75,9 @@ def write(
             writer.write_manifest(about)
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(partial, folder)
-        except BaseException:
+        finally:
             if not (partial / STATE).exists():
                 shutil.rmtree(partial, ignore_errors=True)
-            raise
     for name in (STATE, LOCK):
         (folder / name).unlink(missing_ok=True)
     return writer.counts
@@ -184,8 +183,7 @@ def token_dtype(vocabulary: int) -> np.dtype:
 
 def batches(texts: Iterable[str]) -> Iterator[list[str]]:
     """Documents in lists of a size that fits into memory, blank ones left out; takes none in advance."""
-    batch: list[str] = []
-    taken = characters = 0
+    batch, taken, characters = list[str](), 0, 0
     for text in texts:
         taken += 1
         characters += len(text)
@@ -249,9 +247,8 @@ def train_on(streams: Callable[[], Iterable[Stream]], vocabulary: int) -> Tokeni
     """A tokenizer trained on the training documents of new streams, or on a sample of 50 MB if there is more."""
 
     def read() -> Iterator[str]:
-        for stream in streams():
-            if "train" in stream.splits:
-                yield from (text for text in stream if stream.split_of(text) == "train")
+        training = (stream for stream in streams() if "train" in stream.splits)
+        return (text for stream in training for text in stream if stream.split_of(text) == "train")
 
     return train_tokenizer(sample(read), vocabulary)
 
@@ -261,12 +258,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    options: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, show_progress=False, **options)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
