@@ -22,12 +22,12 @@ def put(folder: Path, path: str, content: bytes):
 
 
 def splits_of(*folders: Path, installed: bool = False, percent: float = 20) -> list[list[str]]:
-    return [list(stream) for stream in sources.python_streams(folders, installed, percent)]
+    return [list(stream) for stream in sources.python_streams(folders, installed, percent, {})]
 
 
 def test_no_file_is_in_both_splits_and_none_is_lost(corpus):
     train, validation = splits_of(corpus)
-    found = map(sources.read_source, sources.python_files(corpus, set()))
+    found = map(sources.read_source, sources.python_files(corpus, set(), {}))
     assert sorted(train + validation) == sorted(found)
     assert not set(train) & set(validation)
     assert min(len(train), len(validation)) >= 5
@@ -50,7 +50,7 @@ def test_sources_leave_out_tests_packages_copies_and_other_encodings(tmp_path):
     put(tmp_path, "test/test_a.py", b"assert 1\n")
     put(tmp_path, "site-packages/p.py", b"y = 1\n")
     put(tmp_path, "_sysconfigdata_x.py", b"z = 1\n")
-    files = list(sources.python_files(tmp_path, set()))
+    files = list(sources.python_files(tmp_path, set(), {}))
     assert [path.relative_to(tmp_path).as_posix() for path in files] == ["a/copy.py", "a/kept.py"]
     assert [sources.read_source(path) for path in files] == ["x = 1\n", "ü = 2\r\n"]
 

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """``prepare``: every corpus from small local files, stopped and resumed, and what users can fix."""
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import random
 import signal
 import string
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +162,118 @@ def test_folders_of_text_and_of_another_field(tmp_path, out):
         assert sorted(decoded(dataset, "train") + decoded(dataset, "validation")) == sorted(TEXTS[:100])
 
 
+# What a folder has is read, or the user is told
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.compress(content, "zstd", asbytes=True)
+
+
+def test_a_folder_is_read_through_links_compression_and_capitals(tmp_path, out, byte_level, capsys):
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    (folder / "b").mkdir(parents=True)
+    (elsewhere / "inner").mkdir(parents=True)
+    packed = {"a.txt": bytes, "b/B.TXT": bytes, "c.txt.gz": gzip.compress, "d.Md.bz2": bz2.compress}
+    packed |= {"e.rst.xz": lzma.compress, "f.tex.ZST": zstd, "named.txt": gzip.compress, "plain.txt.gz": bytes}
+    for number, (name, pack) in enumerate(packed.items()):
+        (folder / name).write_bytes(pack(TEXTS[number].encode()))
+    (elsewhere / "inner" / "g.txt").write_text(TEXTS[20])
+    (folder / "link").symlink_to(elsewhere)
+    (folder / "twice").symlink_to(elsewhere)
+    (elsewhere / "inner" / "back").symlink_to(folder)
+    (folder / "target").write_text(TEXTS[21])
+    (folder / "link.txt").symlink_to(folder / "target")
+    (folder / "again.txt").symlink_to(folder / "a.txt")
+    for name in ("lost.txt", "lost"):
+        (folder / name).symlink_to(tmp_path / "nowhere")
+    for name in ("x.png", "y.PNG", "b/z.pdf", "t.tar.gz", "u.gz", ".hidden.txt", "b/.git/h.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"\x89")
+    for name in ("p.txt", "b/q.md"):
+        (folder / name).write_bytes(LFS)
+    os.mkfifo(folder / "pipe.txt")
+    held = folder / "link" / "inner" / "g.txt"
+    dataset = run("text", folder, "--validation-files", held, "--tokenizer", byte_level, "--output", out)
+    assert sorted(decoded(dataset, "train")) == sorted([*TEXTS[: len(packed)], TEXTS[21]])
+    assert decoded(dataset, "validation") == [TEXTS[20]]
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("left out"))
+    assert sorted(line.removeprefix("left out: ").split(", ")) == [
+        *(".gz 1", ".pdf 1", ".png 2", ".tar.gz 1", "Git LFS pointers (git lfs pull) 2", "broken links 2"),
+        *("hidden 2", "no suffix 1", "pipes or devices 1"),
+    ]
+
+
+def test_a_folder_of_records_is_read_through_links_compression_and_capitals(tmp_path, out, byte_level, capsys):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    parts = iter(range(0, 300, 50))
+    for name in ("a.JSONL", "b.jsonl.Gz", "c.parquet", "d.jsonl.zst"):
+        start = next(parts)
+        save(tmp_path / name.lower(), TEXTS[start : start + 50]).rename(folder / name)
+    (folder / "c.parquet").rename(folder / "c.PARQUET")
+    for name, pack in (("e.json.bz2", bz2.compress), ("f.jsonl.xz", lzma.compress)):
+        start = next(parts)
+        content = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[start : start + 50])
+        (folder / name).write_bytes(pack(content.encode()))
+    (folder / "info.json").write_text("{}")
+    dataset = run("jsonl", folder, "--tokenizer", byte_level, "--validation-percent", 20, "--output", out)
+    assert sorted(decoded(dataset, "train") + decoded(dataset, "validation")) == sorted(TEXTS)
+    assert "left out: .json 1\n" in capsys.readouterr().out
+
+
+def test_what_is_left_out_is_always_said(tmp_path, out, byte_level, capsys):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number, text in enumerate(TEXTS[:50]):
+        (folder / f"{number}.txt").write_text(text)
+    options = ("text", folder, "--tokenizer", byte_level, "--validation-percent", 20, "--output", out)
+    run(*options)
+    assert "left out: nothing\n" in capsys.readouterr().out
+    for name in ("x.png", "y.PNG", "z.pdf"):
+        (folder / name).touch()
+    run(*options, "--overwrite")
+    assert "left out: .png 2, .pdf 1\n" in capsys.readouterr().out
+    for path in folder.glob("*.txt"):
+        path.unlink()
+    message = r"folders with \.txt, \.md, \.rst, \.tex files; left out: \.png 2, \.pdf 1$"
+    refuses(message, run, *options, "--overwrite")
+    os.mkfifo(tmp_path / "pipe")
+    refuses("pipe is neither a file nor a folder", run, "text", tmp_path / "pipe", *options[1:], "--overwrite")
+
+
+def test_a_folder_without_permission_is_said(tmp_path, out, byte_level, capsys, monkeypatch):
+    """The superuser may read everything, so the refusal is simulated."""
+    for name in ("open", "closed"):
+        (tmp_path / name).mkdir()
+        for number, text in enumerate(TEXTS[:50]):
+            (tmp_path / name / f"{number}.txt").write_text(text)
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name not in ("closed", "3.txt"))
+    dataset = run("text", tmp_path, "--tokenizer", byte_level, "--validation-percent", 20, "--output", out)
+    assert len(decoded(dataset, "train") + decoded(dataset, "validation")) == 49
+    assert "left out: without permission to read 2\n" in capsys.readouterr().out
+
+
+def test_python_files_are_read_through_links_and_the_others_are_said(tmp_path, out, capsys):
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    (folder / "tests").mkdir(parents=True)
+    elsewhere.mkdir()
+    for number in range(40):
+        (elsewhere / f"module_{number}.py").write_text(f"def function_{number}():\n    return {number}\n")
+    (folder / "package").symlink_to(elsewhere)
+    (elsewhere / "copy.py").write_text("def function_0():\n    return 0\n")
+    (elsewhere / "latin.py").write_bytes("ü = 3\n".encode("latin-1"))
+    (elsewhere / "empty.py").touch()
+    (folder / "tests" / "test_a.py").touch()
+    (folder / "notes.txt").touch()
+    dataset = run("python", folder, "--vocabulary", 300, "--validation-percent", 20, "--output", out)
+    assert len(decoded(dataset, "train") + decoded(dataset, "validation")) == 40
+    kind = "Python files that are tests, copies, tables, empty or not UTF-8"
+    assert f"left out: {kind} 4, .txt 1\n" in capsys.readouterr().out
+
+
 # Text is preserved, or the user is told
 
 
@@ -185,6 +300,34 @@ def rows(*lines: object) -> bytes:
 GOOD, LIST = {"text": "good"}, [{"text": "a"}, {"text": "b"}]
 WIDE = bytes.fromhex("28b52ffd0090") + (8 * len(rows(GOOD)) + 1).to_bytes(3, "little") + rows(GOOD)  # a 256 MiB window
 DEEP = '{"text": "", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+
+
+def parquet(**columns: object) -> bytes:
+    """The bytes of a Parquet file with these columns, in groups of 64 rows."""
+    file = io.BytesIO()
+    options = {"row_group_size": 64, "use_dictionary": False, "compression": "none"}
+    pyarrow.parquet.write_table(pyarrow.table(columns), file, **options)
+    return file.getvalue()
+
+
+def arrow(new: Callable) -> bytes:
+    file = io.BytesIO()
+    table = pyarrow.table({"text": ["good"]})
+    with new(file, table.schema) as writer:
+        writer.write_table(table)
+    return file.getvalue()
+
+
+def damaged(content: bytes, part: bytes) -> bytes:
+    """A file whose pages from ``part`` on are damaged."""
+    start = content.index(part) - 4  # from the length of the text on
+    return content[:start] + b"\xff" * 60 + content[start + 60 :]
+
+
+BINARY = pyarrow.array([b"good", b"caf\xe9", None, b"more"])
+STRINGS = pyarrow.Array.from_buffers(pyarrow.string(), 4, BINARY.buffers())  # without a check, as other programs write
+NUMBERED = [f"document {number} {number * 7919 % 9973}" for number in range(4096)]
+ARROWS = [arrow(new) for new in (pyarrow.ipc.new_file, pyarrow.ipc.new_stream)]
 DIFFICULT = {  # name: (content, the error or "", what is reported without one or with --skip-bad, documents)
     "bom.txt": (b"\xef\xbb\xbftext\n", "", "", ["text\n"]),
     "crlf.txt": (b"one\r\ntwo\rthree\n", "", "", ["one\r\ntwo\rthree\n"]),
@@ -205,6 +348,50 @@ DIFFICULT = {  # name: (content, the error or "", what is reported without one o
     "cut.jsonl.gz": (gzip.compress(rows(GOOD))[:-9], r"cannot read cut\.jsonl\.gz \(Compressed file ended", None, []),
     "wide.jsonl.zst": (WIDE, r"wide\.jsonl\.zst .*: .* `zstd -d --long=31 wide\.jsonl\.zst`", None, []),
     "broken.parquet": (b"PAR1", r"cannot read broken\.parquet", None, []),
+    "junk.parquet": (rows(GOOD), r"cannot read junk\.parquet \(.*not a parquet file", None, []),
+    "row.parquet": (
+        parquet(text=STRINGS),
+        r"row\.parquet, row 2: not UTF-8 \(.*\); --skip-bad skips it",
+        "is 2)",
+        ["good", "more"],
+    ),
+    "null.parquet": (
+        parquet(text=["good", None]),
+        "",
+        "null in the field 'text', left out (rows: 1, the first is 2)",
+        ["good"],
+    ),
+    "number.parquet": (parquet(text=[7]), r"row 1: no text in the field 'text' \(it has the type int", "(rows: 1", []),
+    "field.parquet": (parquet(a=["x"], b=["y"]), r"\(there are: a, b; choose one with --field\)", "skipped", []),
+    "large.parquet": (parquet(text=pyarrow.array(["good"], pyarrow.large_string())), "", "", ["good"]),
+    "coded.parquet": (parquet(text=pyarrow.array(["good", "a"]).dictionary_encode()), "", "", ["good", "a"]),
+    "page.parquet": (
+        damaged(parquet(text=NUMBERED), b"document 2000"),
+        r"read page\.parquet \(.*\) after row 1,024",
+        None,
+        [],
+    ),
+    "other.parquet": (damaged(parquet(text=["good"] * 9, x=NUMBERED[:9]), b"document 0"), "", "", ["good"] * 9),
+    # Formats by their first bytes, whatever the name says
+    "gzip.jsonl": (gzip.compress(rows(GOOD)), "", "", ["good"]),
+    "xz.jsonl": (lzma.compress(rows(GOOD)), "", "", ["good"]),
+    "bzip2.jsonl.gz": (bz2.compress(rows(GOOD)), "", "", ["good"]),
+    "zstd.txt": (zstd(b"text"), "", "", ["text"]),
+    "plain.jsonl.zst": (rows(GOOD), "", "", ["good"]),
+    "cut.jsonl.xz": (lzma.compress(rows(GOOD))[:-9], r"cannot read cut\.jsonl\.xz \(Compressed file ended", None, []),
+    "broken.jsonl.xz": (b"\xfd7zXZ\0" + bytes(30), r"cannot read broken\.jsonl\.xz", None, []),
+    "broken.txt.bz2": (b"BZh9" + bytes(30), r"cannot read broken\.txt\.bz2 \(Invalid data stream", None, []),
+    "table.csv": (b"text,url\ngood,x\n", r"^table\.csv is a CSV file: .*load_dataset\('csv', ", None, []),
+    "table.TSV.gz": (gzip.compress(b"text\turl\n"), r"^table\.TSV\.gz is a CSV file", None, []),
+    "file.arrow": (ARROWS[0], r"^file\.arrow is an Arrow file: .*load_dataset\('arrow', .*to_parquet", None, []),
+    "stream.arrow": (ARROWS[1], r"^stream\.arrow is an Arrow file", None, []),
+    "arrow.jsonl": (ARROWS[1], r"^arrow\.jsonl is an Arrow file", None, []),
+    "table.jsonl": (parquet(text=["good"]), "", "", ["good"]),
+    "table.txt": (parquet(text=["good"]), r"^table\.txt is a Parquet file: `prepare jsonl`", None, []),
+    "lfs.txt": (LFS, r"^lfs\.txt is a Git LFS pointer: `git lfs pull`", None, []),
+    "lfs.parquet": (LFS, r"^lfs\.parquet is a Git LFS pointer", None, []),
+    "book.txt": (b"%PDF-1.7", r"^book\.txt is a PDF: .*pdftotext", None, []),
+    "zip.jsonl": (b"PK\3\4", r"^zip\.jsonl is a zip archive: unpack it", None, []),
 }
 
 
@@ -216,7 +403,7 @@ def test_difficult_files(tmp_path, monkeypatch, capsys, byte_level, name):
     for other in ("last", "held"):
         Path(f"{other}.txt").write_text(other)
         save(Path(f"{other}.jsonl"), [other])
-    kind = "txt" if name.endswith(".txt") else "jsonl"
+    kind = "txt" if ".txt" in name else "jsonl"
     files = name, f"last.{kind}", "--validation-files", f"held.{kind}"
     options = (kind.replace("txt", "text"), *files, "--tokenizer", byte_level)
     for skip in ((), ("--skip-bad",)):

@@ -7,7 +7,7 @@ import itertools
 import json
 import platform
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from ..config import RunError, check_ranges
 from ..processes import Stopped, on_signals
 from . import sources, token_files
-from .sources import HubStream, Problems, Stream, find_files
+from .sources import HubStream, Problems, Stream, find_files, read_plain, read_records
 from .token_files import find_tokenizer, train_on
 
 
@@ -44,7 +44,7 @@ class Corpus:
     # Path of a tokenizer.json, or a name on the Hugging Face hub. Empty: train a byte-level BPE on the text.
     tokenizer: str = ""
     vocabulary: int = 2048  # Tokens of the tokenizer that is trained, on a sample of 50 MB if there is more text.
-    # Leave out lines that are not JSON or have no text, and files that are not UTF-8, and report them.
+    # Leave out lines that are not JSON, and files and rows that are not UTF-8 or have no text, and report them.
     skip_bad: bool = False
     # text: cut files into documents of at most so many characters, at a line end or else a space; None: do not cut.
     cut: int | None = None
@@ -74,26 +74,25 @@ class Corpus:
         if self.name == "python":
             if self.validation_files:
                 raise RunError("--validation-files has no effect on Python files: use --validation-percent")
-            return sources.python_streams(self.paths, self.installed_packages, self.validation_percent)
-        hub, share = bool(self.dataset and not self.paths), self.validation_percent / 100
-        train, other = ("train", self.validation_split) if hub else (self.paths, self.validation_files)
+            options = self.installed_packages, self.validation_percent, self.problems.left_out
+            return sources.python_streams(self.paths, *options)
+        share, hub = self.validation_percent / 100, bool(self.dataset and not self.paths)
+        train, other = ("train", self.validation_split) if hub else self.files
         read: Any = self.hub if hub else self.local
         return [read(train, 0.0), read(other, 1.0)] if other else [read(train, share)]
 
-    def local(self, paths: Sequence[Path], held_out: float) -> Stream:
-        """The documents of files and folders; those to validate on are not trained on."""
-        suffixes = sources.SUFFIXES[self.name]
-        files = find_files(paths, suffixes)
-        if self.validation_files and held_out < 1:
-            held = {path.resolve() for path in find_files(self.validation_files, suffixes)}
-            files = [path for path in files if path.resolve() not in held]
+    @cached_property
+    def files(self) -> tuple[list[Path], list[Path]]:
+        """Local files to train on, and those to validate on, which are none of them."""
+        options = sources.SUFFIXES[self.name], self.problems.left_out, set[Path]()
+        held = find_files(self.validation_files, *options) if self.validation_files else []
+        return find_files(self.paths, *options), held
 
-        def read(path: Path) -> Iterator[str]:
-            if self.name == "text":
-                return sources.read_plain(path, self.cut, self.problems)
-            return sources.read_records(path, self.field, self.problems)
-
-        return Stream(lambda: itertools.chain.from_iterable(map(read, files)), held_out)
+    def local(self, files: Sequence[Path], held_out: float) -> Stream:
+        """The documents of files."""
+        if self.name == "text":
+            return Stream(lambda: (x for path in files for x in read_plain(path, self.cut, self.problems)), held_out)
+        return Stream(lambda: (x for path in files for x in read_records(path, self.field, self.problems)), held_out)
 
     def hub(self, split: str, held_out: float) -> Stream:
         """The documents of a split on the hub."""
@@ -115,7 +114,7 @@ PILE = hub("pile", "EleutherAI/the_pile_deduplicated", "Qwen/Qwen3-0.6B-Base", *
 CORPORA = {
     "python": ("Python source: the standard library, or folders", Corpus(name="python")),
     "text": ("files of plain text (.txt, .md, .rst, .tex), each a document", Corpus(name="text")),
-    "jsonl": ("lines of JSON (.jsonl, .jsonl.gz, .jsonl.zst) or tables (.parquet)", Corpus(name="jsonl")),
+    "jsonl": ("lines of JSON (.jsonl; .json.gz, .jsonl.zst and so on) or tables (.parquet)", Corpus(name="jsonl")),
     "openwebtext": ("8 million web pages, 40 GB", hub("openwebtext", "Skylion007/openwebtext", "gpt2")),
     "c4": ("C4 English, a document per sequence", C4),
     "pile": ("the deduplicated Pile, a document per sequence", PILE),
@@ -151,12 +150,12 @@ def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> N
     partial = folder.with_name(f".{folder.name}.partial")
     clear(folder, partial, corpus.overwrite)
     streams = corpus.streams()
-    paths = (*corpus.paths, *corpus.validation_files)
-    sizes = (
-        [[str(path), path.stat().st_size] for path in find_files(paths, sources.SUFFIXES[corpus.name])] if paths else []
-    )
+    files = itertools.chain(*corpus.files) if corpus.paths else ()
+    sizes = [[str(path), path.stat().st_size] for path in files]
+    if corpus.paths:
+        console.print(sources.summary(corpus.problems.left_out))
     settings = dataclasses.asdict(corpus) | {"local files": hashlib.sha256(json.dumps(sizes).encode()).hexdigest()}
-    del settings["output"], settings["overwrite"]
+    del settings["output"], settings["overwrite"], settings["skip_bad"]  # nothing has been skipped without it
     library = f"standard library of {platform.python_implementation()} {platform.python_version()}"
     library += " and installed packages" * corpus.installed_packages
     hub = " ".join((corpus.dataset, corpus.subset)).strip()

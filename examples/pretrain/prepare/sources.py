@@ -5,31 +5,35 @@ Text is kept as it is in the file, line endings included, with two exceptions: a
 is dropped, and halves of surrogate pairs, which UTF-8 cannot store, become "?" and are reported.
 """
 
+import bz2
 import gzip
 import hashlib
 import importlib
 import io
 import itertools
 import json
+import lzma
 import os
 import re
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ..config import RunError
 
-RECORDS = (".jsonl", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
+PACKED = (".gz", ".bz2", ".xz", ".zst")
 # A folder is searched for these. A bare .json in it is rather a manifest, but you can name it.
-SUFFIXES = {
-    **{"python": (".py",), "text": (".txt", ".md", ".rst", ".tex")},
-    **dict.fromkeys(("jsonl", "openwebtext", "c4", "pile"), RECORDS),
-}
+RECORDS = (".jsonl", ".parquet", *(kind + packed for kind in (".jsonl", ".json") for packed in PACKED))
+TEXT = tuple(kind + packed for kind in (".txt", ".md", ".rst", ".tex") for packed in ("", *PACKED))
+SUFFIXES = {"python": (".py",), "text": TEXT, **dict.fromkeys(("jsonl", "openwebtext", "c4", "pile"), RECORDS)}
 SAMPLE_BYTES = 50_000_000
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+PARQUET, LFS, LFS_BYTES = b"PAR1", b"version https://git-lfs", 1024
+LeftOut = dict[Path, str]  # files and folders that a search leaves out, and what it counts them as
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else its client prints a warning for every retry
 
 
@@ -67,7 +71,7 @@ class Stream:
 
 
 class Problems:
-    """What is left out or replaced in each file. A file that is read again is counted anew.
+    """What is left out of folders and files, or replaced in them. A file that is read again is counted anew.
 
     Args:
         skip: whether what cannot be read is skipped, not refused.
@@ -75,32 +79,40 @@ class Problems:
 
     def __init__(self, skip: bool):
         self.skip = skip
-        self._found: dict[tuple[str, str], tuple[int, int]] = {}
+        self.left_out: LeftOut = {}
+        self._found: dict[tuple[str, str], tuple[int, str, int]] = {}
 
-    def begin(self, name: str) -> None:
-        """Count a file from its beginning."""
+    def begin(self, name: str, unit: str = "line") -> None:
+        """Go to the beginning of a file: ``number`` is that of the line, or row, that was read last."""
+        self.name, self.unit, self.number = name, unit, 0
         self._found = {key: found for key, found in self._found.items() if key[0] != name}
 
-    def note(self, name: str, what: str, number: int = 0) -> None:
-        """Count something in line ``number`` of a file; 0: in the file as a whole."""
-        count, first = self._found.get((name, what), (0, number))
-        self._found[name, what] = count + 1, first
+    def note(self, what: str) -> None:
+        """Count something in the current line."""
+        count, unit, first = self._found.get((self.name, what), (0, self.unit, self.number))
+        self._found[self.name, what] = count + 1, unit, first
 
-    def bad(self, name: str, what: str, number: int, detail: str) -> None:
-        """Count a line that is skipped.
+    def bad(self, what: str, detail: str) -> None:
+        """Count the current line, which is skipped.
 
         Raises:
             RunError: if bad lines are not skipped.
         """
         if not self.skip:
-            where = f"{name}, line {number}" if number else name
-            raise RunError(f"{where}: {what} ({detail}); --skip-bad skips it")
-        self.note(name, f"{what}, skipped", number)
+            where = f", {self.unit} {self.number}" if self.unit and self.number else ""
+            raise RunError(f"{self.name}{where}: {what} ({detail}); --skip-bad skips it")
+        self.note(f"{what}, skipped")
 
     def lines(self) -> Iterator[str]:
         """One line for every file and problem."""
-        for (name, what), (count, first) in self._found.items():
-            yield f"{name}: {what}" + (f" (lines: {count:,}, the first is {first:,})" if first else "")
+        for (name, what), (count, unit, first) in self._found.items():
+            yield f"{name}: {what}" + (f" ({unit}s: {count:,}, the first is {first:,})" if unit and first else "")
+
+
+def summary(left_out: LeftOut) -> str:
+    """What searches left out, in one line."""
+    counts = Counter(left_out.values()).most_common()
+    return f"left out: {', '.join(f'{kind} {count:,}' for kind, count in counts) or 'nothing'}"
 
 
 class HubStream(Stream):
@@ -122,8 +134,9 @@ class HubStream(Stream):
     def __init__(
         self, dataset: str, subset: str, split: str, field: str, problems: Problems, held_out: float, **options: Any
     ):
-        super().__init__(lambda: texts_of(((0, row) for row in self._rows), dataset, field, problems), held_out)
+        super().__init__(lambda: texts_of(self._rows, field, problems), held_out)
         self._name, load = dataset, require("datasets").load_dataset
+        problems.begin(dataset, "")  # a position in its rows has no meaning for the user
         with self._reachable():
             self._rows = load(dataset, subset or None, split=split, streaming=True, **options)
 
@@ -138,10 +151,8 @@ class HubStream(Stream):
         except RunError:
             raise
         except Exception as error:  # of many types: network, unknown id, unknown split
-            raise RunError(
-                f"cannot stream {self._name} from the Hugging Face hub ({one_line(error)}): check the name and the "
-                "network; the same command resumes, and with paths it reads local copies (.jsonl, .json.gz, .parquet)"
-            ) from error
+            way_out = "check the name and the network; the same command resumes, and with paths it reads local copies"
+            raise RunError(f"cannot stream {self._name} from the hub ({one_line(error)}): {way_out}") from error
 
     def state_dict(self) -> dict[str, Any]:
         """File and row, as `datasets` counts them."""
@@ -169,25 +180,61 @@ def sample(read: Callable[[], Iterable[str]], size: int = SAMPLE_BYTES) -> Itera
     return (text for text in read() if total <= size or fraction(text, b"sample") < size / total)
 
 
-def find_files(paths: Iterable[Path], suffixes: tuple[str, ...]) -> list[Path]:
-    """The files named, and the visible ones with a suffix below the folders named, sorted folder by folder.
+def find_files(paths: Iterable[Path], suffixes: tuple[str, ...], left_out: LeftOut, seen: set[Path]) -> list[Path]:
+    """The files named and those below the folders named, without those in ``seen``, to which they are added.
 
     Raises:
         RunError: where a path does not exist, or there are no such files.
     """
-    found: dict[Path, None] = {}
+    found: list[Path] = []
     for path in paths:
-        if not path.exists():
-            raise RunError(f"{path} does not exist")
-        inside = sorted(p for p in path.rglob("*") if p.name.endswith(suffixes)) if path.is_dir() else [path]
-        hidden = {p for p in inside if any(part.startswith(".") for part in p.relative_to(path).parts)}
-        found |= dict.fromkeys(p for p in inside if p.is_file() and p not in hidden)
+        if not path.is_file() and not path.is_dir():
+            raise RunError(f"{path} {'is neither a file nor a folder' if path.exists() else 'does not exist'}")
+        found += files_below(path, suffixes, left_out, seen)
     if not found:
-        raise RunError(f"no files to read: give files, or folders with {', '.join(suffixes)} files")
-    return list(found)
+        kinds = ", ".join(suffix for suffix in suffixes if suffix.count(".") == 1)
+        raise RunError(f"no files to read: give files, or folders with {kinds} files; {summary(left_out)}")
+    return found
 
 
-def python_streams(folders: Sequence[Path], installed: bool, validation_percent: float) -> list[Stream]:
+def files_below(path: Path, suffixes: tuple[str, ...], left_out: LeftOut, seen: set[Path]) -> Iterator[Path]:
+    """A file, or those of a folder with a suffix in order of their paths, through links, each once."""
+    if (real := path.resolve()) in seen:
+        return
+    seen.add(real)
+    if path.is_file():
+        yield path
+    for inside in sorted(path.iterdir()) if path.is_dir() else ():
+        if kind := left_out_as(inside, suffixes):
+            left_out[inside] = kind
+        else:
+            yield from files_below(inside, suffixes, left_out, seen)
+
+
+def left_out_as(path: Path, suffixes: tuple[str, ...]) -> str:
+    """What a search counts a file or folder as that it leaves out; "" for others."""
+    if path.name.startswith("."):
+        return "hidden"
+    if not path.exists():
+        return "broken links"
+    if not os.access(path, os.R_OK):
+        return "without permission to read"
+    if path.is_dir():
+        return ""
+    kind = suffix_of(path) if path.is_file() else "pipes or devices"
+    if kind in suffixes:
+        pointer = path.stat().st_size < LFS_BYTES and path.read_bytes().startswith(LFS)
+        return "Git LFS pointers (git lfs pull)" * pointer
+    return kind or "no suffix"
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix of a file in lower case, with the one before that of a compression: ".jsonl.gz"."""
+    suffixes = Path(path.name.lower()).suffixes
+    return "".join(suffixes[-2 if suffixes and suffixes[-1] in PACKED else -1 :])
+
+
+def python_streams(folders: Sequence[Path], installed: bool, percent: float, left_out: LeftOut) -> list[Stream]:
     """Python files of the folders, or of the standard library and the ``installed`` packages.
 
     Left out: tests (many distributions ship without them), tables of characters, help texts, files that the
@@ -196,16 +243,16 @@ def python_streams(folders: Sequence[Path], installed: bool, validation_percent:
     """
     files, seen = [], set[bytes]()
     for folder in folders or [Path(sysconfig.get_path("stdlib"))]:
-        files += [(path.relative_to(folder).as_posix(), path) for path in python_files(folder, seen)]
+        files += [(path.relative_to(folder).as_posix(), path) for path in python_files(folder, seen, left_out)]
     for folder in site_packages() if installed else ():
-        found = python_files(folder, seen, tables=False)
+        found = python_files(folder, seen, left_out, tables=False)
         files += [(f"site-packages/{path.relative_to(folder).as_posix()}", path) for path in found]
-    held = [zlib.crc32(name.encode()) % 100 < validation_percent for name, _ in files]
-    streams = []
-    for split in (False, True):
-        chosen = [path for (_, path), is_held in zip(files, held, strict=True) if is_held == split]
-        streams.append(Stream(lambda chosen=chosen: map(read_source, chosen), float(split)))
-    return streams
+
+    def stream(held: bool) -> Stream:
+        chosen = [path for name, path in files if (zlib.crc32(name.encode()) % 100 < percent) == held]
+        return Stream(lambda: map(read_source, chosen), float(held))
+
+    return [stream(False), stream(True)]
 
 
 def site_packages() -> list[Path]:
@@ -213,32 +260,29 @@ def site_packages() -> list[Path]:
     return list(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")))
 
 
-def python_files(folder: Path, seen: set[bytes], *, tables: bool = True) -> Iterator[Path]:
+def python_files(folder: Path, seen: set[bytes], left_out: LeftOut, *, tables: bool = True) -> Iterator[Path]:
     """Files in order of path; ``seen`` collects digests of their texts."""
-    for path in sorted(folder.rglob("*.py")):
-        if LEFT_OUT.intersection(path.relative_to(folder).parts) or path.name.startswith("_sysconfigdata"):
-            continue
-        try:
-            text = read_source(path)
-        except (UnicodeDecodeError, OSError):
-            continue
-        digest = hashlib.sha256(text.encode()).digest()
-        if text.strip() and digest not in seen and (tables or not is_table(text)):
-            seen.add(digest)
-            yield path
+    for path in files_below(folder, SUFFIXES["python"], left_out, set()):
+        skipped = LEFT_OUT.intersection(path.relative_to(folder).parts) or path.name.startswith("_sysconfigdata")
+        with suppress(UnicodeDecodeError):
+            text = "" if skipped else read_source(path)
+            digest = hashlib.sha256(text.encode()).digest()
+            if text.strip() and digest not in seen and (tables or not is_table(text)):
+                seen.add(digest)
+                yield path
+                continue
+        left_out[path] = "Python files that are tests, copies, tables, empty or not UTF-8"
 
 
 def read_source(path: Path) -> str:
     """The text of a file, line endings as they are."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        return file.read()
+    return path.read_bytes().decode("utf-8-sig")
 
 
 def is_table(text: str) -> bool:
     """Whether a file is huge, has lines of 200 characters on average, or consists of digits by a third."""
-    if len(text) > 1_000_000 or len(text) > 200 * (text.count("\n") + 5):
-        return True
-    return sum(map(text.count, "0123456789")) > len(text) / 3
+    huge = len(text) > min(1_000_000, 200 * (text.count("\n") + 5))
+    return huge or sum(map(text.count, "0123456789")) > len(text) / 3
 
 
 def read_plain(path: Path, cut: int | None, problems: Problems) -> Iterator[str]:
@@ -247,18 +291,14 @@ def read_plain(path: Path, cut: int | None, problems: Problems) -> Iterator[str]
     Raises:
         RunError: where it cannot be read, or is not UTF-8 and bad files are not skipped.
     """
-    name = str(path)
-    problems.begin(name)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            yield from [file.read()] if cut is None else pieces(file, cut)
-    except UnicodeDecodeError as error:
-        if not problems.skip:
-            way_out = "convert it with iconv, or skip such files with --skip-bad"
-            raise RunError(f"cannot read {path} as UTF-8 text ({one_line(error)}): {way_out}") from error
-        problems.note(name, "not UTF-8, skipped" if cut is None else "not UTF-8, skipped from there on")
-    except OSError as error:
-        raise RunError(f"cannot read {path} ({one_line(error)})") from error
+    with reading(path, problems) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        try:
+            yield from [text.read()] if cut is None else pieces(text, cut)
+        except UnicodeDecodeError as error:
+            if not problems.skip:
+                way_out = "convert it with iconv, or skip such files with --skip-bad"
+                raise RunError(f"cannot read {path} as UTF-8 text ({one_line(error)}): {way_out}") from error
+            problems.note("not UTF-8, skipped" if cut is None else "not UTF-8, skipped from there on")
 
 
 def pieces(file: io.TextIOBase, size: int) -> Iterator[str]:
@@ -275,73 +315,87 @@ def pieces(file: io.TextIOBase, size: int) -> Iterator[str]:
 
 
 def read_records(path: Path, field: str, problems: Problems) -> Iterator[str]:
-    """The texts of a file of records: lines of JSON (plain, .gz or .zst), or Parquet.
+    """The texts of a file of records: lines of JSON, or Parquet.
 
     Raises:
-        RunError: where it cannot be read, or has bad lines that are not skipped.
+        RunError: where it cannot be read, or has bad records that are not skipped.
     """
-    name = str(path)
-    problems.begin(name)
-    rows = enumerate(table_rows(path), 1) if path.suffix == ".parquet" else json_rows(path, problems)
+    with reading(path, problems, PARQUET) as file:
+        if suffix_of(path).startswith((".csv", ".tsv")):
+            raise RunError(f"{path} is a CSV file: {CONVERT.format('csv')}")
+        if file.peek(4).startswith(PARQUET) or suffix_of(path) == ".parquet":
+            problems.unit = "row"
+            yield from texts_of(table_rows(file, field), field, problems, lambda row: row.as_py())
+        elif re.match(rb"(\xef\xbb\xbf)?\s*\[\s*{", file.peek(64)):
+            problems.bad("one JSON array, not one object a line", f"`jq -c '.[]' {path}` writes its elements as lines")
+        else:
+            # An empty line is an empty document, and is left out like one.
+            yield from texts_of(file, field, problems, lambda x: {field: ""} if x.isspace() else json.loads(x))
+
+
+@contextmanager
+def reading(path: Path, problems: Problems, *known: bytes) -> Iterator[Any]:
+    """A file, opened, and decompressed if its first bytes say so.
+
+    Args:
+        path: the file.
+        problems: counts from the beginning of the file.
+        known: first bytes in ``FORMATS`` of files that the caller reads itself.
+
+    Raises:
+        RunError: where it cannot be read, with the last line or row that could, or has another format.
+    """
+    problems.begin(str(path))
     try:
-        yield from texts_of(rows, name, field, problems)
-    except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's errors are among them
-        window = "too much memory" in str(error)  # zstd's, above 128 MiB
-        way_out = f": decompress it with `zstd -d --long=31 {path}`" if window else ""
-        raise RunError(f"cannot read {path} ({one_line(error)}){way_out}") from error
+        with path.open("rb") as file:
+            head = file.read(32)
+        how = next((FORMATS[mark] for mark in FORMATS if head.startswith(mark) and mark not in known), open)
+        if isinstance(how, str):
+            raise RunError(f"{path} is {how}")
+        with how(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:  # Arrow's errors are among them
+        # zstd refuses windows above 128 MiB.
+        way_out = f": decompress it with `zstd -d --long=31 {path}`" * ("too much memory" in str(error))
+        after = f" after {problems.unit} {problems.number:,}" if problems.number else ""
+        raise RunError(f"cannot read {path} ({one_line(error)}){after}{way_out}") from error
 
 
-def texts_of(rows: Iterable[tuple[int, Any]], name: str, field: str, problems: Problems) -> Iterator[str]:
-    """The texts of numbered records. null is left out and reported."""
+def texts_of(rows: Iterable[Any], field: str, problems: Problems, parse: Any = lambda row: row) -> Iterator[str]:
+    """The texts of records. null is left out and reported."""
     what = f"no text in the field {field!r}"
-    for number, row in rows:
+    for problems.number, record in enumerate(rows, 1):
+        try:
+            row = parse(record)
+        except (ValueError, RecursionError) as error:
+            problems.bad("not UTF-8" if problems.unit == "row" else "not JSON", one_line(error))
+            continue
         if not isinstance(row, dict):
-            problems.bad(name, what, number, f"the line is not an object, but of type {type(row).__name__}")
+            problems.bad(what, f"the line is not an object, but of type {type(row).__name__}")
         elif field not in row:
-            problems.bad(name, what, number, f"there are: {', '.join(map(str, row))}; choose one with --field")
+            problems.bad(what, f"there are: {', '.join(map(str, row))}; choose one with --field")
         elif row[field] is None:
-            problems.note(name, f"null in the field {field!r}, left out", number)
+            problems.note(f"null in the field {field!r}, left out")
         elif not isinstance(row[field], str):
-            problems.bad(name, what, number, f"it has the type {type(row[field]).__name__}")
+            problems.bad(what, f"it has the type {type(row[field]).__name__}")
         else:
             text = row[field].encode("utf-8", "replace").decode()
             if text != row[field]:
-                problems.note(name, 'text with half a surrogate pair, replaced by "?"', number)
+                problems.note('text with half a surrogate pair, replaced by "?"')
             yield text
 
 
-def json_rows(path: Path, problems: Problems) -> Iterator[tuple[int, Any]]:
-    """The JSON value of each line, and the line's number."""
-    with open_bytes(path) as file:
-        if re.match(rb"(\xef\xbb\xbf)?\s*\[\s*{", file.peek(64)):
-            way_out = f"`jq -c '.[]' {path}` writes its elements as lines"
-            problems.bad(str(path), "one JSON array, not one object a line", 1, way_out)
-            return
-        for number, line in enumerate(file, 1):
-            if line.isspace():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                problems.bad(str(path), "not JSON", number, one_line(error))
-            else:
-                yield number, row
+def table_rows(file: Any, field: str) -> Iterator[Any]:
+    """The rows of a Parquet file, of which only the column of the text is read if there is one."""
+    with require("pyarrow.parquet").ParquetFile(file) as table:
+        names = table.schema_arrow.names
+        for batch in table.iter_batches(1024, columns=[field] if field in names else names):
+            yield from batch.to_struct_array()
 
 
-def open_bytes(path: Path) -> io.BufferedReader | gzip.GzipFile:
-    """A file, decompressed by its suffix."""
-    if path.suffix == ".gz":
-        return gzip.GzipFile(path)
-    if path.suffix == ".zst":
-        return io.BufferedReader(require("pyarrow").input_stream(str(path), compression="zstd"))
-    return path.open("rb")
-
-
-def table_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file."""
-    with require("pyarrow.parquet").ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=1024):
-            yield from batch.to_pylist()
+def open_zstd(path: Path, mode: str) -> io.BufferedReader:
+    """A file compressed by zstd, to read."""
+    return io.BufferedReader(require("pyarrow").input_stream(str(path), compression="zstd"))
 
 
 def require(package: str) -> Any:
@@ -354,3 +408,16 @@ def require(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise RunError(f"this needs the package `{package}`: run `pip install -e '.[corpora]'` in the clone") from error
+
+
+CONVERT = "in Python, `datasets.load_dataset({!r}, data_files='...', split='train').to_parquet('...')` converts it"
+# The first bytes of files that are compressed, with what opens them, and of others, with what to do.
+FORMATS: dict[bytes, Any] = {
+    **{b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open},
+    **dict.fromkeys((b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18"), open_zstd),
+    **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), f"an Arrow file: {CONVERT.format('arrow')}"),
+    PARQUET: "a Parquet file: `prepare jsonl` reads it",
+    LFS: "a Git LFS pointer: `git lfs pull` downloads the file itself",
+    b"PK\3\4": "a zip archive: unpack it",
+    b"%PDF": "a PDF: extract its text, for example with pdftotext",
+}
