@@ -82,7 +82,7 @@ def next_logits(graphdef: nnx.GraphDef, params: Any, window_T: jax.Array, last: 
 def continuation(model: Trained, prompt: str, *, new_tokens: int, temperature: float, seed: int) -> str:
     """``prompt`` and its continuation by at most ``new_tokens`` tokens; stops at the end of a file."""
     tokenizer, context = model.dataset.tokenizer, model.config.model.context
-    end = end_of_text(tokenizer)
+    end = end_of_text(tokenizer, model.dataset.manifest.get("end_token"))
     start = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
     tokens = list(start)
     for key in jax.random.split(jax.random.key(seed), new_tokens):

@@ -611,3 +611,44 @@ def test_bytes_of_added_and_special_tokens(byte_level):
     assert lengths[[0, 400, 401]].tolist() == [0, 0, 8]
     for text in TEXTS[:50]:
         assert lengths[tokenizer.encode(text).ids].sum() == len(text.encode())
+
+
+def test_settings_that_change_an_encoding_at_random_or_by_length_are_off(tmp_path, byte_level):
+    """BPE dropout, truncation and padding: in the encoding, and in the stored copy."""
+    tokenizer = Tokenizer.from_file(str(byte_level))
+    tokenizer.model.dropout = 0.5  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=5)
+    tokenizer.save(str(tmp_path / "random.json"))
+    options = ("jsonl", save(tmp_path / "a.jsonl", TEXTS), "--validation-percent", 20)
+    for file in (byte_level, tmp_path / "random.json"):
+        run(*options, "--tokenizer", file, "--output", tmp_path / file.stem)
+    plain, found = (contents(tmp_path / name) for name in ("tokenizer", "random"))
+    assert all(found[name] == plain[name] for name in ("train.bin", "validation.bin", "tokenizer.json"))
+    # An earlier version stored the file as it was.
+    ids = token_files.load_tokenizer(tmp_path / "random.json").encode(TEXTS[0]).ids
+    assert ids == Tokenizer.from_file(str(byte_level)).encode(TEXTS[0]).ids
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_separator_of_another_name_is_an_option(tmp_path, out, byte_level, special):
+    other = Tokenizer.from_str(byte_level.read_text().replace("<|endoftext|>", "[BOS]"))
+    (other.add_special_tokens if special else other.add_tokens)(["[EOS]", "[PAD]"])
+    other.save(str(tmp_path / "other.json"))
+    texts = [f"{number} an [EOS] b{SPECIAL[number % 4]} c" for number in range(200)]
+    path = save(tmp_path / "a.jsonl", texts)
+    options = ("jsonl", path, "--tokenizer", tmp_path / "other.json", "--validation-percent", 20, "--output", out)
+    refuses(r"no token that ends a text: none of .*; --end-token names another, .* \[BOS\].* \[EOS\]", run, *options)
+    refuses(r"the tokenizer has no token '\[END\]'; --end-token names another, ", run, *options, "--end-token", "[END]")
+    dataset = run(*options, "--end-token", "[EOS]")
+    end = dataset.tokenizer.token_to_id("[EOS]")
+    assert dataset.manifest["end_token"] == "[EOS]"
+    tokens = np.concatenate([dataset.train, dataset.validation])
+    found = [dataset.tokenizer.decode(document) for document in np.split(tokens, np.flatnonzero(tokens == end) + 1)]
+    assert sorted(found) == sorted(["", *texts])
+    assert byte_lengths(dataset.tokenizer)[tokens].sum() == sum(len(text.encode()) for text in texts)
+    run("jsonl", path, "--tokenizer", byte_level, "--end-token", "<|im_start|>", "--output", tmp_path / "second")
+    dataset = data.load(tmp_path / "second")
+    assert (dataset.train == dataset.tokenizer.token_to_id("<|im_start|>")).sum() == dataset.manifest["train"][
+        "documents"
+    ]

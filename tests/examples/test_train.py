@@ -236,8 +236,11 @@ def test_generate_feeds_the_model_its_own_tokens(dataset, prompt, temperature):
     assert text == prompt + tokenizer.decode(list(range(start + 1, start + 21)))
 
 
-def test_generate_stops_at_the_end_of_a_text(dataset):
-    tokenizer, graphdef = dataset.tokenizer, nnx.split(Successor(end_of_text(dataset.tokenizer)))[0]
+@pytest.mark.parametrize("name", [None, "<|endoftext|>", "q"])
+def test_generate_stops_at_the_end_of_a_text(dataset, name):
+    """The token that ends it is the manifest's; older ones have none."""
+    tokenizer, graphdef = dataset.tokenizer, nnx.split(Successor(end_of_text(dataset.tokenizer, name)))[0]
+    dataset = dataclasses.replace(dataset, manifest=dataset.manifest | {"end_token": name})
     start = tokenizer.encode("x").ids[-1]
     model = Trained(Config(model=MODEL), dataset, graphdef, {}, 0)
     text = continuation(model, "x", new_tokens=6, temperature=0.0, seed=0)

@@ -43,6 +43,8 @@ class Corpus:
     validation_percent: float = 5
     # Path of a tokenizer.json, or a name on the Hugging Face hub. Empty: train a byte-level BPE on the text.
     tokenizer: str = ""
+    # Token that ends a document; None: the first of <|endoftext|>, </s>, <|end_of_text|> and <eos> that there is.
+    end_token: str | None = None
     vocabulary: int = 2048  # Tokens of the tokenizer that is trained, on a sample of 50 MB if there is more text.
     # Leave out lines that are not JSON, and files and rows that are not UTF-8 or have no text, and report them.
     skip_bad: bool = False
@@ -163,7 +165,8 @@ def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> N
     about = {"source": source, "tokenizer": corpus.tokenizer or f"byte-level BPE of {corpus.vocabulary}, trained on it"}
 
     def tokenizer() -> Tokenizer:
-        return find_tokenizer(corpus.tokenizer) if corpus.tokenizer else train_on(corpus.streams, corpus.vocabulary)
+        name, end = corpus.tokenizer, corpus.end_token
+        return find_tokenizer(name, end) if name else train_on(corpus.streams, corpus.vocabulary)
 
     def report(counts: token_files.Counts) -> None:
         documents, tokens = (sum(split[what] for split in counts.values()) for what in ("documents", "tokens"))

@@ -51,8 +51,8 @@ def write(
         folder: its name when it is complete.
         make_tokenizer: makes the tokenizer; called at the very start only.
         streams: the documents.
-        settings: everything that the outcome depends on, as JSON. Of these, ``layout``, ``context``, and the largest
-            number of ``train_documents`` and ``validation_documents`` are used here.
+        settings: everything that the outcome depends on, as JSON. Of these, ``layout``, ``context``, ``end_token``
+            and the largest number of ``train_documents`` and ``validation_documents`` are used here.
         about: what the manifest says of the corpus.
         report: called with the counts at the start and after every batch.
 
@@ -91,7 +91,8 @@ class Writer:
         settings = state["settings"]
         self.context: int | None = settings["context"] if settings.get("layout") == "documents" else None
         self.tokenizer = load_tokenizer(folder / "tokenizer.json")
-        self.end, self.vocabulary = end_of_text(self.tokenizer), vocabulary_of(self.tokenizer)
+        self.end = end_of_text(self.tokenizer, settings.get("end_token"))
+        self.vocabulary = vocabulary_of(self.tokenizer)
         self.dtype = token_dtype(self.vocabulary)
         sizes = {f"{split}.bin": counts["tokens"] * self.dtype.itemsize for split, counts in self.counts.items()}
         if self.context:
@@ -164,14 +165,9 @@ class Writer:
         manifest = {
             **about,
             "fingerprint": hashlib.sha256(" ".join([layout, str(self.context), *sums.values()]).encode()).hexdigest(),
-            "vocabulary": self.vocabulary,
-            "largest_token": self.state["largest_token"],
-            "dtype": self.dtype.str,
-            "layout": layout,
-            "context": self.context,
-            "tokenizer_sha256": sums["tokenizer.json"],
-            "sha256": sums,
-            **self.counts,
+            **{"vocabulary": self.vocabulary, "largest_token": self.state["largest_token"], "dtype": self.dtype.str},
+            **{"layout": layout, "context": self.context, "end_token": self.tokenizer.id_to_token(self.end)},
+            **{"tokenizer_sha256": sums["tokenizer.json"], "sha256": sums, **self.counts},
         }
         (self.folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
@@ -265,31 +261,40 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer stored in ``path``, which reads special tokens in a text as characters."""
+    """The tokenizer stored in ``path``, which reads special tokens in a text as characters.
+
+    What changes an encoding at random or by its length is switched off.
+    """
     tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.encode_special_tokens = True  # of the object alone: the file does not store it
+    switch_off(tokenizer)
     return tokenizer
 
 
-def find_tokenizer(name: str) -> Tokenizer:
+def switch_off(tokenizer: Tokenizer) -> None:
+    """Let a tokenizer read special tokens in a text as characters, and always encode a text in the same way, fully."""
+    tokenizer.encode_special_tokens = True  # of the object alone: the file does not store it
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if isinstance(tokenizer.model, models.BPE):
+        tokenizer.model.dropout = None
+
+
+def find_tokenizer(name: str, end: str | None = None) -> Tokenizer:
     """A tokenizer by the path of its tokenizer.json (or the folder of it), else by its name on the hub.
 
     Raises:
-        RunError: where it cannot be loaded, or has no separator.
+        RunError: where it cannot be loaded, or has no separator, or not ``end``.
     """
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
         local = path.exists() or path.suffix == ".json"
         tokenizer = Tokenizer.from_file(str(path)) if local else Tokenizer.from_pretrained(name)
     except Exception as error:  # `tokenizers` raises bare Exception
-        raise RunError(
-            f"cannot load the tokenizer {name} ({one_line(error)}): --tokenizer takes the path of a tokenizer.json, or "
-            "a name on the Hugging Face hub; for a name, check the network"
-        ) from error
-    tokenizer.encode_special_tokens = True
-    end_of_text(tokenizer)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+        way_out = "pass the path of a tokenizer.json, or a name on the Hugging Face hub and check the network"
+        raise RunError(f"cannot load the tokenizer {name} ({one_line(error)}): {way_out}") from error
+    switch_off(tokenizer)
+    end_of_text(tokenizer, end)
+    tokenizer.add_special_tokens([end] if end else [])  # no text contains it from now on
     split_special_tokens(tokenizer)
     return tokenizer
 
@@ -336,14 +341,15 @@ def byte_lengths(tokenizer: Tokenizer) -> np.ndarray:
     return lengths
 
 
-def end_of_text(tokenizer: Tokenizer) -> int:
-    """The separator between documents: the first of ``SEPARATORS`` that the tokenizer has.
+def end_of_text(tokenizer: Tokenizer, name: str | None = None) -> int:
+    """The separator between documents: ``name``, or the first of ``SEPARATORS`` that the tokenizer has.
 
     Raises:
         RunError: where it has none.
     """
-    for separator in SEPARATORS:
-        token = tokenizer.token_to_id(separator)
-        if token is not None:
+    for separator in [name] if name else SEPARATORS:
+        if (token := tokenizer.token_to_id(separator)) is not None:
             return token
-    raise RunError(f"the tokenizer has no token that ends a text: none of {', '.join(SEPARATORS)}")
+    added = ", ".join([token.content for token in tokenizer.get_added_tokens_decoder().values()][:10])
+    what = f"no token {name!r}" if name else f"no token that ends a text: none of {', '.join(SEPARATORS)}"
+    raise RunError(f"the tokenizer has {what}; --end-token names another, such as one of: {added}")
