@@ -12,7 +12,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -120,10 +119,8 @@ class Study:
         folder = self.folder / arm.name
         if folder.exists() and (held := lock(folder)):
             held.close()
-        if folder.exists() and not (folder / "run.json").exists():
-            shutil.rmtree(folder)  # killed before there was anything to resume
         command = [sys.executable, "-m", PROGRAM, "train", *self.config_flags, *arm.flags, "--name", arm.name]
-        command += ["--runs-folder", str(self.folder), *(["--resume"] if folder.exists() else [])]
+        command += ["--runs-folder", str(self.folder), *["--resume"] * (folder / "run.json").exists()]
         begin = functools.partial(begin_as_child, cores_of(place, self.jobs)) if os.name == "posix" else None
         with (self.folder / f"{arm.name}.txt").open("a") as out:
             return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=begin)

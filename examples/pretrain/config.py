@@ -62,7 +62,7 @@ class Common:
     config: str = "first_run"  # Named configuration to start from; every other option overrides one of its fields.
     name: str = ""  # Name of the run, whose folder is runs/<name>; empty: <config>-<optimizer>.
     resume: bool = False  # Continue the run from its last checkpoint, exactly; repeat the other options as they were.
-    overwrite: bool = False  # Delete a run of the same name first.
+    overwrite: bool = False  # Delete what a run of the same name wrote first; other files in its folder stay.
     seed: int = 0  # Seed of initialization, data order and sampling.
     # Optimizer of the hidden matrices: normpre_h, adamw, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon,
     # normpre_g or normpre_l, with settings of its own after commas: normpre_l,rank=0.25. Embeddings, norms and biases

@@ -19,6 +19,9 @@ from .evaluate import Score
 from .processes import LOCK, lock, on_signals
 from .train import Trainer, compute_dtype, warmup_steps
 
+Stored = dict[str, Any] | None  # run.json of the run to be continued; None if a new one starts
+WRITTEN = ("parameters.txt", "log.jsonl", "loss.png", "result.json", "run.json")  # of a run, beside its checkpoints
+
 
 def main(config: Config) -> None:
     """Train as ``config`` says, alone or with other processes."""
@@ -29,7 +32,7 @@ def main(config: Config) -> None:
         train(config, cluster.from_the_first(lambda: stored(config)), console)
 
 
-def stored(config: Config) -> dict[str, Any] | None:
+def stored(config: Config) -> Stored:
     """``run.json`` of the run to be continued, None if a new one starts.
 
     Raises:
@@ -60,7 +63,7 @@ def stored(config: Config) -> dict[str, Any] | None:
     return found
 
 
-def train(config: Config, stored: dict[str, Any] | None, console: Console) -> Score:
+def train(config: Config, stored: Stored, console: Console) -> Score:
     """Train: text, tokens, updates, plot."""
     began = time.perf_counter()
     dataset = cluster.first_of_all(lambda: data.open_corpus(config, console))
@@ -109,17 +112,13 @@ def hold(config: Config) -> IO[bytes] | None:
     folder = config.run_folder
     folder.mkdir(parents=True, exist_ok=True)
     held = lock(folder)
-    for path in folder.iterdir() if config.overwrite else ():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != LOCK:
-            path.unlink()
+    steps = [path for path in folder.glob("checkpoints/*") if path.name.partition(".")[0].isdecimal()]
+    for path in [*steps, *(folder / name for name in WRITTEN)] if config.overwrite else ():
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return held
 
 
-def train_in_folder(
-    config: Config, stored: dict[str, Any] | None, dataset: data.Dataset, trainer: Trainer, console: Console
-) -> Score:
+def train_in_folder(config: Config, stored: Stored, dataset: data.Dataset, trainer: Trainer, console: Console) -> Score:
     """Train, and write everything to the run's folder, which exists and is locked."""
 
     def begin() -> None:
@@ -148,20 +147,15 @@ def train_in_folder(
     return score
 
 
-def introduce(
-    config: Config, stored: dict[str, Any] | None, dataset: data.Dataset, trainer: Trainer, console: Console
-) -> None:
+def introduce(config: Config, stored: Stored, dataset: data.Dataset, trainer: Trainer, console: Console) -> None:
     """Print and store what is about to be trained, and on what."""
     params, model, texts = trainer.state.params, config.model, dataset.manifest
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     table, totals = optimizers.parameter_table(params, config)
     environment = logs.environment()
     run = {
-        "config": to_dict(config),
-        "fingerprint": texts["fingerprint"],
-        "data": {"folder": str(dataset.folder), **texts},
-        "parameters": count,
-        "dtype": str(compute_dtype(config)),
+        **{"config": to_dict(config), "fingerprint": texts["fingerprint"], "parameters": count},
+        **{"data": {"folder": str(dataset.folder), **texts}, "dtype": str(compute_dtype(config))},
         "sessions": [*(stored["sessions"] if stored else []), environment],
     }
     logs.write_json(config.run_folder / "run.json", run)  # first: a folder without it is no run

@@ -540,6 +540,14 @@ def test_an_unfinished_or_finished_folder_is_not_mixed_with_another(tmp_path, ou
     stop(4, signal.SIGKILL, *options, 10, "--overwrite")
     assert data.load(out).manifest["train"]["documents"] == 100
     assert run(*options, 10).manifest["train"]["documents"] > 100
+    for other in ("notes.txt", ".hidden", "more/notes.json"):
+        (out / other).parent.mkdir(exist_ok=True)
+        (out / other).write_text(other)
+    run(*options, 20, "--overwrite")
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        ["notes.txt", ".hidden", "more", "manifest.json", "tokenizer.json", "train.bin", "validation.bin"]
+    )
+    assert (out / "more" / "notes.json").read_text() == "more/notes.json"
     (out / "manifest.json").unlink()
     refuse(20, "--overwrite will not delete it", "--overwrite")
 

@@ -209,10 +209,22 @@ def test_another_runs_weights_replace_the_initial_ones_and_overwrite_starts_anew
     assert "--init-from is of another model: blocks/0/mlp/down/kernel is float32[32, 16] there" in other
     other_run = run.parent / "tiny-adamw"
     other_run.mkdir()
-    for stray in ("run.json", "stray.txt"):
+    for stray in (
+        "run.json",
+        "stray.txt",
+        "result.json",
+        "checkpoints/7/params",
+        "checkpoints/7 good/params",
+        "notes/a",
+    ):
+        (other_run / stray).parent.mkdir(parents=True, exist_ok=True)
         (other_run / stray).write_text("")
     assert main.main([*short, "--overwrite"]) == 0
-    assert not (other_run / "stray.txt").exists()
+    # What the run before it wrote is gone, and nothing else.
+    assert json.loads((other_run / "result.json").read_text())["best_validation_loss"]
+    assert {"3", "7", "7 good"} & set(files(other_run / "checkpoints")) == {"3", "7 good"}
+    assert (other_run / "stray.txt").exists()
+    assert (other_run / "notes" / "a").exists()
     assert f"{run} after step 12" in capsys.readouterr().out
     begun = losses(other_run)
     assert begun[0]["validation_loss"] == losses(run)[-1]["validation_loss"]

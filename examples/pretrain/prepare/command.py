@@ -31,7 +31,8 @@ class Corpus:
     # Files, and folders to search for them; of a data set on the hub: local copies to read instead.
     paths: tyro.conf.Positional[tuple[Path, ...]] = ()
     output: Path | None = None  # Folder to write; None: data/<corpus>.
-    overwrite: bool = False  # Start again, and replace the files of the folder when the new ones are complete.
+    # Start again, and replace the token files of the folder when the new ones are complete; its other files stay.
+    overwrite: bool = False
     # packed: documents one after the other, cut anywhere. documents: a sequence each, truncated or padded.
     layout: Literal["packed", "documents"] = "packed"
     context: int = 1024  # documents: longest sequence the files can serve; training may take any up to it.

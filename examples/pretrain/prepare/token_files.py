@@ -27,10 +27,11 @@ from ..config import RunError
 from ..processes import LOCK, lock
 from .sources import Stream, one_line, sample
 
-SPLITS = ("train", "validation")
+SPLITS, KINDS = ("train", "validation"), ("bin", "offsets")
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 4_000_000
 STATE = "state.json"
+OWN = {"tokenizer.json", "manifest.json", STATE, LOCK, *(f"{split}.{kind}" for split in SPLITS for kind in KINDS)}
 
 Counts = Mapping[str, Mapping[str, int]]
 
@@ -73,6 +74,9 @@ def write(
                 report(writer.counts)
                 writer.fill(streams, report)
             writer.write_manifest(about)
+            for path in folder.glob("*"):
+                if path.name not in OWN:
+                    path.rename(partial / path.name)
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(partial, folder)
         finally:
