@@ -270,7 +270,7 @@ def finished(folder: Path) -> Result | None:
         "train": [[int(part[-1, 0]), round(float(part[:, 1].mean()), 5)] for part in parts],
         "validation": [[line["step"], round(line["validation_loss"], 6)] for line in scores],
         "row_norm": [[line["step"], round(line["row_norm"], 5), round(line["rows_beyond_1"], 5)] for line in scores],
-        "norms": {name: round(value, 4) for name, value in scores[-1].items() if "_norm" in name or "beyond" in name},
+        "norms": {name: round(x, 4) for name, x in (scores or [{}])[-1].items() if "_norm" in name or "beyond" in name},
     }
 
 
@@ -373,7 +373,7 @@ def losses_table(content: dict[str, Any]) -> str:
         mean = f"{np.mean(losses[name]):.4f}"
         mean = f"**{mean}**" if np.mean(losses[name]) == least else mean
         deviation = f"{np.std(losses[name], ddof=1):.4f}" if len(arms) > 1 else ""
-        norms = [f"{arms[0]['norms'][x]:.2f}" if "norms" in arms[0] else "" for x in ("row_norm", "column_norm")]
+        norms = [f"{arms[0]['norms'][x]:.2f}" if arms[0].get("norms") else "" for x in ("row_norm", "column_norm")]
         rows.append([label(name), f"{best:g}{end}", mean, deviation, str(len(arms)), *norms])
     heads = ["optimizer", "learning rate", "validation loss", "deviation", "seeds", "row norm", "column norm"]
     return table(heads, rows)
@@ -432,7 +432,8 @@ def markdown(content: dict[str, Any]) -> str:
 def paint_losses(axes: Axes, content: dict[str, Any]) -> bool:
     """Validation loss at the best learning rates, mean and range of seeds, without the first tenth; thin: training."""
     for name, arms in best_runs(content).items():
-        if not all(arm.get("validation") and arm.get("train") for arm in arms):
+        sizes = {(len(arm.get("validation", ())), len(arm.get("train", ()))) for arm in arms}
+        if len(sizes) > 1 or 0 in sizes.pop():  # an arm whose log was damaged
             return False
         look, scores = style(name, content), np.array([arm["validation"] for arm in arms])
         train = np.array([arm["train"] for arm in arms]).mean(0)

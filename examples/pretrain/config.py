@@ -289,14 +289,16 @@ def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-HUGE, TINY = sys.float_info.max, sys.float_info.min
-# Least and greatest value; other integers are at least 1.
+HUGE, TINY, MOST = sys.float_info.max, sys.float_info.min, 2**31 - 1
+# Least and greatest value; other integers are in 1..MOST.
 RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("process", "warmup_steps", "weight_decay", "temperature"), (0, HUGE)),
+    **dict.fromkeys(("weight_decay", "temperature"), (0, HUGE)),
     **dict.fromkeys(("learning_rate", "adam_learning_rate", "clip_norm"), (TINY, HUGE)),
     **dict.fromkeys(("model.rotary_base", "model.norm_epsilon", "model.hidden_std"), (TINY, HUGE)),
     **dict.fromkeys(("adam_b1", "adam_b2"), (0, math.nextafter(1, 0))),
-    **{"seed": (0, 2**31 - 1), "sample_tokens": (0, 65_536)},
+    **dict.fromkeys(("process", "warmup_steps", "seed"), (0, MOST)),
+    **dict.fromkeys(("model.layers", "seeds", "jobs"), (1, 10_000)),
+    **{"steps": (1, 10**8), "sample_tokens": (0, 65_536)},
     "vocabulary": (257, 65_536),  # 257: the bytes and a separator
     "validation_percent": (1e-3, 50),
 }
@@ -309,11 +311,10 @@ def check_ranges(flat: dict[str, Any]) -> None:
         RunError: naming the flag and what it may be.
     """
     for key, value in flat.items():
-        default = (1, HUGE) if isinstance(value, int) else (-math.inf, math.inf)
-        low, high = RANGES.get(key, default)
+        low, high = RANGES.get(key, (1, MOST) if isinstance(value, int) else (-math.inf, math.inf))
         if isinstance(value, int | float) and not isinstance(value, bool) and not low <= value <= high:
             least = f"at least {low:g}" + " and below 1" * (high < 1)
-            allowed = least if high == HUGE or high < 1 else f"in {low:g}..{high:.10g}"
+            allowed = least if high == HUGE or high < 1 or value < low == 1 else f"in {low:g}..{high:.10g}"
             raise RunError(f"{flag(key)} must be {'a positive number' if low == TINY else allowed}, got {value}")
 
 

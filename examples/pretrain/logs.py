@@ -8,6 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,12 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, without a last line that a kill cut short."""
+    """The records of a log, without lines that are damaged or that a kill cut short."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError, RecursionError, TypeError, KeyError):
+            record = json.loads(line)
+            records += [record] * isinstance(record["step"], int)
     return records
 
 

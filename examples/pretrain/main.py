@@ -5,6 +5,7 @@ A command's module is imported once its options are read, so that help and typin
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,26 +44,35 @@ def usage() -> str:
 
 def exit_status(run: Callable[[], Any], stopped: str = "stopped") -> int:
     """Run something; an error that the user can fix, or ``stopped`` at Ctrl-C, is one line."""
+    status = 1
     try:
-        run()
-    except (RunError, OSError) as error:  # OSError: a full disk, a folder without write permission
-        print(f"error: {error}", file=sys.stderr)
+        try:
+            run()
+        finally:
+            print(end="", flush=True)
+        return 0
+    except BrokenPipeError:  # what reads the output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
         return 1
+    except (RunError, OSError) as error:  # OSError: a full disk, a folder without write permission
+        line = f"error: {error}"
+    except (MemoryError, RuntimeError, ValueError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):  # JAX's, of both types
+            raise
+        line = "error: out of memory: choose a smaller --micro-batch or model, or split it over devices with --fsdp"
     except Stopped as signal:
-        print(signal, file=sys.stderr)
-        return 128 + signal.signal_number
+        line, status = str(signal), 128 + signal.signal_number
     except KeyboardInterrupt:
-        print(stopped, file=sys.stderr)
-        return 130
-    return 0
+        line, status = stopped, 130
+    print(line, file=sys.stderr)
+    return status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit status: 0, 1 for what the user can fix, 128 + n after signal n."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments in (["help"], ["--help"], ["-h"]):
-        print(usage())
-        return 0
+        return exit_status(lambda: print(usage()))
     word = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "train"
 
     def run() -> None:

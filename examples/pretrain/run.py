@@ -183,8 +183,8 @@ def store_result(config: Config, result: dict[str, Any]) -> None:
     validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
     tokens = config.batch_size * config.model.context
     seconds = sum(tokens / line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
-    best = {"best_validation_loss": min(validation) if validation else None, "train_seconds": round(seconds, 1)}
-    logs.write_json(config.run_folder / "result.json", {**result, **best})
+    result = {**result, "best_validation_loss": min(validation, default=result.get("validation_loss"))}
+    logs.write_json(config.run_folder / "result.json", {**result, "train_seconds": round(seconds, 1)})
 
 
 def plot_losses(folder: Path) -> None:

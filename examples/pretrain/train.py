@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import psutil
 from flax import nnx
 from rich.console import Console
 
@@ -20,7 +21,7 @@ from .cluster import Vote, alone
 from .config import Config, Diverged, RunError
 from .evaluate import EVALUATION_BATCH, Score, make_evaluate, predictions, token_losses
 from .logs import Log, Progress
-from .mesh import Layout, in_parts, make_layout
+from .mesh import Layout, by_name, in_parts, make_layout
 from .optimizers import make_optimizer, norms
 from .prepare.token_files import byte_lengths
 from .processes import Stopped
@@ -83,11 +84,17 @@ def initialize(config: Config, dataset: data.Dataset) -> tuple[nnx.GraphDef, dic
     """The model's structure and its parameters, a plain nested dictionary; the same for every optimizer.
 
     Raises:
-        RunError: if the vocabulary is smaller than the data's.
+        RunError: if the vocabulary is smaller than the data's, or the parameters are larger than the memory.
     """
     vocabulary, largest = vocabulary_of(config, dataset), dataset.manifest["largest_token"]
     if vocabulary <= largest:
         raise RunError(f"--model.vocabulary {vocabulary} is too small: {dataset.folder} has tokens up to {largest}")
+    one_layer = by_name(models.shapes(dataclasses.replace(config.model, layers=1), vocabulary)).items()
+    count = sum(x.size * (config.model.layers if name.startswith("blocks/") else 1) for name, x in one_layer)
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", psutil.virtual_memory().total)
+    if 4 * count > memory:
+        sizes = f"{count:,} parameters ({4 * count / 1e9:,.0f} GB) do not fit into the memory of {memory / 1e9:,.0f} GB"
+        raise RunError(f"{sizes}: choose a smaller --model.width or --model.layers")
     narrower = math.sqrt((config.base_width or config.model.width) / config.model.width)
     network = dataclasses.replace(config.model, hidden_std=config.model.hidden_std * narrower)
     model = models.build(network, vocabulary, dtype=compute_dtype(config), seed=config.seed)

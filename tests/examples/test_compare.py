@@ -77,6 +77,17 @@ def test_a_report_is_drawn(content, tmp_path):
     assert ".png" not in (tmp_path / "README.md").read_text()
 
 
+def test_a_report_of_arms_whose_logs_were_damaged(content, tmp_path):
+    muon = [arm for arm in content["arms"] if arm["optimizer"] == "muon" and arm["learning_rate"] == 0.2]
+    muon[1]["validation"].pop(1)
+    compare.write(tmp_path, content)
+    muon[0] |= {"validation": [], "norms": {}}
+    compare.write(tmp_path, content)
+    text = (tmp_path / "README.md").read_text()
+    assert "| Muon | 0.2 | 2.8250 | 0.1768 | 2 |  |  |" in text
+    assert "losses.png" not in text
+
+
 def painted(paint, content):
     axes = matplotlib.figure.Figure(figsize=(6.0, 3.6), layout="constrained").add_subplot()
     assert paint(axes, content)
@@ -128,6 +139,8 @@ def test_a_bad_comparison_is_one_line_before_anything_is_written(refused_at_once
         "--learning-rates=-1": "--learning-rate must be a positive number",
         "--resume": "compare resumes by itself",
         "--seeds 0": "must be at least 1",
+        "--seeds 2147483648": "--seeds must be in 1..10000, got",
+        "--jobs 2147483647": "--jobs must be in 1..10000, got",
         "--name a/b": "plain folder name",
     }.items():
         refused_at_once(["compare", "--config", "tiny", *arguments.split()], line)

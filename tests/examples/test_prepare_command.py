@@ -567,6 +567,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(tmp_path, monkeypatch):
         ("jsonl", "a.jsonl", "--tokenizer", "endless.json"): "no token that ends a text",
         ("jsonl", "a.jsonl", "--context", "0"): "--context must be at least 1",
         ("text", "a.jsonl", "--cut", "0"): "--cut must be at least 1",
+        ("text", "a.jsonl", "--cut", "99999999999999999999"): r"--cut must be in 1\.\.2147483647, got",
         ("c4", "--train-documents", "0"): "--train-documents must be at least 1",
         ("python", "--validation-files", "a.jsonl"): "--validation-files has no effect on Python files",
         ("pile", "--validation-percent", "51"): "--validation-percent must be in 0.001..50",

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from examples.pretrain import checkpoint, configs, logs, main, processes, train
+from examples.pretrain import checkpoint, compare, configs, logs, main, processes, train
 from examples.pretrain import run as run_module
 from examples.pretrain.prepare import command
 from tests import cases
@@ -313,6 +313,67 @@ def test_what_ends_a_run_is_one_line(finished, tmp_path, monkeypatch, capsys):
     assert "--model.vocabulary 300 is too small" in refused([*arguments, "--model.vocabulary", "300"], capsys)
     (tmp_path / "file").touch()
     assert "file" in refused([*arguments, "--runs-folder", "file"], capsys)
+
+
+@pytest.mark.parametrize("damage", ["{", "17", '{"loss": 1.0}', '{"step": "4"}', "\xff", "[" * 100_000])
+def test_a_damaged_line_of_the_log_is_left_out(copy, damage):
+    run, arguments = copy
+    log, before = run / "log.jsonl", losses(run)
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([*lines[:4], damage.encode("latin-1") + b"\n", *lines[5:]]))
+    expected = [*before[:4], *before[5:]]
+    assert losses(run) == expected
+    found = compare.finished(run)
+    assert found is not None
+    assert (len(found["train"]), len(found["validation"])) == (11, 3)
+    assert main.main([*arguments, "--resume"]) == 0
+    assert losses(run) == expected
+    assert log.read_bytes().count(b"\n") == len(expected)
+    log.write_bytes(damage.encode("latin-1"))
+    assert main.main([*arguments, "--resume"]) == 0
+    found = compare.finished(run)
+    assert found is not None
+    assert found["norms"] == {}
+    assert found["best_validation_loss"] == before[-1]["validation_loss"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs pipes of the system")
+def test_a_closed_pipe_ends_the_program_quietly(copy, capfd):
+    run, arguments = copy
+    root = [sys.executable, "-m", "examples.pretrain"]
+    for words in (["--help"], ["train", "--help"], ["prepare"], ["prepare", "--help"]):
+        process = subprocess.Popen([*root, *words], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait() == 1
+        assert process.stderr is not None
+        assert process.stderr.read().count(b"\n") == (words == ["prepare"])  # its error
+        process.stderr.close()
+    for words in (["evaluate", str(run)], [*arguments, "--name", "closed"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with pytest.MonkeyPatch.context() as patch, open(writer, "w") as closed:
+            patch.setattr(sys, "stdout", closed)
+            with pytest.raises(SystemExit, match="1"):  # Rich's answer, or Python's after ours
+                sys.exit(main.main(words))
+        assert capfd.readouterr().err == ""
+
+
+def test_a_model_that_no_memory_holds_is_one_line(copy, capsys, monkeypatch):
+    _, arguments = copy
+    for flags, size in (
+        (["--model.width", "2147483644"], "GB"),
+        (["--model.vocabulary", "2147483647", "--model.width", "1024"], "8,796 GB"),
+        (["--model.layers", "10000", "--model.width", "32768", "--model.scan-layers"], "GB"),
+    ):
+        said = refused([*arguments, "--name", "large", *flags], capsys)
+        assert f"{size}) do not fit into the memory of " in said
+    assert not Path("runs/large").exists()
+    for error in (ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore"), MemoryError()):
+        monkeypatch.setattr(train, "initialize", lambda *_, error=error: (_ for _ in ()).throw(error))
+        said = refused([*arguments, "--name", "large"], capsys)
+        assert said.startswith("error: out of memory")
+        assert "--micro-batch" in said
 
 
 def test_a_model_is_scored_continued_and_exported(copy, capsys):
