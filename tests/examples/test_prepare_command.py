@@ -515,6 +515,18 @@ def test_a_streamed_data_set_resumes_where_it_stopped(tmp_path, byte_level, smal
     assert set(opened) == {("Skylion007/openwebtext", "", "train", "refs/pr/22")}
 
 
+def test_skip_bad_may_be_added_when_a_bad_line_has_stopped_the_command(
+    tmp_path, out, byte_level, small_batches, capsys
+):
+    path = save(tmp_path / "a.jsonl", TEXTS)
+    path.write_bytes(path.read_bytes() + rows("{", GOOD))
+    options = ("jsonl", path, "--tokenizer", byte_level, "--validation-percent", 20, "--output", out)
+    refuses("line 301: not JSON .*; --skip-bad skips it", run, *options)
+    dataset = run(*options, "--skip-bad")
+    assert "Resuming after" in capsys.readouterr().out
+    assert sorted(decoded(dataset, "train") + decoded(dataset, "validation")) == sorted([*TEXTS, "good"])
+
+
 def test_an_unfinished_or_finished_folder_is_not_mixed_with_another(tmp_path, out, byte_level, small_batches):
     path = save(tmp_path / "a.jsonl", TEXTS)
     options = ("openwebtext", path, "--tokenizer", byte_level, "--output", out, "--validation-percent")
