@@ -67,8 +67,9 @@ def hyperball(
 
     def init(params):
         if leaf_paths(params):  # optax.tree.map_params passes none
-            norms_of(params)
-            for caution in cautions(assign(params, matrix_dims), params, row_norms is None):
+            found = assign(params, matrix_dims)
+            row_norms_of(row_norms, params, found)
+            for caution in cautions(found, params, row_norms is None):
                 warnings.warn(caution, stacklevel=2)
         return init_count(params)
 

@@ -5,7 +5,6 @@
 (Vyas et al., arXiv 2409.11321) under Hyperball, which keeps two Gram matrices and their eigenbases.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -13,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax import direction, precondition_globally, two_momenta, with_adamw, with_metric
+from normpre_optax import direction, per_parameter, precondition_globally, two_momenta, with_adamw, with_metric
 from normpre_optax.linalg.newton_schulz import one_at_a_time
+from normpre_optax.optimizer import complete
 from normpre_optax.options import checked
 from normpre_optax.parameters.dims import MatrixDims, from_matrices, split_axes, to_matrices
-from normpre_optax.stages.base import assigned, map_matrices
+from normpre_optax.stages.base import assigned
 
 Sides = Literal["both", "before", "after"]
 Statistic = Literal["gradient", "momentum", "residual"]
@@ -86,19 +86,18 @@ def normpre_h_variant(
         return jnp.where(t >= onset, slow_weight * falls * ramped, 0.0)
 
     def chain(matrix_dims: Any) -> optax.GradientTransformation:
-        spectral: Any = precondition_globally()
-        if sides != "both":
-            spectral = optax.identity()
-        metric = with_metric(spectral, metric_strength, clip, decay, matrix_dims=matrix_dims)
-        if sides != "both":
-            metric = _one_sided(metric, precondition_globally(), sides)
+        spectral, both = precondition_globally(), sides == "both"
+        # Around the identity, the metric is applied twice: at half the strength, that is once.
+        inside, strength = (spectral, metric_strength) if both else (optax.identity(), metric_strength / 2)
+        metric: Any = with_metric(inside, strength, clip, decay, matrix_dims=matrix_dims)
         if frozen_after:
             metric = _frozen(metric, frozen_after)
         if statistic != "gradient":
             metric = _measured(metric, statistic, momentum)
-        tangent = () if radial else (_without_radial_part(),)
+        stages = {"both": (metric,), "before": (metric, spectral), "after": (spectral, metric)}[sides]
+        tangent = () if radial else (per_parameter(_without_radial_part),)
         momenta = two_momenta(momentum, slow_momentum, weight, gradient_share)
-        return direction(momenta, *tangent, metric, matrix_dims=matrix_dims)
+        return direction(momenta, *tangent, *stages, matrix_dims=matrix_dims)
 
     rates = [learning_rate, adam_learning_rate]
     if peak_power:
@@ -124,25 +123,6 @@ def _front_loaded(schedule: Callable, power: float, steps: int) -> Callable:
     return lambda t: peak * jnp.minimum((t + 1) / (warmup + 1), 0.1 + 0.9 * (1 - jnp.clip(t / steps, 0, 1) ** power))
 
 
-def _one_sided(metric: Any, spectral: Any, side: str) -> optax.GradientTransformationExtraArgs:
-    """Apply the metric once, before or after the spectral stage; ``metric`` is that around the identity."""
-
-    def squared(a2u: Any, u: Any) -> Any:  # diag(a)^2 u diag(b)^2 and u to diag(a) u diag(b)
-        return jax.tree.map(lambda x, y: jnp.sign(y) * jnp.sqrt(jnp.abs(x * y)), a2u, u)
-
-    def update(updates, state, params=None, **extra):
-        at = updates
-        if side == "after":
-            at, _ = spectral.update(at, optax.EmptyState(), params, **extra)
-        scaled, state = metric.update(at, state, params, **extra)
-        new = squared(scaled, at)
-        if side == "before":
-            new, _ = spectral.update(new, optax.EmptyState(), params, **extra)
-        return new, state
-
-    return optax.GradientTransformationExtraArgs(metric.init, update)
-
-
 class CountedState(NamedTuple):
     """Number of updates and a state."""
 
@@ -151,16 +131,12 @@ class CountedState(NamedTuple):
 
 
 def _frozen(metric: Any, after: int) -> optax.GradientTransformationExtraArgs:
-    """Keep the metric's state as it is after some steps."""
+    """Keep the metric's state, which alone decides about the update, as it is after some steps."""
 
     def update(updates, state, params=None, **extra):
         new, inner = metric.update(updates, state.inner, params, **extra)
-        old, _ = metric.update(
-            updates, state.inner, params, **(extra | {"gradients": jax.tree.map(jnp.zeros_like, updates)})
-        )  # averages of zeros are the old ones, less a factor that cancels
-        frozen = state.count >= after
-        choose = lambda x, y: jnp.where(frozen, x, y)  # noqa: E731
-        return jax.tree.map(choose, old, new), CountedState(state.count + 1, jax.tree.map(choose, state.inner, inner))
+        kept = jax.tree.map(lambda old, x: jnp.where(state.count >= after, old, x), state.inner, inner)
+        return new, CountedState(state.count + 1, kept)
 
     return optax.GradientTransformationExtraArgs(
         lambda params: CountedState(jnp.zeros((), jnp.int32), metric.init(params)), update
@@ -182,18 +158,11 @@ def _measured(metric: Any, statistic: str, decay: float) -> optax.GradientTransf
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _without_radial_part() -> optax.GradientTransformationExtraArgs:
-    """Remove from every matrix its part along the weights."""
-
-    def project(u: jax.Array, w: jax.Array, dims: MatrixDims) -> jax.Array:
-        _, outputs, inputs = split_axes(u.ndim, dims)
-        uw, ww = (jnp.sum(x, outputs + inputs, keepdims=True) for x in (u * w, w * w))
-        return u - jnp.where(ww == 0, 0, uw / jnp.where(ww == 0, 1, ww)) * w
-
-    def update(updates, state, params=None, *, matrix_dims=None, **_):
-        return map_matrices(project, updates, params, matrix_dims), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+def _without_radial_part(u: jax.Array, w: jax.Array, dims: MatrixDims) -> jax.Array:
+    """Remove from a matrix its part along the weights."""
+    _, outputs, inputs = split_axes(u.ndim, dims)
+    uw, ww = (jnp.sum(x, outputs + inputs, keepdims=True) for x in (u * w, w * w))
+    return u - jnp.where(ww == 0, 0, uw / jnp.where(ww == 0, 1, ww)) * w
 
 
 class SoapState(NamedTuple):
@@ -252,30 +221,4 @@ def scale_by_soap(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-@checked
-def soap_hyperball(
-    learning_rate: Any,
-    adam_learning_rate: Any,
-    *,
-    every: int = 5,
-    soap_b2: float = 0.95,
-    learning_rate_multipliers: Any = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.95,
-    adam_weight_decay: Any = 0.1,
-    weight_decay_mask: Any = None,
-    matrix_dims: Any = None,
-) -> optax.GradientTransformationExtraArgs:
-    """SOAP under Hyperball."""
-    return with_adamw(
-        functools.partial(scale_by_soap, every=every, b2=soap_b2),
-        learning_rate,
-        norm_control="hyperball",
-        adam_learning_rate=adam_learning_rate,
-        learning_rate_multipliers=learning_rate_multipliers,
-        adam_b1=adam_b1,
-        adam_b2=adam_b2,
-        adam_weight_decay=adam_weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        matrix_dims=matrix_dims,
-    )
+soap_hyperball = complete(scale_by_soap, hyperball=True)

@@ -77,12 +77,8 @@ def with_metric(
     def squares(gradients: Any, params: Any, dims: Any) -> tuple[list[jax.Array], ...]:
         """Return the mean squares of the rows of every parameter, and of the columns."""
         specs = assigned(gradients, params, dims).values()
-        found = [_mean_squares(g, spec.dims) for g, spec in zip(jax.tree.leaves(gradients), specs, strict=True)]
+        found = [mean_squares(g, spec.dims) for g, spec in zip(jax.tree.leaves(gradients), specs, strict=True)]
         return [rows for rows, _ in found], [columns for _, columns in found]
-
-    def average(old: Any, new: list[jax.Array]) -> Any:
-        leaves, treedef = jax.tree.flatten(old)
-        return treedef.unflatten([replicated(decay * o + (1 - decay) * n) for o, n in zip(leaves, new, strict=True)])
 
     def scaled(u: jax.Array, w: Any, dims: MatrixDims, rows: jax.Array, columns: jax.Array) -> jax.Array:
         mean = jnp.mean(rows, split_axes(u.ndim, dims)[1], keepdims=True)  # that of the columns is the same
@@ -103,7 +99,8 @@ def with_metric(
             u = within_metric(updates)
             extra = {**extra_args, "matrix_dims": dims, "gradients": gradients}
             t, spectral_state = inner.update(u, state.spectral, params, **extra)
-            rows, columns = map(average, state[:2], squares(gradients, params, dims))
+            new = squares(gradients, params, dims)
+            rows, columns = (average(old, x, decay) for old, x in zip(state[:2], new, strict=True))
             return within_metric(t), MetricState(rows, columns, spectral_state)
 
         args = updates, state, params, updates if gradients is None else gradients
@@ -112,7 +109,13 @@ def with_metric(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _mean_squares(g: jax.Array, dims: MatrixDims) -> tuple[jax.Array, jax.Array]:
+def average(old: Any, new: list[jax.Array], decay: jax.typing.ArrayLike) -> Any:
+    """Return ``decay old + (1 - decay) new`` for a tree and the list of its new leaves."""
+    leaves, treedef = jax.tree.flatten(old)
+    return treedef.unflatten([replicated(decay * o + (1 - decay) * n) for o, n in zip(leaves, new, strict=True)])
+
+
+def mean_squares(g: jax.Array, dims: MatrixDims) -> tuple[jax.Array, jax.Array]:
     """Return the mean squares of rows, and those of the columns of each output block."""
     _, outputs, inputs = split_axes(g.ndim, dims)
     squares, places = jnp.square(at_least_float32(g)), blocks_of(g.shape, dims)

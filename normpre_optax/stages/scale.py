@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import optax
 
 from normpre_optax.checks import check_function, check_numbers
-from normpre_optax.linalg.precision import at_least_float32, inverse_root
+from normpre_optax.linalg.precision import inverse_root
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, split_axes
 from normpre_optax.parameters.tree import without_boxes
-from normpre_optax.sharding.placement import replicated
 from normpre_optax.stages.base import assigned, map_matrices, per_parameter, stage
+from normpre_optax.stages.metric import average, mean_squares
 
 # Scale conventions of an orthogonal update (out, in) = m x n.
 MOONLIGHT = lambda m, n: 0.2 * max(m, n) ** 0.5  # noqa: E731  RMS 0.2, at AdamW's learning rate (MoonshotAI/Moonlight)
@@ -116,28 +116,22 @@ def scale_by_row_moment(
     """
     check_numbers(b2=b2, eps=eps)
 
+    def squares(updates: Any, found: Any) -> list[jax.Array]:
+        return [mean_squares(o, s.dims)[0] for o, s in zip(jax.tree.leaves(updates), found.values(), strict=True)]
+
     def init(params):
-        found = list(assigned(params, None, matrix_dims).values())
-        leaves, treedef = jax.tree.flatten(params)
-        zeros = [
-            jnp.zeros_like(jnp.sum(at_least_float32(x), split_axes(x.ndim, spec.dims)[2], keepdims=True))
-            for x, spec in zip(leaves, found, strict=True)
-        ]
-        return RowMomentState(without_boxes(treedef.unflatten(zeros)))
+        zeros = squares(jax.tree.map(jnp.zeros_like, params), assigned(params, None, matrix_dims))
+        return RowMomentState(without_boxes(jax.tree.structure(params).unflatten(zeros)))
 
     def scaled(o: jax.Array, w: Any, dims: MatrixDims, moment: jax.Array) -> jax.Array:
         _, outputs, inputs = split_axes(o.ndim, dims)
         new = o / (jnp.sqrt(moment) + eps)
-        old_squares, squares = (jnp.sum(x * x, outputs + inputs, keepdims=True) for x in (o, new))
-        return new * jnp.sqrt(old_squares) * inverse_root(squares)
+        before, after = (jnp.sum(x * x, outputs + inputs, keepdims=True) for x in (o, new))
+        return new * jnp.sqrt(before) * inverse_root(after)
 
     def step(updates, state, params, matrix_dims):
         found = assigned(updates, params, matrix_dims)
-        moments, treedef = jax.tree.flatten(state.moment)
-        for i, (o, spec) in enumerate(zip(jax.tree.leaves(updates), found.values(), strict=True)):
-            squares = jnp.mean(jnp.square(at_least_float32(o)), split_axes(o.ndim, spec.dims)[2], keepdims=True)
-            moments[i] = replicated(b2 * moments[i] + (1 - b2) * squares)
-        moment = treedef.unflatten(moments)
+        moment = average(state.moment, squares(updates, found), b2)
         return map_matrices(scaled, updates, params, found, moment), RowMomentState(moment)
 
     return stage(step, init, matrix_dims)
