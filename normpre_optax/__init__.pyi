@@ -657,7 +657,7 @@ def normpre_h(
     metric_strength: Number = 0.5,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    compute_dtype: Any = None,
+    compute_dtype: Any = 'narrow',
     mu_dtype: Any = None,
     matrix_dims: Any = None,
     weight_decay_mask: Any = None,
@@ -687,11 +687,10 @@ def normpre_h(
         slow_momentum: decay of the slow average.
         slow_weight: share of the slow average, number or schedule.
         metric_strength: exponent of the metric; 0 is none.
+        compute_dtype: dtype of the operands of products: "narrow" is bfloat16 on a TPU or GPU and float32 on a CPU, None
+            the platform's default, ``jnp.float32`` true float32 everywhere.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
-        compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
-            for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -1258,7 +1257,7 @@ def scale_by_normpre_h(
     metric_strength: Number = 0.5,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    compute_dtype: Any = None,
+    compute_dtype: Any = 'narrow',
     mu_dtype: Any = None,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -1273,11 +1272,10 @@ def scale_by_normpre_h(
         slow_momentum: decay of the slow average.
         slow_weight: share of the slow average, number or schedule.
         metric_strength: exponent of the metric; 0 is none.
+        compute_dtype: dtype of the operands of products: "narrow" is bfloat16 on a TPU or GPU and float32 on a CPU, None
+            the platform's default, ``jnp.float32`` true float32 everywhere.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
-        compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
-            for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->

@@ -82,7 +82,8 @@ def newton_schulz(
         x: a matrix ``(m, n)`` in at least float32.
         table: one triple ``(a, b, c)`` per step.
         headroom: ``x`` is divided by this times its Frobenius norm.
-        compute_dtype: dtype of the products' operands; see ``precision.product``.
+        compute_dtype: dtype of the products' operands, see ``precision.product``; "narrow" is bfloat16, and None on a
+            CPU.
         rms: if given, scale the result to this root mean square.
 
     Returns:
@@ -98,6 +99,8 @@ def newton_schulz(
     References:
         Jordan et al., Muon, 2024; Bernstein and Newhouse, arXiv 2409.20325.
     """
+    if compute_dtype == "narrow":
+        compute_dtype = None if platform() == "cpu" else jnp.bfloat16
     wide = x.shape[0] <= x.shape[1]
     times = functools.partial(product, dtype=compute_dtype)
     # The steps between which the Gram matrix is recomputed.
@@ -105,8 +108,6 @@ def newton_schulz(
     gram = max(x.shape) >= 1.5 * min(x.shape) and not (rounded and table[0][0] > _STEEP)
     parts = (table[:2], table[2:]) if gram else [table[i : i + 1] for i in range(len(table))]
     parts = [part for part in parts if part]
-    if gram and compute_dtype is None and x.dtype == jnp.float32 and platform() == "tpu":
-        x = x.astype(jnp.bfloat16)  # as its products round it: written and read in half the bytes
     full = None if rms is None else rms * math.sqrt(x.size)  # the Frobenius norm of the result
     for part in parts:
         r = times(x, x.T) if wide else times(x.T, x)

@@ -244,7 +244,8 @@ def precondition_globally(
         ns_coefficients: "muon", "you", "polar_express", one triple ``(a, b, c)``, or one triple per step. A table
             shorter than ``ns_steps`` is continued with its last triple.
         compute_dtype: dtype of the operands of products; None means the platform's default for float32 (one bfloat16
-            pass on a TPU, TF32 on a GPU, float32 on a CPU), ``jnp.float32`` true float32 everywhere.
+            pass on a TPU, TF32 on a GPU, float32 on a CPU), ``jnp.float32`` true float32 everywhere, and "narrow"
+            bfloat16 on a TPU or GPU and float32 on a CPU.
         rms: if given, scale every result to this root mean square.
         matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
@@ -267,14 +268,14 @@ def precondition_globally(
     References:
         Normalize-Then-Precondition, "NormPre-G"; Jordan et al., Muon, 2024.
     """
-    check_numbers(rms=rms, compute_dtype=compute_dtype)
+    check_numbers(rms=rms, compute_dtype=None if compute_dtype == "narrow" else compute_dtype)
     steps = 1 if ns_steps is None else static_int("ns_steps", ns_steps, least=1, below=1000)  # unrolled
     table = ns.coefficient_table(ns_coefficients, steps)
     if ns_steps is None:
         return spectral(EachMatrix(ns.exact_msign), rms=rms, matrix_dims=matrix_dims)
     headroom = ns.HEADROOM.get(ns_coefficients, 1.0) if isinstance(ns_coefficients, str) else 1.0
     options = ("table", table), ("headroom", headroom), ("compute_dtype", compute_dtype)
-    f = EachMatrix(ns.newton_schulz, options, rounded=compute_dtype is None)
+    f = EachMatrix(ns.newton_schulz, options, rounded=compute_dtype is None or compute_dtype == "narrow")
     return spectral(f, rms=rms, matrix_dims=matrix_dims)
 
 

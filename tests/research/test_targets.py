@@ -22,6 +22,7 @@ def row(target, name):
 @cases.rows(
     "target name against bound",
     ("v5e", "normpre_g", "optax_muon", 0.88),
+    ("v5e", "normpre_h", "optax_muon", 1.02),
     ("v5e", "normpre_l", "optax_muon", 0.49),
     ("v5e", "normpre_l", "adamw", 1.8),
     ("v5e", "mano", "adamw", 1.3),
