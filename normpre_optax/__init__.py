@@ -15,7 +15,7 @@ from normpre_optax.algorithm import (
     scale_by_normpre_l,
 )
 from normpre_optax.hyperball import hyperball
-from normpre_optax.learning_rates import learning_rate_from_muon, multipliers_by_width
+from normpre_optax.learning_rates import learning_rate_by_length, learning_rate_from_muon, multipliers_by_width
 from normpre_optax.optimizer import with_adamw
 from normpre_optax.options import static_args
 from normpre_optax.parameters import presets

@@ -15,6 +15,7 @@ import optax
 from normpre_optax.options import Coefficients, Number
 from normpre_optax.stages.rows import Orientation, Tangent
 from normpre_optax.hyperball import hyperball as hyperball
+from normpre_optax.learning_rates import learning_rate_by_length as learning_rate_by_length
 from normpre_optax.learning_rates import learning_rate_from_muon as learning_rate_from_muon
 from normpre_optax.learning_rates import multipliers_by_width as multipliers_by_width
 from normpre_optax.options import static_args as static_args
@@ -45,6 +46,7 @@ __all__ = [
     "explain",
     "families",
     "hyperball",
+    "learning_rate_by_length",
     "learning_rate_from_muon",
     "mano",
     "multipliers_by_width",
@@ -120,7 +122,7 @@ def adamuon(
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -277,7 +279,7 @@ def muon(
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -359,7 +361,7 @@ def muon_plus(
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -442,7 +444,7 @@ def muoneq(
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -605,7 +607,7 @@ def normpre_g(
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -687,10 +689,11 @@ def normpre_h(
         slow_momentum: decay of the slow average.
         slow_weight: share of the slow average, number or schedule.
         metric_strength: exponent of the metric; 0 is none.
-        compute_dtype: dtype of the operands of products: "narrow" is bfloat16 on a TPU or GPU and float32 on a CPU, None
-            the platform's default, ``jnp.float32`` true float32 everywhere.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
+        compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
+            for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -780,7 +783,7 @@ def normpre_l(
         rms: root mean square of every matrix update before the learning rate, or None for no scaling.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -862,7 +865,7 @@ def normuon(
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -998,7 +1001,7 @@ def scale_by_adamuon(
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -1069,7 +1072,7 @@ def scale_by_muon(
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -1108,7 +1111,7 @@ def scale_by_muon_plus(
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -1148,7 +1151,7 @@ def scale_by_muoneq(
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -1235,7 +1238,7 @@ def scale_by_normpre_g(
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -1272,10 +1275,11 @@ def scale_by_normpre_h(
         slow_momentum: decay of the slow average.
         slow_weight: share of the slow average, number or schedule.
         metric_strength: exponent of the metric; 0 is none.
-        compute_dtype: dtype of the operands of products: "narrow" is bfloat16 on a TPU or GPU and float32 on a CPU, None
-            the platform's default, ``jnp.float32`` true float32 everywhere.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
+        compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
+            for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -1327,7 +1331,7 @@ def scale_by_normpre_l(
         rms: root mean square of every matrix update before the learning rate, or None for no scaling.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
@@ -1366,7 +1370,7 @@ def scale_by_normuon(
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
-            ``jnp.float32`` means true float32 everywhere.
+            ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
         mu_dtype: dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.
         matrix_dims: which parameters are matrices, and which of their axes are inputs and outputs: None (the default
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->

@@ -48,7 +48,8 @@ def check_numbers(**options: Any) -> None:
         ValueError: momentum must be in [0, 1), got 1.5
     """
     for name, value in options.items():
-        if name in ("compute_dtype", "mu_dtype", "accumulator_dtype") and value is not None:
+        dtype = name in ("compute_dtype", "mu_dtype", "accumulator_dtype") and value is not None
+        if dtype and (name, str(value)) != ("compute_dtype", "narrow"):
             _check_dtype(name, value)
         if name not in RANGES or (value is None and name in OPTIONAL):
             continue

@@ -1,16 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rates that were tuned elsewhere: on a narrower model, or for another Muon."""
+"""Learning rates by the length of a run, and from elsewhere: from a narrower model, or from another Muon."""
 
 import math
+import warnings
 from typing import Any, Literal
 
 import jax
 import optax
 
-from normpre_optax.checks import RANGES, check_choice, check_number, check_numbers
+from normpre_optax.checks import RANGES, check_choice, check_number, check_numbers, static_int
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.rules import ParamSpec, adamw_inputs, assign
 from normpre_optax.relatives.muon import CONVENTIONS
+
+
+def learning_rate_by_length(steps: int) -> float:
+    """Return the peak learning rate of ``normpre_h`` for a run of some steps.
+
+    ``0.016 (1500 / steps)^0.6``, rounded to two digits. It was measured with 200 to 3,000 steps at widths of 64 to 256:
+    half and double of it were worse in all nine settings, and the best rate did not depend on the width. Elsewhere it
+    is a guess; try half and double, too.
+
+    Args:
+        steps: number of updates of the whole run, with a short warm-up and a decay to nearly zero.
+
+    Returns:
+        The size of a step relative to the weights, the learning rate under Hyperball.
+
+    Raises:
+        ValueError: if ``steps`` is not a positive integer.
+
+    Warns:
+        UserWarning: outside of 200 to 3,000 steps.
+
+    Example:
+        >>> from normpre_optax import learning_rate_by_length
+        >>> learning_rate_by_length(1_500)
+        0.016
+    """
+    if not 200 <= static_int("steps", steps, least=1) <= 3000:
+        rule = "learning_rate_by_length was measured for 200 to 3,000 steps"
+        warnings.warn(f"{rule}; for steps={steps}, try half and double of what it returns", stacklevel=2)
+    return float(f"{1.6e-2 * (1500 / steps) ** 0.6:.2g}")
 
 
 def multipliers_by_width(

@@ -25,7 +25,7 @@ ARGS = {
     "ns_coefficients": '"muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.',
     "compute_dtype": "dtype of the operands of large products; sums are in float32. None means the platform's "
     "default for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU. "
-    "``jnp.float32`` means true float32 everywhere.",
+    '``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.',
     "mu_dtype": "dtype of the first moments, including AdamW's. None means float32, even for bfloat16 parameters.",
     "matrix_dims": "which parameters are matrices, and which of their axes are inputs and outputs: None (the default "
     "rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) -> tree``, or "

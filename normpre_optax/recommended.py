@@ -35,8 +35,6 @@ def scale_by_normpre_h(
         slow_momentum: decay of the slow average.
         slow_weight: share of the slow average, number or schedule.
         metric_strength: exponent of the metric; 0 is none.
-        compute_dtype: dtype of the operands of products: "narrow" is bfloat16 on a TPU or GPU and float32 on a CPU, None
-            the platform's default, ``jnp.float32`` true float32 everywhere.
 
     References:
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition; Wen et al., Hyperball, arXiv 2606.16899; Pagliardini et

@@ -85,7 +85,7 @@ FAULTS = {name: Fault(*fault) for name, fault in {  # name: file, old, new, test
         "chain.update(updates, state, params, gradients=None,", "tests/test_recommended.py"),
     "size_of_a_row": ("stages/scale.py", "size = math.prod(t.shape[axis] for axis in outputs + inputs)",
         "size = math.prod(t.shape[axis] for axis in inputs)", "tests/test_properties.py"),
-    "row_moments_grow": ("stages/scale.py", "(1 - b2) * squares", "(1 + b2) * squares", "tests/test_relatives.py"),
+    "row_moments_grow": ("stages/metric.py", "(1 - decay) * n", "(1 + decay) * n", "tests/test_relatives.py"),
     "groups_forget_the_state": ("stages/base.py", "new_state |= dict(jax.tree.leaves_with_path(s))", "new_state |= {}",
         "tests/test_algorithm.py -k groups"),
     "a_share_of_the_larger_dimension": ("stages/spectral.py", "[self.sizes(x.shape[-2]) for x in wide]",

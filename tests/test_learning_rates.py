@@ -13,6 +13,18 @@ import normpre_optax as npo
 from tests import cases
 
 
+def test_by_length():
+    assert npo.learning_rate_by_length(1500) == 1.6e-2
+    assert [npo.learning_rate_by_length(np.int32(steps)) for steps in (200, 800, 3000)] == [0.054, 0.023, 0.011]
+    for steps in (199, 3001):
+        with pytest.warns(UserWarning, match=f"200 to 3,000 steps; for steps={steps}"):
+            npo.learning_rate_by_length(steps)
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        npo.learning_rate_by_length(0)
+    with pytest.raises(TypeError, match="steps must be an int"):
+        npo.learning_rate_by_length(1500.0)
+
+
 def kernels(width, seed=0):
     shapes = {"up": (width, 4 * width), "down": (4 * width, width), "square": (width, width)}  # (in, out)
     return {name: {"kernel": x / np.sqrt(len(x))} for name, x in cases.numbers(shapes, seed).items()}

@@ -29,7 +29,7 @@ import optax
 from normpre_optax.checks import check_choice, check_numbers, static_int
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg import sketch
-from normpre_optax.linalg.precision import by_platform, inverse_root, platform, product
+from normpre_optax.linalg.precision import by_platform, inverse_root, operand_dtype, platform, product
 from normpre_optax.parameters.dims import from_matrices, is_stored_transposed, to_matrices
 from normpre_optax.sharding.auto import in_auto_axes, over_devices, solve_shared
 from normpre_optax.sharding.exchange import exchange
@@ -178,7 +178,7 @@ class ClipLeading:
         self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None, threshold: Any = 1.0
     ) -> list[jax.Array]:
         """Clip every matrix; all small problems are solved together."""
-        dtype, xs = self.compute_dtype, [stack.x for stack in stacks]
+        dtype, xs = operand_dtype(self.compute_dtype), [stack.x for stack in stacks]
         if dtype is None and self.method != "exact" and platform() == "gpu" and xs[0].dtype == jnp.float32:
             # Reading Psi is what these products cost a GPU. The barrier keeps XLA from undoing the rounding.
             dtype, xs = jnp.bfloat16, jax.lax.optimization_barrier([x.astype(jnp.bfloat16) for x in xs])
@@ -268,7 +268,7 @@ def precondition_globally(
     References:
         Normalize-Then-Precondition, "NormPre-G"; Jordan et al., Muon, 2024.
     """
-    check_numbers(rms=rms, compute_dtype=None if compute_dtype == "narrow" else compute_dtype)
+    check_numbers(rms=rms, compute_dtype=compute_dtype)
     steps = 1 if ns_steps is None else static_int("ns_steps", ns_steps, least=1, below=1000)  # unrolled
     table = ns.coefficient_table(ns_coefficients, steps)
     if ns_steps is None:
