@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from normpre_optax import explain, normpre_h
+from normpre_optax import explain, learning_rate_by_length, normpre_h
 
 WIDTH, HEADS, LAYERS, CONTEXT, BATCH, STEPS = 64, 4, 2, 64, 32, 300
 TEXT = np.concatenate([np.fromfile(path, np.uint8) for path in sorted(Path(get_path("stdlib")).glob("*.py"))])
@@ -48,7 +48,7 @@ def train_step(model: Model, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax
 
 model, draw = Model(nnx.Rngs(0)), np.random.default_rng(0)
 adamw_schedule = optax.warmup_cosine_decay_schedule(0.0, 1.6e-2, warmup_steps=30, decay_steps=STEPS)
-schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-2, warmup_steps=30, decay_steps=STEPS)
+schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate_by_length(STEPS), warmup_steps=30, decay_steps=STEPS)
 tx = normpre_h(schedule, adam_learning_rate=adamw_schedule)  # was: optax.adamw(adamw_schedule)
 optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 print(explain(nnx.state(model, nnx.Param)), "\n")

@@ -56,6 +56,7 @@ def test_maxtext():
     """On LLaMA 3 with layers scanned along axis 1."""
     scope = run_block("MaxText")
     config = types.SimpleNamespace(learning_rate=6e-4, adam_b1=0.9, adam_b2=0.95, adam_eps=1e-8, adam_weight_decay=0.1)
+    config.learning_rate_schedule_steps = 1500
     tx = scope["normpre_h"](config, optax.constant_schedule(6e-4))
     params = tree(entries_of("LLaMA 3", "MaxText, scanned", "maxtext"))
     updates = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params)[0], params)

@@ -69,7 +69,7 @@ class Common:
     # use AdamW under all of them.
     optimizer: str = "normpre_h"
     # Peak learning rate. Not given, it is that of --config; for normpre_h, whose steps have a size relative to the
-    # weights, 1.6e-2.
+    # weights, it follows from the number of steps.
     learning_rate: float = 4e-3
     steps: int = 800  # Number of updates.
     batch_size: int = 16  # Sequences per update.
@@ -97,7 +97,7 @@ class Config(Common):
 
     # Sequences per forward and backward pass; gradients are accumulated before the update. None: all at once.
     micro_batch: int | None = None
-    # Peak learning rate of the AdamW group; None: --learning-rate. For normpre_h in larger models: AdamW's.
+    # Peak learning rate of the AdamW group; None: --learning-rate. Beside normpre_h: 1.6e-2, in larger models AdamW's.
     adam_learning_rate: float | None = None
     # Width of the model that learning rates and --model.hidden-std were tuned on: the initial standard deviation of
     # hidden matrices is divided by the root of the ratio, and learning rates are multiplied by

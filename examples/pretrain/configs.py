@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,6 @@ from typing import Any
 import tyro
 
 from .config import Common, Config, ModelConfig, RunError, apply_name, check, is_relative
-
-RELATIVE_STEP = 1.6e-2  # learning rate of normpre_h and others under Hyperball
-MEASURED = {"tiny", "nano", "first_run", "gpt2_2m"}  # where the AdamW group has it, too; in others AdamW's
 
 
 def gpt2(layers: int, width: int, heads: int, context: int, vocabulary: int | None = None) -> ModelConfig:
@@ -103,16 +101,19 @@ def parse(arguments: Sequence[str]) -> Config:
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", nargs="?", default="first_run")
-    first.add_argument("--optimizer", nargs="?")
-    given = first.parse_known_args(arguments)[0]
-    config = load(given.config)
-    if is_relative(given.optimizer or config.optimizer):
-        adam = None if config.config in MEASURED else config.learning_rate
-        config = replace(config, learning_rate=RELATIVE_STEP, adam_learning_rate=adam)
+    config = load(first.parse_known_args(arguments)[0].config)
     shown = Common(**{option.name: getattr(config, option.name) for option in dataclasses.fields(Common)})
     program = "python -m examples.pretrain train"
     if {"-h", "--help"} & set(arguments):
         tyro.cli(Common, default=shown, args=["--help"], prog=program)
-    config = apply_name(tyro.cli(Config, default=config, args=list(arguments), prog=program))
-    check(config)
-    return config
+    read = functools.partial(tyro.cli, Config, args=list(arguments), prog=program)
+    given = apply_name(read(default=config))
+    check(given)
+    if not is_relative(given.optimizer):
+        return given
+    from .optimizers import learning_rate_by_length  # waits for jax
+
+    rate = learning_rate_by_length(max(200, given.steps))
+    # That of AdamW, except where another one was measured.
+    adam = 1.6e-2 if config.config in ("tiny", "nano", "first_run", "gpt2_2m") else config.learning_rate
+    return apply_name(read(default=replace(config, learning_rate=rate, adam_learning_rate=adam)))

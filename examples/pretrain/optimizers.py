@@ -21,6 +21,7 @@ from normpre_optax import (
     default_matrix_dims,
     explain,
     families,
+    learning_rate_by_length,  # noqa: F401  for configs.py
     multipliers_by_width,
     normpre_h,
     with_adamw,
@@ -146,8 +147,7 @@ def parameter_table(params: Any, config: Config) -> tuple[str, str]:
     """Which parameters the matrix optimizer has and which AdamW: a table, and its totals in one line."""
     name, settings = settings_of(config.optimizer)
     if name == "adamw":
-        every = f"every parameter uses AdamW ({len(jax.tree.leaves(params))} arrays)"
-        return every, every
+        return (f"every parameter uses AdamW ({len(jax.tree.leaves(params))} arrays)",) * 2
     table = explain(params, matrix_dims(settings["layers"]))
     if not is_relative(config.optimizer):
         table = "\n".join(x for x in table.splitlines() if not x.startswith("row norms under Hyperball:"))

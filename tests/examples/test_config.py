@@ -22,6 +22,7 @@ from examples.pretrain.config import (
     split_name,
     to_dict,
 )
+from normpre_optax import learning_rate_by_length
 from tests import cases
 
 
@@ -35,17 +36,21 @@ def test_flags_override_the_named_configuration():
         config, steps=tiny.steps, optimizer=tiny.optimizer, resume=False, model=tiny.model
     )
     assert config.run_folder == Path("runs/tiny-adamw")
-    assert configs.parse([]) == dataclasses.replace(configs.load("first_run"), learning_rate=configs.RELATIVE_STEP)
+    rates = {"learning_rate": learning_rate_by_length(800), "adam_learning_rate": 1.6e-2}
+    assert configs.parse([]) == dataclasses.replace(configs.load("first_run"), **rates)
+    assert configs.parse(["--steps=1_500"]).learning_rate == 1.6e-2
+    assert configs.parse(["--steps", "7"]).learning_rate == learning_rate_by_length(200)
 
 
 @pytest.mark.parametrize("name", configs.CONFIGS)
 def test_the_adamw_group_has_a_rate_that_was_measured(name):
     """In larger models, where the step of the matrices was never tried for it, that of AdamW."""
-    matrices, adam = configs.RELATIVE_STEP, configs.load(name).learning_rate
+    steps, adam = configs.load(name).steps, configs.load(name).learning_rate
+    matrices = learning_rate_by_length(max(200, steps))
     for optimizer in ("normpre_h", "muon,norm_control=hyperball"):
         config = configs.parse(["--config", name, "--optimizer", optimizer])
         small = name in ("tiny", "nano", "first_run", "gpt2_2m")
-        assert (config.learning_rate, config.adam_learning_rate or matrices) == (matrices, matrices if small else adam)
+        assert (config.learning_rate, config.adam_learning_rate) == (matrices, 1.6e-2 if small else adam)
 
 
 # Table 3 of the paper: layers, width, hidden layer of the MLP, heads, peak learning rate, warm-up; and of all of them
@@ -99,7 +104,7 @@ def test_the_name_of_an_optimizer_has_settings():
         "first_run-muon,norm_control=hyperball",
     )
     assert (config.weight_decay, config.model.hidden_std, config.learning_rate) == (0, 0.1, 0.02)
-    for name, rate in (("muon", 4e-3), ("muon,norm_control=hyperball", 1.6e-2), ("normpre_h", 1.6e-2)):
+    for name, rate in (("muon", 4e-3), ("muon,norm_control=hyperball", 0.023), ("normpre_h", 0.023)):
         assert configs.parse(["--optimizer", name]).learning_rate == rate
     assert configs.parse(["--learning-rate", "1e-2"]).learning_rate == 1e-2
     assert split_name("normpre_g,layers=attention/out+mlp") == ("normpre_g", {"layers": "attention/out+mlp"})

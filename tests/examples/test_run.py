@@ -237,7 +237,7 @@ def test_another_runs_checkpoint_is_refused(copy, other_tokens, capsys):
     run, arguments = copy
     other = refused([*arguments, "--resume", "--model.width", "32", "--learning-rate", "0.5"], capsys)
     assert "--model.width was 16, is 32" in other
-    assert "--learning-rate was 0.016, is 0.5" in other
+    assert "--learning-rate was 0.054, is 0.5" in other
     assert "other text" in refused([*arguments, "--resume", "--tokens", other_tokens], capsys)
     stored = json.loads((run / "run.json").read_text())
     stored["config"]["model.mlp_width"] = 48
