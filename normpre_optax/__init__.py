@@ -24,10 +24,8 @@ from normpre_optax.parameters.explain import explain
 from normpre_optax.parameters.rules import decay_matrices_only, default_matrix_dims
 from normpre_optax.recommended import normpre_h, scale_by_normpre_h
 from normpre_optax.relatives import families
-from normpre_optax.relatives.adamuon import adamuon, scale_by_adamuon
 from normpre_optax.relatives.mano import mano, scale_by_mano
 from normpre_optax.relatives.muon import muon, scale_by_muon
-from normpre_optax.relatives.muon_plus import muon_plus, scale_by_muon_plus
 from normpre_optax.relatives.muoneq import muoneq, scale_by_muoneq
 from normpre_optax.relatives.normuon import normuon, scale_by_normuon
 from normpre_optax.relatives.rmnp import rmnp, scale_by_rmnp

@@ -53,7 +53,7 @@ def multipliers_by_width(
     ``sqrt(m / n)``. With m0 x n0 in the narrower model and t = max(m, n), the multiplier is
 
     - ``"orthogonal"``: ``sqrt(m / (n t)) / sqrt(m0 / (n0 t0))``, for steps of one RMS with equal singular values:
-      ``normpre_g``, ``normpre_l``, ``muon``, ``muoneq``, ``adamuon``. It scales as the inverse root of the width;
+      ``normpre_g``, ``normpre_l``, ``muon``, ``muoneq``. It scales as the inverse root of the width;
     - ``"relative"``: 1, for steps relative to the weights (``norm_control="hyperball"``) and for those of spectral norm
       ``sqrt(max(1, m / n))`` (``muon(convention="keller")``, ``normuon``);
     - ``"elementwise"``: ``n0 / n``, for steps of one RMS with few large singular values, as AdamW's.

@@ -94,7 +94,7 @@ FAULTS = {name: Fault(*fault) for name, fault in {  # name: file, old, new, test
         "sketch.draws(self.seed, 0 * step, ids, shapes)", "tests/test_algorithm.py"),
     "normuon_without_its_scale": ("relatives/normuon.py", "scale_by_shape(KELLER)", "scale_by_shape(lambda m, n: 1.0)"),
     "mano_starts_with_rows": ("relatives/mano.py", 'first="columns"', 'first="rows"'),
-    "muon_plus_starts_with_columns": ("relatives/muon_plus.py", '"both": ("rows", "col', '"both": ("columns", "col'),
+    "muoneq_by_columns": ("relatives/muoneq.py", "normalize_rows(mode)", 'normalize_rows("columns")'),
     "off_the_sphere": ("hyperball.py", "return (back * a - 1) * w - back * b * u", "return (back * a - 1) * w - b * u"),
     "a_step_of_another_norm": ("hyperball.py", "u.dtype) * inverse_root(uu)", "u.dtype) * inverse_root(ww)"),
     "norms_of_the_other_side": ("hyperball.py", "for axis in outputs) ** 0.5", "for axis in inputs) ** 0.5"),

@@ -39,10 +39,9 @@ FACTORIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mano-2": (npo.mano, {"version": 2, "nesterov": True}),
     "muoneq-columns": (npo.muoneq, {"mode": "columns"}),
     "muoneq-both": (npo.muoneq, {"mode": "both"}),
-    "muon_plus-columns_rows": (npo.muon_plus, {"mode": "columns_rows"}),
 }
-# One optimizer per kind of state and execution: the chain, a truncated sketch, moments of entries, the metric.
-REPRESENTATIVES = ("normpre_g", "normpre_l-small", "adamuon", "normpre_h")
+# One optimizer per kind of state and execution: the chain, a truncated sketch, moments of rows, the metric.
+REPRESENTATIVES = ("normpre_g", "normpre_l-small", "normuon", "normpre_h")
 
 
 def make(name: str, learning_rate: Any = 1.0, **options: Any) -> optax.GradientTransformationExtraArgs:

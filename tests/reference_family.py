@@ -105,19 +105,6 @@ def muoneq(shape, mode="rows"):
     return step
 
 
-@follows(1e-12, {}, {"mode": "rows"}, {"mode": "columns"}, {"mode": "columns_rows"})
-def muon_plus(shape, mode="both"):
-    u_of = momentum(shape)
-
-    def step(g, w):
-        o = newton_schulz(u_of(g))
-        for axis in {"rows": (1,), "columns": (0,), "both": (1, 0), "columns_rows": (0, 1)}[mode]:
-            o = o / np.sqrt(np.sum(o**2, axis=axis, keepdims=True) + 1e-7)
-        return (shape[0] / shape[1]) ** 0.5 * o
-
-    return step
-
-
 @follows(1e-12)
 def normuon(shape, b2=0.95):
     u_of, v = momentum(shape, average=True), np.zeros((shape[0], 1))
@@ -128,20 +115,6 @@ def normuon(shape, b2=0.95):
         v = b2 * v + (1 - b2) * np.mean(o**2, axis=1, keepdims=True)
         scaled = o / (np.sqrt(v) + 1e-10)
         return keller_scale(shape) * scaled * np.linalg.norm(o) / np.linalg.norm(scaled)
-
-    return step
-
-
-@follows(1e-8)
-def adamuon(shape):
-    u_of, v = momentum(shape, average=True), np.zeros(shape)
-
-    def step(g, w):
-        nonlocal v
-        o = newton_schulz(np.sign(u_of(g)))
-        v = MU * v + (1 - MU) * o**2
-        scaled = o / (np.sqrt(v) + 1e-8)
-        return 0.2 * np.sqrt(shape[0] * shape[1]) * scaled / (np.linalg.norm(scaled) + 1e-8)
 
     return step
 

@@ -184,17 +184,17 @@ def test_partition_and_masked(name):
 
 
 def test_apply_if_finite_and_multisteps():
-    bare, params, bad = optimizer("adamuon"), numbers(), numbers(1)
+    bare, params, bad = optimizer("normuon"), numbers(), numbers(1)
     bad["mlp"]["up"]["kernel"] = bad["mlp"]["up"]["kernel"].at[0, 0].set(jnp.nan)
     tx = optax.apply_if_finite(bare, max_consecutive_errors=5)
     state = tx.init(params)
     (skipped, updates), after = run(tx, params, [bad, numbers(1)])
     assert not any(np.any(u) for u in jax.tree.leaves(skipped))
-    assert_close(updates, plain("adamuon")[0])
+    assert_close(updates, plain("normuon")[0])
     jax.tree.map(np.testing.assert_array_equal, tx.update(bad, state, params)[1].inner_state, state.inner_state)
     (skipped, updates), after = run(optax.MultiSteps(bare, every_k_schedule=2), params, [numbers(1)] * 2)
     assert not any(np.any(u) for u in jax.tree.leaves(skipped))
-    assert_close(updates, plain("adamuon")[0])  # the mean of two equal ones
+    assert_close(updates, plain("normuon")[0])  # the mean of two equal ones
     assert int(after.gradient_step) == 1
 
 
@@ -432,7 +432,7 @@ def test_missing_params_are_named(tx, said):
     (npo.muon(0.1), npo.normpre_g(0.1), r"has nothing, expected shape"),
     (npo.muon(lambda step: 0.1), npo.muon(0.1), "count"),
     (npo.muon(0.1), npo.muon(0.1, weight_decay=lambda step: 0.1), "count"),
-    (npo.normuon(0.1), npo.adamuon(0.1), "state"),
+    (npo.normuon(0.1), npo.muoneq(0.1), "state"),
 )
 def test_a_state_of_another_optimizer_is_named(given, tx, said):
     params = {"dense": jnp.ones((3, 5)), "bias": jnp.ones(5)}

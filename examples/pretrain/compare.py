@@ -285,9 +285,7 @@ NAMES = {
     "mano": ("MANO", "#E69F00"),
     "rmnp": ("RMNP", "#56B4E9"),
     "muoneq": ("MuonEq", "#332288"),
-    "muon_plus": ("Muon+", "#44AA99"),
     "normuon": ("NorMuon", "#CC79A7"),
-    "adamuon": ("AdaMuon", "#882255"),
     "normpre_g": ("NormPre-G", "#D55E00"),
     "normpre_l": ("NormPre-L", "#009E73"),
 }

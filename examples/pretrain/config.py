@@ -64,7 +64,7 @@ class Common:
     resume: bool = False  # Continue the run from its last checkpoint, exactly; repeat the other options as they were.
     overwrite: bool = False  # Delete what a run of the same name wrote first; other files in its folder stay.
     seed: int = 0  # Seed of initialization, data order and sampling.
-    # Optimizer of the hidden matrices: normpre_h, adamw, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon,
+    # Optimizer of the hidden matrices: normpre_h, adamw, muon, mano, rmnp, muoneq, normuon,
     # normpre_g or normpre_l, with settings of its own after commas: normpre_l,rank=0.25. Embeddings, norms and biases
     # use AdamW under all of them.
     optimizer: str = "normpre_h"

@@ -45,8 +45,8 @@ OPTIMIZERS: dict[str, Factory] = {"adamw": adamw, "normpre_h": normpre_h, **fami
 # How an optimizer's step depends on the shape, for ``multipliers_by_width``.
 UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {
     "adamw": "elementwise",
-    **dict.fromkeys(("muon", "muoneq", "adamuon", "normpre_g", "normpre_l"), "orthogonal"),
-    **dict.fromkeys(("muon_plus", "normuon"), "relative"),
+    **dict.fromkeys(("muon", "muoneq", "normpre_g", "normpre_l"), "orthogonal"),
+    "normuon": "relative",
 }
 # Arguments of a factory that options of the program set.
 GIVEN = {"learning_rate", "adam_learning_rate", "learning_rate_multipliers", "adam_b1", "adam_b2", "seed", "row_norms"}
@@ -147,7 +147,8 @@ def parameter_table(params: Any, config: Config) -> tuple[str, str]:
     """Which parameters the matrix optimizer has and which AdamW: a table, and its totals in one line."""
     name, settings = settings_of(config.optimizer)
     if name == "adamw":
-        return (f"every parameter uses AdamW ({len(jax.tree.leaves(params))} arrays)",) * 2
+        every = f"every parameter uses AdamW ({len(jax.tree.leaves(params))} arrays)"
+        return every, every
     table = explain(params, matrix_dims(settings["layers"]))
     if not is_relative(config.optimizer):
         table = "\n".join(x for x in table.splitlines() if not x.startswith("row norms under Hyperball:"))

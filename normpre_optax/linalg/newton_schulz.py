@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normpre_optax.linalg.precision import exact_product, inverse_root, operand_dtype, platform, product
+from normpre_optax.linalg.precision import exact_product, inverse_root, platform, product
 
 Triple = tuple[float, float, float]
 
@@ -82,7 +82,7 @@ def newton_schulz(
         x: a matrix ``(m, n)`` in at least float32.
         table: one triple ``(a, b, c)`` per step.
         headroom: ``x`` is divided by this times its Frobenius norm.
-        compute_dtype: dtype of the products' operands; see ``precision.operand_dtype``.
+        compute_dtype: dtype of the products' operands, see ``precision.product``; "narrow": bfloat16, on a CPU None.
         rms: if given, scale the result to this root mean square.
 
     Returns:
@@ -98,7 +98,8 @@ def newton_schulz(
     References:
         Jordan et al., Muon, 2024; Bernstein and Newhouse, arXiv 2409.20325.
     """
-    compute_dtype = operand_dtype(compute_dtype)
+    if compute_dtype == "narrow":
+        compute_dtype = None if platform() == "cpu" else jnp.bfloat16
     wide = x.shape[0] <= x.shape[1]
     times = functools.partial(product, dtype=compute_dtype)
     # The steps between which the Gram matrix is recomputed.

@@ -72,18 +72,6 @@ def at_least_float32(x: Any) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
-def operand_dtype(dtype: Any) -> Any:
-    """Return the dtype of a product's operands; ``"narrow"`` is bfloat16, but on a CPU None, as it has no such product.
-
-    Example:
-        >>> from normpre_optax.linalg.precision import on, operand_dtype
-        >>> on("cpu", operand_dtype, "narrow"), on("tpu", operand_dtype, "narrow").__name__
-        (None, 'bfloat16')
-    """
-    narrow = None if platform() == "cpu" else jnp.bfloat16
-    return narrow if dtype == "narrow" else dtype
-
-
 def product(a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:
     """Return ``a b`` with sums in at least float32 and operands rounded to ``dtype``.
 

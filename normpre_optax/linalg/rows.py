@@ -14,8 +14,8 @@ Axes = tuple[int, ...]
 TANGENTS = ("relaxed", "strict", "none")
 
 
-def unit_rows(x: jax.Array, along: Axes, eps: float = 0.0) -> jax.Array:
-    """Divide every row by its norm: ``x_i / sqrt(||x_i||^2 + eps)``. Zero rows stay zero.
+def unit_rows(x: jax.Array, along: Axes) -> jax.Array:
+    """Divide every row by its norm: ``x_i / ||x_i||``. Zero rows stay zero.
 
     Example:
         >>> import jax.numpy as jnp
@@ -24,7 +24,7 @@ def unit_rows(x: jax.Array, along: Axes, eps: float = 0.0) -> jax.Array:
         [[0.6 0.8]
          [0.  0. ]]
     """
-    return x * inverse_root(jnp.sum(x * x, along, keepdims=True) + eps)
+    return x * inverse_root(jnp.sum(x * x, along, keepdims=True))
 
 
 def unit_rows_and_columns(x: jax.Array, along: Axes, across: Axes) -> jax.Array:

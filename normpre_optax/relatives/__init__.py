@@ -6,15 +6,13 @@ from collections.abc import Callable
 import optax
 
 from normpre_optax.algorithm import normpre_g, normpre_l
-from normpre_optax.relatives.adamuon import adamuon
 from normpre_optax.relatives.mano import mano
 from normpre_optax.relatives.muon import muon
-from normpre_optax.relatives.muon_plus import muon_plus
 from normpre_optax.relatives.muoneq import muoneq
 from normpre_optax.relatives.normuon import normuon
 from normpre_optax.relatives.rmnp import rmnp
 
-_MEMBERS = (normpre_g, normpre_l, muon, mano, rmnp, muoneq, muon_plus, normuon, adamuon)
+_MEMBERS = (normpre_g, normpre_l, muon, mano, rmnp, muoneq, normuon)
 
 
 def families() -> dict[str, Callable[..., optax.GradientTransformationExtraArgs]]:

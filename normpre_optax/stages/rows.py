@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax.checks import PASS_PARAMS, check_choice, check_function, check_numbers
+from normpre_optax.checks import PASS_PARAMS, check_choice, check_function
 from normpre_optax.linalg import rows
 from normpre_optax.linalg.precision import by_platform, platform
 from normpre_optax.parameters.dims import MatrixDims, split_axes
@@ -166,14 +166,13 @@ def project_to_tangent(mode: Tangent = "relaxed", *, matrix_dims: Any = None) ->
 
 
 def normalize_rows(
-    side: Literal["rows", "columns", "both"] = "rows", eps: float = 0.0, *, matrix_dims: Any = None
+    side: Literal["rows", "columns", "both"] = "rows", *, matrix_dims: Any = None
 ) -> optax.GradientTransformationExtraArgs:
     """Divide every row by its norm: ``Psi = Diag(diag(X X^T))^(-1/2) X``.
 
     Args:
         side: "rows" (output neurons), "columns", or "both": every entry by the norms of its row and its column, both
             of the same matrix, times the largest row norm.
-        eps: added to the squared norm. With 0 the result does not depend on the scale of the update.
         matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
@@ -194,12 +193,11 @@ def normalize_rows(
         Normalize-Then-Precondition, "Diagonal-Gram Normalization"; "both": MuonEq (github.com/MaeChd/muon-eq).
     """
     check_choice("side", side, ("rows", "columns", "both"))
-    check_numbers(eps=eps)
 
     def normalize(x, w, dims):
         _, outputs, inputs = split_axes(x.ndim, dims)
         if side == "both":
             return rows.unit_rows_and_columns(x, inputs, outputs)
-        return rows.unit_rows(x, inputs if side == "rows" else outputs, eps)
+        return rows.unit_rows(x, inputs if side == "rows" else outputs)
 
     return per_parameter(normalize, matrix_dims)

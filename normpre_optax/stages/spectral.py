@@ -29,7 +29,7 @@ import optax
 from normpre_optax.checks import check_choice, check_numbers, static_int
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg import sketch
-from normpre_optax.linalg.precision import by_platform, inverse_root, operand_dtype, platform, product
+from normpre_optax.linalg.precision import by_platform, inverse_root, platform, product
 from normpre_optax.parameters.dims import from_matrices, is_stored_transposed, to_matrices
 from normpre_optax.sharding.auto import in_auto_axes, over_devices, solve_shared
 from normpre_optax.sharding.exchange import exchange
@@ -178,7 +178,8 @@ class ClipLeading:
         self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None, threshold: Any = 1.0
     ) -> list[jax.Array]:
         """Clip every matrix; all small problems are solved together."""
-        dtype, xs = operand_dtype(self.compute_dtype), [stack.x for stack in stacks]
+        dtype, xs = self.compute_dtype, [stack.x for stack in stacks]
+        dtype = None if dtype == "narrow" else dtype  # products of this stage are narrow by default
         if dtype is None and self.method != "exact" and platform() == "gpu" and xs[0].dtype == jnp.float32:
             # Reading Psi is what these products cost a GPU. The barrier keeps XLA from undoing the rounding.
             dtype, xs = jnp.bfloat16, jax.lax.optimization_barrier([x.astype(jnp.bfloat16) for x in xs])

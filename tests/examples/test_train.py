@@ -107,7 +107,7 @@ def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
     accepted = inspect.signature(factory).parameters
     values = {"momentum": 0.5, "ns_steps": 3, "rank": 7, "tangent": "none", "rms": 0.3, "method": "products"}
     values |= {"convention": "keller", "compute_dtype": "bfloat16", "nesterov": True}
-    values |= {"mode": {"muoneq": "both", "muon_plus": "columns"}.get(name, "rows")}
+    values |= {"mode": "both"}
     values = {key: value for key, value in values.items() if key in accepted}
     text = ",".join((name, *(f"{key}={value}" for key, value in values.items())))
     optimizer_of(text, 2.0, learning_rate=2.0, adam_learning_rate=1.0, seed=4, adam_b2=0.9, weight_decay=0.2)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import normpre_optax as npo
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg.precision import on
 from tests import cases, reference
@@ -166,3 +167,15 @@ def test_the_factor_that_clips():
         expected = q * np.minimum(np.sqrt(np.asarray(values)), 1)
         assert np.linalg.norm(x + factor @ x - expected) <= bound * max(np.linalg.norm(expected), 1), values
     assert np.isnan(spoiled).all()
+
+
+@pytest.mark.parametrize(("platform", "same"), [("cpu", None), ("tpu", jnp.bfloat16), ("gpu", jnp.bfloat16)])
+def test_narrow_operands_by_platform(platform, same):
+    """The sketch, whose products are narrow by default, accepts the word, too."""
+
+    def program(dtype):
+        steps = lambda x: ns.newton_schulz(x, ns.coefficient_table("muon", 2), compute_dtype=dtype)  # noqa: E731
+        return str(on(platform, jax.make_jaxpr(steps), jnp.zeros((4, 9))))
+
+    assert program("narrow") == program(same)
+    assert npo.normpre_l(0.1, compute_dtype="narrow").init({"w": jnp.zeros((4, 8))})

@@ -90,7 +90,7 @@ def test_a_map_over_an_explicit_axis_names_the_other_way():
 
 
 NAMES = (*npo.families(), "normpre_h", "muon-keller")
-COMPILED = ("normpre_g", "normuon", "adamuon", "normpre_h", "muon-keller")  # by default: one per kind of state
+COMPILED = ("normpre_g", "normuon", "normpre_h", "muon-keller")  # by default: one per kind of state
 
 
 @cases.rows(
