@@ -130,7 +130,7 @@ def mano(
             relative to it; matrices then have no weight decay, and ``adam_learning_rate`` must be given. "none" does
             nothing.
         row_norms: root mean square norm of the rows of matrices under Hyperball; None chooses it by the role of the
-            matrix. See ``hyperball``.
+            matrix, "keep" keeps the norm that every matrix has. See ``hyperball``.
         adam_learning_rate: learning rate of the AdamW group; None means that of the matrix group.
         adam_b1: decay rate of AdamW's first moment.
         adam_b2: decay rate of AdamW's second moment.
@@ -212,7 +212,7 @@ def muon(
             relative to it; matrices then have no weight decay, and ``adam_learning_rate`` must be given. "none" does
             nothing.
         row_norms: root mean square norm of the rows of matrices under Hyperball; None chooses it by the role of the
-            matrix. See ``hyperball``.
+            matrix, "keep" keeps the norm that every matrix has. See ``hyperball``.
         adam_learning_rate: learning rate of the AdamW group; None means that of the matrix group.
         adam_b1: decay rate of AdamW's first moment.
         adam_b2: decay rate of AdamW's second moment.
@@ -295,7 +295,7 @@ def muoneq(
             relative to it; matrices then have no weight decay, and ``adam_learning_rate`` must be given. "none" does
             nothing.
         row_norms: root mean square norm of the rows of matrices under Hyperball; None chooses it by the role of the
-            matrix. See ``hyperball``.
+            matrix, "keep" keeps the norm that every matrix has. See ``hyperball``.
         adam_learning_rate: learning rate of the AdamW group; None means that of the matrix group.
         adam_b1: decay rate of AdamW's first moment.
         adam_b2: decay rate of AdamW's second moment.
@@ -373,7 +373,7 @@ def normpre(
             relative to it; matrices then have no weight decay, and ``adam_learning_rate`` must be given. "none" does
             nothing.
         row_norms: root mean square norm of the rows of matrices under Hyperball; None chooses it by the role of the
-            matrix. See ``hyperball``.
+            matrix, "keep" keeps the norm that every matrix has. See ``hyperball``.
         adam_learning_rate: learning rate of the AdamW group; None means that of the matrix group.
         adam_b1: decay rate of AdamW's first moment.
         adam_b2: decay rate of AdamW's second moment.
@@ -458,7 +458,7 @@ def normpre_g(
             relative to it; matrices then have no weight decay, and ``adam_learning_rate`` must be given. "none" does
             nothing.
         row_norms: root mean square norm of the rows of matrices under Hyperball; None chooses it by the role of the
-            matrix. See ``hyperball``.
+            matrix, "keep" keeps the norm that every matrix has. See ``hyperball``.
         adam_learning_rate: learning rate of the AdamW group; None means that of the matrix group.
         adam_b1: decay rate of AdamW's first moment.
         adam_b2: decay rate of AdamW's second moment.
@@ -514,7 +514,7 @@ def normpre_h(
 
     Hidden matrices use ``scale_by_normpre_h`` and ``hyperball``, ``W <- R N(N(W) - lr N(D))``: the first update sets the norm
     ``R`` of every matrix, so the result does not depend on the scale of the initialization. Everything else uses AdamW. It
-    is for training from scratch: the first update would change the norms of trained weights.
+    is for training from scratch. ``row_norms="keep"`` keeps the norms of trained weights.
 
     Args:
         learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule. 1.6e-2 is a good
@@ -541,7 +541,7 @@ def normpre_h(
             parameter is multiplied by its number (``multipliers_by_width``); its weight decay is not. None means 1.
             Under Hyperball, 0 keeps the direction of a matrix, but its norm is still set.
         row_norms: root mean square norm of the rows of matrices under Hyperball; None chooses it by the role of the
-            matrix. See ``hyperball``.
+            matrix, "keep" keeps the norm that every matrix has. See ``hyperball``.
         adam_b1: decay rate of AdamW's first moment.
         adam_b2: decay rate of AdamW's second moment.
         adam_eps: AdamW's epsilon.
@@ -634,7 +634,7 @@ def normpre_l(
             relative to it; matrices then have no weight decay, and ``adam_learning_rate`` must be given. "none" does
             nothing.
         row_norms: root mean square norm of the rows of matrices under Hyperball; None chooses it by the role of the
-            matrix. See ``hyperball``.
+            matrix, "keep" keeps the norm that every matrix has. See ``hyperball``.
         adam_learning_rate: learning rate of the AdamW group; None means that of the matrix group.
         adam_b1: decay rate of AdamW's first moment.
         adam_b2: decay rate of AdamW's second moment.
@@ -716,7 +716,7 @@ def normuon(
             relative to it; matrices then have no weight decay, and ``adam_learning_rate`` must be given. "none" does
             nothing.
         row_norms: root mean square norm of the rows of matrices under Hyperball; None chooses it by the role of the
-            matrix. See ``hyperball``.
+            matrix, "keep" keeps the norm that every matrix has. See ``hyperball``.
         adam_learning_rate: learning rate of the AdamW group; None means that of the matrix group.
         adam_b1: decay rate of AdamW's first moment.
         adam_b2: decay rate of AdamW's second moment.
@@ -788,7 +788,7 @@ def rmnp(
             relative to it; matrices then have no weight decay, and ``adam_learning_rate`` must be given. "none" does
             nothing.
         row_norms: root mean square norm of the rows of matrices under Hyperball; None chooses it by the role of the
-            matrix. See ``hyperball``.
+            matrix, "keep" keeps the norm that every matrix has. See ``hyperball``.
         adam_learning_rate: learning rate of the AdamW group; None means that of the matrix group.
         adam_b1: decay rate of AdamW's first moment.
         adam_b2: decay rate of AdamW's second moment.
@@ -1210,7 +1210,7 @@ def with_adamw(
             relative to it; matrices then have no weight decay, and ``adam_learning_rate`` must be given. "none" does
             nothing.
         row_norms: root mean square norm of the rows of matrices under Hyperball; None chooses it by the role of the
-            matrix. See ``hyperball``.
+            matrix, "keep" keeps the norm that every matrix has. See ``hyperball``.
         adam_learning_rate: learning rate of the AdamW group; None means that of the matrix group.
         adam_b1: decay rate of AdamW's first moment.
         adam_b2: decay rate of AdamW's second moment.

@@ -2,6 +2,7 @@
 """Hyperball: every matrix has a fixed Frobenius norm, and steps have a size relative to it."""
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from normpre_optax.checks import PASS_PARAMS, check_numbers
 from normpre_optax.linalg.precision import inverse_root
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.parameters.explain import cautions
-from normpre_optax.parameters.roles import row_norms_of
+from normpre_optax.parameters.roles import keeps, row_norms_of
 from normpre_optax.parameters.rules import assign
 from normpre_optax.parameters.tree import leaf_paths
 from normpre_optax.stages.base import CountState, init_count, map_matrices, stage
@@ -38,7 +39,8 @@ def hyperball(
             matrices, or a tree of numbers like the parameters, or a function ``(params) -> tree``. None means 1, but
             ``sqrt(in / (out k))`` for the ``k`` matrices that write into the residual stream, found by their names and
             shapes: the outputs of a block then have a size that does not depend on its width or on the depth.
-            ``explain`` shows them.
+            ``explain`` shows them. "keep" keeps the norm that every matrix has, to fine-tune trained weights; a zero
+            matrix gets the norm of None.
         matrix_dims: see ``normpre_g``.
 
     Returns:
@@ -62,7 +64,7 @@ def hyperball(
         Wen et al., Hyperball, arXiv 2606.16899 (which keeps the initial norm).
     """
     check_numbers(learning_rate=learning_rate)
-    warn_of_a_rate_like_adams(learning_rate, 3)
+    warn_of_a_rate_like_adams(learning_rate, row_norms, 3)
     norms_of = lambda params: row_norms_of(row_norms, params, assign(params, matrix_dims))  # noqa: E731
 
     def init(params):
@@ -73,10 +75,10 @@ def hyperball(
                 warnings.warn(caution, stacklevel=2)
         return init_count(params)
 
-    return _hyperball(learning_rate, None, norms_of, matrix_dims, init)
+    return _hyperball(learning_rate, None, norms_of, keeps(row_norms), matrix_dims, init)
 
 
-def warn_of_a_rate_like_adams(learning_rate: Any, stacklevel: int) -> None:
+def warn_of_a_rate_like_adams(learning_rate: Any, row_norms: Any, stacklevel: int) -> None:
     """Warn if the peak of the learning rate looks like AdamW's: steps would be about ten times too small."""
     peak = 0.0
     if callable(learning_rate):
@@ -85,7 +87,7 @@ def warn_of_a_rate_like_adams(learning_rate: Any, stacklevel: int) -> None:
             peak = max(float(schedule(step)) for step in (0, *(2**k for k in range(21))))
     elif not isinstance(learning_rate, jax.Array):  # from optax.inject_hyperparams: the learning rate of one step
         peak = float(learning_rate)
-    if 0 < peak < _ADAMS:
+    if 0 < peak < _ADAMS and not keeps(row_norms):  # fine-tuning has small steps
         warnings.warn(
             f"hyperball: the learning rate is at most {peak:.2g}, like AdamW's. Here it is the size of a step relative "
             "to the weights, 1e-2 to 2e-2 at its peak; adam_learning_rate= is that of the AdamW group",
@@ -94,7 +96,7 @@ def warn_of_a_rate_like_adams(learning_rate: Any, stacklevel: int) -> None:
 
 
 def _hyperball(
-    learning_rate: Any, times: Any, norms_of: Callable[[Any], dict[str, Any]], matrix_dims: Any, init: Any = init_count
+    learning_rate: Any, times: Any, norms_of: Callable, keep: bool, matrix_dims: Any, init: Any = init_count
 ) -> optax.GradientTransformationExtraArgs:
     """``hyperball`` with numbers by path: factors of the learning rate, and row norms of the parameters."""
 
@@ -104,16 +106,18 @@ def _hyperball(
         lr: Any = learning_rate(state.count) if callable(learning_rate) else learning_rate
         norms, paths = norms_of(params), leaf_paths(params)
         rates = [lr if times is None else lr * times[path] for path in paths]
-        new = map_matrices(_step, updates, params, matrix_dims, [norms.get(path) for path in paths], rates)
+        f = functools.partial(_step, keep)
+        new = map_matrices(f, updates, params, matrix_dims, [norms.get(path) for path in paths], rates)
         return new, CountState(optax.safe_increment(state.count))
 
     return stage(step, init, matrix_dims)
 
 
-def _step(u: jax.Array, w: jax.Array, dims: MatrixDims, row_norm: Any, rate: Any) -> jax.Array:
+def _step(keep: bool, u: jax.Array, w: jax.Array, dims: MatrixDims, row_norm: Any, rate: Any) -> jax.Array:
     _, outputs, inputs = split_axes(u.ndim, dims)
     ww, wu, uu = (jnp.sum(x, outputs + inputs, keepdims=True) for x in (w * w, w * u, u * u))
     a, b = inverse_root(ww), jnp.asarray(rate, u.dtype) * inverse_root(uu)  # N(W) - lr N(U) = a W - b U
     norm = jnp.asarray(row_norm, u.dtype) * math.prod(u.shape[axis] for axis in outputs) ** 0.5
+    norm = jnp.where(ww == 0, norm, jnp.sqrt(ww)) if keep else norm
     back = norm * inverse_root(a**2 * ww - 2 * a * b * wu + b**2 * uu)
     return (back * a - 1) * w - back * b * u

@@ -16,7 +16,7 @@ from normpre_optax.checks import PASS_PARAMS, check_dtype_of
 from normpre_optax.hyperball import _hyperball, warn_of_a_rate_like_adams
 from normpre_optax.options import Number, checked, docstring, sections
 from normpre_optax.parameters.explain import cautions
-from normpre_optax.parameters.roles import row_norms_of
+from normpre_optax.parameters.roles import keeps, row_norms_of
 from normpre_optax.parameters.rules import Assignment, assign
 from normpre_optax.parameters.tree import is_box, leaves, numbers, whole_tree
 from normpre_optax.sharding.placement import place_state, sharded_like, specs_from
@@ -84,7 +84,7 @@ def with_adamw(
                 'norm_control="hyperball" needs adam_learning_rate, the learning rate of the AdamW group: '
                 "learning_rate is the size of a step relative to the weights of the matrix group"
             )
-        warn_of_a_rate_like_adams(learning_rate, 6)  # the caller of muon(...)
+        warn_of_a_rate_like_adams(learning_rate, row_norms, 6)  # the caller of muon(...)
     elif row_norms is not None:
         raise ValueError('row_norms has no effect without norm_control="hyperball"')
 
@@ -116,7 +116,7 @@ def with_adamw(
         matrix = of_matrices(tuple(found.values()))
         if norm_control == "hyperball":
             norms = row_norms_of(row_norms, params, found)
-            matrix = optax.chain(matrix, _hyperball(learning_rate, times, lambda _: norms, found))
+            matrix = optax.chain(matrix, _hyperball(learning_rate, times, lambda _: norms, keeps(row_norms), found))
         else:
             matrix = finished(matrix, weight_decay, learning_rate)
         adam = finished(
@@ -180,7 +180,7 @@ _HYPERBALL = _COMPLETE | {
 
 Hidden matrices use ``scale_by_{0}`` and ``hyperball``, ``W <- R N(N(W) - lr N(D))``: the first update sets the norm
 ``R`` of every matrix, so the result does not depend on the scale of the initialization. Everything else uses AdamW. It
-is for training from scratch: the first update would change the norms of trained weights.""",
+is for training from scratch. ``row_norms="keep"`` keeps the norms of trained weights.""",
     "Args": """
     learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule. 1.6e-2 is a good
         peak for 1,500 steps; shorter runs need more, longer ones less (``docs/choosing.md``).

@@ -42,7 +42,7 @@ ARGS = {
     "step relative to it; matrices then have no weight decay, and ``adam_learning_rate`` must be given. "
     '"none" does nothing.',
     "row_norms": "root mean square norm of the rows of matrices under Hyperball; None chooses it by the role of the "
-    "matrix. See ``hyperball``.",
+    'matrix, "keep" keeps the norm that every matrix has. See ``hyperball``.',
     "adam_learning_rate": "learning rate of the AdamW group; None means that of the matrix group.",
     "adam_b1": "decay rate of AdamW's first moment.",
     "adam_b2": "decay rate of AdamW's second moment.",

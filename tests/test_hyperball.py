@@ -57,6 +57,24 @@ def test_the_initial_norm_has_no_effect(size):
         np.testing.assert_allclose(new, expected, atol=3e-7 * max(1, size))  # float32 cancels 1e12 to 1
 
 
+def test_keep_keeps_the_norm_of_every_matrix():
+    """With the same directions. A zero matrix gets the norm of its role. Small rates are no reason to warn."""
+    params, grads = (cases.numbers({"layers": [{"up": (4, 8), "down": (8, 4)}], "bias": (3,)}, s) for s in (0, 1))
+    params["layers"][0]["down"] *= 3
+    with warnings.catch_warnings(action="error"):
+        kept, alone = npo.normpre_h(1e-3, 1e-3, row_norms="keep"), npo.hyperball(1e-3, row_norms="keep")
+    by_role = npo.normpre_h(1e-3, 1e-3, row_norms=1.0)
+    new, other = (
+        optax.apply_updates(params, cases.first_update(tx, grads, params))["layers"][0] for tx in (kept, by_role)
+    )
+    for name, w in params["layers"][0].items():
+        np.testing.assert_allclose(np.linalg.norm(new[name]), np.linalg.norm(w), rtol=1e-6)
+        directions = (x[name] / np.linalg.norm(x[name]) for x in (new, other))
+        np.testing.assert_allclose(*directions, atol=1e-6)  # two roundings
+    zero, one = {"w": jnp.zeros((4, 8))}, {"w": jnp.ones((4, 8))}  # (in, out)
+    np.testing.assert_allclose(np.linalg.norm(cases.first_update(alone, one, zero)["w"]), 8**0.5, rtol=1e-6)
+
+
 def test_matrices_do_not_decay_but_the_adamw_group_does():
     params = {"kernel": jnp.eye(3), "bias": jnp.ones(3)}
     free, decayed = (

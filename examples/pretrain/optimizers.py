@@ -49,7 +49,7 @@ UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {
     "normuon": "relative",
 }
 # Arguments of a factory that options of the program set.
-GIVEN = {"learning_rate", "adam_learning_rate", "learning_rate_multipliers", "adam_b1", "adam_b2", "seed", "row_norms"}
+GIVEN = {"learning_rate", "adam_learning_rate", "learning_rate_multipliers", "adam_b1", "adam_b2", "seed"}
 GIVEN |= {"weight_decay", "adam_weight_decay", "weight_decay_mask", "matrix_dims", "shardings"}
 
 

@@ -15,9 +15,14 @@ from normpre_optax.parameters.tree import block_depth, layer_depth, numbers, sta
 from normpre_optax.parameters.vocabulary import words
 
 
+def keeps(row_norms: Any) -> bool:
+    """Return whether the option ``row_norms`` is "keep"."""
+    return isinstance(row_norms, str) and row_norms == "keep"
+
+
 def row_norms_of(row_norms: Any, params: Any, found: Assignment) -> dict[str, Any]:
-    """Return the option ``row_norms`` by path; None is by role."""
-    if row_norms is None:
+    """Return the option ``row_norms`` by path; None and "keep" are by role."""
+    if row_norms is None or keeps(row_norms):
         return row_norms_by_role(found)
     return dict(zip(found, numbers("row_norms", row_norms, params), strict=True))
 

@@ -342,9 +342,8 @@ def _unknown_order(parts: list[str], leaf: Leaf) -> str:
 
 def is_stack_of_experts(path: str, leaf: Leaf) -> bool:
     """Return whether a parameter may hold several experts: by its name, or because a router is beside it."""
-    beside = {
-        word for other in getattr(leaf, "near", ()) for word in words(other.removeprefix(path.rpartition("/")[0]))
-    }
+    above = path.rpartition("/")[0]
+    beside = set(itertools.chain(*(words(other.removeprefix(above)) for other in getattr(leaf, "near", ()))))
     named = v.EXPERTS.intersection(words(path)) and not v.COUNTED_EXPERT.search(path)
     return bool(named or v.ROUTERS & beside)
 
