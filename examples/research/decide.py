@@ -68,7 +68,8 @@ def loss(study: Study, one: Arm) -> float:
 
 def tune(study: Study, optimizers: Sequence[str], options: Options) -> dict[str, Setting]:
     """The best setting of every optimizer on the seeds to tune on."""
-    grids = [_numbers(text) for text in (options.learning_rates, options.adam_learning_rates, options.weight_decays)]
+    flags = ("learning_rates", "adam_learning_rates", "weight_decays")
+    grids = [_numbers(flag, getattr(options, flag), ",", float) for flag in flags]
     best: dict[str, Setting] = dict.fromkeys(optimizers, tuple(grid[0] for grid in grids))
     tried: dict[str, set[Setting]] = {optimizer: set() for optimizer in optimizers}
 
@@ -102,8 +103,12 @@ def tune(study: Study, optimizers: Sequence[str], options: Options) -> dict[str,
     return {name: min(two, key=functools.partial(score, name, seeds=TUNE)) for name, two in finalists.items()}
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+def _numbers(flag: str, text: str, between: str, kind: type) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(between)]
+    except ValueError:
+        name = flag.replace("_", "-")
+        raise RunError(f"--{name} must be numbers with {between!r} between them, got {text!r}") from None
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -111,8 +116,8 @@ def main(arguments: Sequence[str]) -> None:
     options = read_compare(arguments, Options, "examples.research.decide")
     study = make_study("decide", options, "--optimizer", "--seed", "--learning-rate")
     optimizers = [part.strip() for part in options.optimizers.split(";") if part.strip()]
-    start, _, end = options.seeds.partition("-")
-    seeds = range(int(start), int(end or start) + 1)
+    first, *last = _numbers("seeds", options.seeds, "-", int)
+    seeds = range(first, (last or [first])[-1] + 1)
     if set(seeds) & set(TUNE):
         raise RunError(f"--seeds {options.seeds}: seeds 0 to 2 are for tuning")
     with study.begun():

@@ -9,6 +9,7 @@ import pytest
 from examples.pretrain.compare import Study
 from examples.pretrain.config import is_relative, split_name
 from examples.research import command, decide
+from tests import cases
 
 HYPERBALL = "muon,norm_control=hyperball"
 
@@ -67,7 +68,12 @@ def test_options_are_tuned_one_after_the_other_and_seeds_decide(ran, tmp_path):
     assert "+28.4%" in page
 
 
-def test_seeds_that_tune_may_not_decide(ran, capsys):
-    arguments = ["--optimizers", HYPERBALL, "--seeds", "2-4"]
-    assert command.run(decide.main, arguments) != 0
-    assert "seeds 0 to 2 are for tuning" in capsys.readouterr().err
+@cases.rows(
+    "flag value said",
+    ("--seeds", "2-4", "seeds 0 to 2 are for tuning"),
+    ("--seeds", "x", "--seeds must be numbers with '-' between them, got 'x'"),
+    ("--learning-rates", "8e-3;1", "--learning-rates must be numbers with ',' between them, got '8e-3;1'"),
+)
+def test_what_is_refused(ran, capsys, flag, value, said):
+    assert command.run(decide.main, ["--optimizers", HYPERBALL, flag, value]) != 0
+    assert said in capsys.readouterr().err
