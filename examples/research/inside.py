@@ -142,9 +142,12 @@ def table(found: dict[str, Any]) -> str:
 def draw(found: dict[str, Any]) -> Figure:
     """Cosines along the run; relative sizes of rows and columns at the last step, by kind."""
     figure, (left, middle, right) = report.panels(3, 10.5, 3.2)
+    for axes in (left, middle, right):
+        frame(axes)
     for name, values in found["cosines"].items():
         left.plot(found["steps"], values, marker="o", markersize=3, label=name)
-    left.set(xlabel="step", ylabel="cosine with the true gradient", ylim=(0, None))
+    left.set(xlabel="step", ylabel="cosine with the true gradient")
+    left.axhline(0, color="0.7", linewidth=0.8, zorder=0)
     left.legend(fontsize=7, frameon=False)
     for axes, side in ((middle, "rows"), (right, "columns")):
         for kind, sides in found["metric"][str(found["steps"][-1])].items():
@@ -153,8 +156,6 @@ def draw(found: dict[str, Any]) -> Figure:
         axes.set(xlabel=f"share of the {side}", ylabel="size relative to the matrix", yscale="log")
         axes.axhspan(0.5, 2, color="0.93", zorder=0)
         axes.legend(fontsize=7, frameon=False)
-    for axes in (left, middle, right):
-        frame(axes, legend="none")
     return figure
 
 
