@@ -27,7 +27,7 @@ def test_optimizer_step(tmp_path):
     assert rows["optax_muon"]["over_optax_muon"] == 1
     assert all(math.isfinite(value) for row in rows.values() for value in row.values())
     kept = {name: round(row["state_per_parameter_byte"], 2) for name, row in rows.items()}  # counters are a few bytes
-    assert kept == {"adamw": 2.0, "optax_muon": 1.0, "clean_muon": 1.0, "normpre_h": 2.0, "rmnp": 1.0}
+    assert kept == {"adamw": 2.0, "optax_muon": 1.0, "clean_muon": 1.0, "normpre_h": 2.02, "rmnp": 1.0}
     assert (tmp_path / "optimizer_step_tiny_cpu.png").stat().st_size > 1000
 
     options = optimizer_step.Options(model="tiny", compile_only=True, optimizers=("normpre_l", "adamw"), out=tmp_path)
