@@ -48,8 +48,7 @@ def check_numbers(**options: Any) -> None:
         ValueError: momentum must be in [0, 1), got 1.5
     """
     for name, value in options.items():
-        dtype = name in ("compute_dtype", "mu_dtype", "accumulator_dtype") and value is not None
-        if dtype and (name, str(value)) != ("compute_dtype", "narrow"):
+        if name in ("compute_dtype", "mu_dtype", "accumulator_dtype") and value is not None:
             _check_dtype(name, value)
         if name not in RANGES or (value is None and name in OPTIONAL):
             continue
@@ -98,17 +97,17 @@ def check_number(name: str, value: Any, least: float, below: float, hint: str = 
     kinds = int | float | np.number | np.ndarray | jax.Array
     if not isinstance(value, kinds) or isinstance(value, bool) or np.ndim(value) or np.iscomplexobj(value):
         raise TypeError(f"{name} must be a number{hint}, got {reprlib.repr(value)}")
-    number: Any = value
-    if not isinstance(value, Tracer) and not least <= number < below:
+    if not isinstance(value, Tracer) and not least <= value < below:
         raise ValueError(f"{name} must be in [{least:g}, {below:g}), got {value}")
 
 
 def _check_dtype(name: str, value: Any) -> None:
+    kinds = ("bfloat16", "float32", "float64") + ("narrow",) * (name == "compute_dtype")
     with contextlib.suppress(TypeError):
         array = isinstance(value, np.generic | np.ndarray | jax.Array)
-        if not array and jnp.dtype(value).name in ("bfloat16", "float32", "float64"):
+        if not array and ("narrow" if value == "narrow" else jnp.dtype(value).name) in kinds:
             return
-    raise TypeError(f"{name} must be bfloat16, float32, float64 or None, got {value!r}")
+    raise TypeError(f"{name} must be {', '.join(kinds)} or None, got {value!r}")
 
 
 def static_int(name: str, value: Any, least: int, below: int = 2**31) -> int:
@@ -121,7 +120,7 @@ def static_int(name: str, value: Any, least: int, below: int = 2**31) -> int:
     """
     if isinstance(value, jax.Array):
         fix = "Under optax.inject_hyperparams, pass static_args=normpre_optax.static_args(factory)"
-        raise TypeError(f"{name} determines shapes and cannot be traced, got {value}. {fix}")
+        raise TypeError(f"{name} must be a Python int, as shapes depend on it; got {value}. {fix}")
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError

@@ -17,8 +17,8 @@ def test_by_length():
     assert npo.learning_rate_by_length(1500) == 1.6e-2
     assert [npo.learning_rate_by_length(np.int32(steps)) for steps in (200, 800, 3000)] == [0.054, 0.023, 0.011]
     for steps in (199, 3001):
-        with pytest.warns(UserWarning, match=f"200 to 3,000 steps; for steps={steps}"):
-            npo.learning_rate_by_length(steps)
+        with pytest.warns(UserWarning, match=f"200 to 3,000 steps; for {steps}, try half"):
+            assert npo.learning_rate_by_length(steps) == npo.learning_rate_by_length(min(max(steps, 200), 3000))
     with pytest.raises(ValueError, match="steps must be at least 1"):
         npo.learning_rate_by_length(0)
     with pytest.raises(TypeError, match="steps must be an int"):

@@ -68,8 +68,8 @@ class Common:
     # normpre_g or normpre_l, with settings of its own after commas: normpre_l,rank=0.25. Embeddings, norms and biases
     # use AdamW under all of them.
     optimizer: str = "normpre_h"
-    # Peak learning rate. Not given, it is that of --config; for normpre_h, whose steps have a size relative to the
-    # weights, it follows from the number of steps.
+    # Peak learning rate. Under Hyperball (normpre_h), where it is relative to the weights, another default follows from
+    # the number of steps, 0.016 (1500 / steps)^0.6.
     learning_rate: float = 4e-3
     steps: int = 800  # Number of updates.
     batch_size: int = 16  # Sequences per update.
@@ -188,7 +188,7 @@ class Compare:
     config: str = "first_run"  # Named configuration.
     # Optimizers, separated by commas; settings of one follow it: muon,normpre_l,rank=8,muon,learning_rate=8e-3.
     optimizers: str = "adamw,muon,normpre_h,normpre_g,normpre_l"
-    # Peak learning rates, separated by commas, of the optimizers that set none. Empty: the configuration's.
+    # Peak learning rates, separated by commas, of the optimizers that set none. Empty: the default of each.
     learning_rates: str = ""
     seeds: int = 1  # Seeds (of initialization and data order) of each optimizer's best run, counted from --seed.
     jobs: int = 1  # Runs side by side, each with an equal share of the cores. With one accelerator, 1 is fastest.

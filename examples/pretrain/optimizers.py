@@ -64,9 +64,8 @@ def settings_of(optimizer: str) -> tuple[str, dict[str, Any]]:
     name, given = split_name(optimizer)
     if name not in OPTIMIZERS:
         raise RunError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
-    arguments = inspect.signature(OPTIMIZERS[name]).parameters.values()
-    settings = {x.name: x.default for x in arguments if x.kind == x.KEYWORD_ONLY and x.name not in GIVEN}
-    settings["layers"] = ""
+    known = inspect.signature(OPTIMIZERS[name]).parameters.values()
+    settings = {x.name: x.default for x in known if x.kind == x.KEYWORD_ONLY and x.name not in GIVEN} | {"layers": ""}
     for key, text in given.items():
         if key not in settings:
             raise RunError(f"--optimizer: {name} has no setting {key!r}; it has {', '.join((*settings, *IN_NAMES))}")
@@ -74,6 +73,8 @@ def settings_of(optimizer: str) -> tuple[str, dict[str, Any]]:
             settings[key] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             settings[key] = text
+    if settings.get("row_norms") not in (None, "keep"):
+        raise RunError(f"--optimizer: row_norms must be keep, got {settings['row_norms']!r}")
     return name, settings
 
 
@@ -150,7 +151,7 @@ def parameter_table(params: Any, config: Config) -> tuple[str, str]:
         every = f"every parameter uses AdamW ({len(jax.tree.leaves(params))} arrays)"
         return every, every
     table = explain(params, matrix_dims(settings["layers"]))
-    if not is_relative(config.optimizer):
+    if not is_relative(config.optimizer) or settings.get("row_norms") is not None:
         table = "\n".join(x for x in table.splitlines() if not x.startswith("row norms under Hyperball:"))
     totals = [" ".join(x.split()) for x in table.rpartition("\n\n")[2].splitlines() if not x.startswith("note:")]
     return table, "; ".join(totals)

@@ -58,7 +58,7 @@ def stored(config: Config) -> Stored:
         raise RunError(f"cannot resume: {file} is damaged; --overwrite starts it again") from error
     if changed:
         way_out = f" (learning rates depend on it; --init-from {folder} --name NEW starts a new run from its weights)"
-        more = way_out if changed[0].startswith("--steps ") else ""
+        more = way_out if any(x.startswith("--steps ") for x in changed) else ""
         raise RunError(f"cannot resume {folder} with other settings: {'; '.join(changed)}{more}")
     return found
 

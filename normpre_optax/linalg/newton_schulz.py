@@ -105,8 +105,7 @@ def newton_schulz(
     # The steps between which the Gram matrix is recomputed.
     rounded = platform() != "cpu" if compute_dtype is None else jnp.dtype(compute_dtype).itemsize < 4
     gram = max(x.shape) >= 1.5 * min(x.shape) and not (rounded and table[0][0] > _STEEP)
-    parts = (table[:2], table[2:]) if gram else [table[i : i + 1] for i in range(len(table))]
-    parts = [part for part in parts if part]
+    parts = [part for part in ((table[:2], table[2:]) if gram else [(triple,) for triple in table]) if part]
     full = None if rms is None else rms * math.sqrt(x.size)  # the Frobenius norm of the result
     for part in parts:
         r = times(x, x.T) if wide else times(x.T, x)

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from typing import Any
 
+from normpre_optax.checks import check_choice
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.dims import matrix_shape, split_axes
 from normpre_optax.parameters.rules import Assignment, ParamSpec
@@ -16,8 +17,10 @@ from normpre_optax.parameters.vocabulary import words
 
 
 def keeps(row_norms: Any) -> bool:
-    """Return whether the option ``row_norms`` is "keep"."""
-    return isinstance(row_norms, str) and row_norms == "keep"
+    """Return whether the option ``row_norms`` is "keep"; raise a ValueError for another word."""
+    if isinstance(row_norms, str):
+        check_choice("row_norms", row_norms, ("keep",))
+    return isinstance(row_norms, str)
 
 
 def row_norms_of(row_norms: Any, params: Any, found: Assignment) -> dict[str, Any]:

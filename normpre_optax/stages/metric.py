@@ -99,8 +99,7 @@ def with_metric(
             u = within_metric(updates)
             extra = {**extra_args, "matrix_dims": dims, "gradients": gradients}
             t, spectral_state = inner.update(u, state.spectral, params, **extra)
-            new = squares(gradients, params, dims)
-            rows, columns = (average(old, x, decay) for old, x in zip(state[:2], new, strict=True))
+            rows, columns = map(average, state[:2], squares(gradients, params, dims), (decay, decay))
             return within_metric(t), MetricState(rows, columns, spectral_state)
 
         args = updates, state, params, updates if gradients is None else gradients

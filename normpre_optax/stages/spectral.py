@@ -178,8 +178,8 @@ class ClipLeading:
         self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None, threshold: Any = 1.0
     ) -> list[jax.Array]:
         """Clip every matrix; all small problems are solved together."""
-        dtype, xs = self.compute_dtype, [stack.x for stack in stacks]
-        dtype = None if dtype == "narrow" else dtype  # products of this stage are narrow by default
+        xs = [stack.x for stack in stacks]
+        dtype = None if self.compute_dtype == "narrow" else self.compute_dtype  # None is narrow here
         if dtype is None and self.method != "exact" and platform() == "gpu" and xs[0].dtype == jnp.float32:
             # Reading Psi is what these products cost a GPU. The barrier keeps XLA from undoing the rounding.
             dtype, xs = jnp.bfloat16, jax.lax.optimization_barrier([x.astype(jnp.bfloat16) for x in xs])
