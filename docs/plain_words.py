@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 GUIDES = (
-    *("get_started", "choosing", "moving", "parameters", "frameworks", "scaling", "pretraining", "method", "family"),
-    *("reliability", "index"),
+    *("get_started", "choosing", "moving", "parameters", "frameworks", "scaling", "pretraining", "method", "why"),
+    *("family", "reliability", "index"),
 )
 NOTES = ("comparison", "ablations", "performance", "conventions", "paper_map", "cpu_hang")
 WORDS = {GUIDES: 15_000, NOTES: 10_000}
