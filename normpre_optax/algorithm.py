@@ -18,7 +18,7 @@ from typing import Any, Literal
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, checked
+from normpre_optax.options import Coefficients, Number, Operands, checked
 from normpre_optax.stages.base import check_transformation, direction
 from normpre_optax.stages.rows import Orientation, Tangent, normalize_tangent
 from normpre_optax.stages.scale import scale_to_rms
@@ -79,7 +79,7 @@ def scale_by_normpre_g(
     rms: Number | None = 0.2,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
-    compute_dtype: Any = None,
+    compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -122,7 +122,7 @@ def scale_by_normpre_l(
     tangent: Tangent = "relaxed",
     orientation: Orientation = "alternating",
     rms: Number | None = 0.2,
-    compute_dtype: Any = None,
+    compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:

@@ -37,7 +37,7 @@ def with_adamw(
     weight_decay_mask: Any = None,
     learning_rate_multipliers: Any = None,
     norm_control: Literal["none", "hyperball"] = "none",
-    row_norms: Any = None,
+    row_norms: Literal["keep"] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
     adam_b1: Number = 0.9,
     adam_b2: Number = 0.95,

@@ -14,7 +14,8 @@ import jax
 from normpre_optax.checks import check_choice, check_numbers
 
 Number = jax.typing.ArrayLike
-Coefficients = str | Sequence
+Coefficients = Literal["muon", "you", "polar_express"] | Sequence
+Operands = Literal["narrow"] | Any  # dtype of the operands of products
 
 # Descriptions of shared options. An optimizer's own docstring goes first.
 ARGS = {

@@ -7,7 +7,7 @@ from typing import Any
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, checked
+from normpre_optax.options import Coefficients, Number, Operands, checked
 from normpre_optax.stages import direction, precondition_globally, two_momenta, with_metric
 
 
@@ -20,7 +20,7 @@ def scale_by_normpre_h(
     metric_strength: Number = 0.5,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
-    compute_dtype: Any = "narrow",
+    compute_dtype: Operands = "narrow",
     mu_dtype: Any = None,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:

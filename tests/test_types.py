@@ -19,6 +19,8 @@ from normpre_optax.relatives.muon import scale_by_muon
 rate = optax.linear_schedule(1e-2, 0.0, 100)
 tx: optax.GradientTransformationExtraArgs = npo.normpre_h(rate, adam_learning_rate=3e-3, slow_weight=rate)
 npo.normpre_h(jnp.float32(1e-2), 3e-3, mu_dtype=jnp.bfloat16, matrix_dims=npo.presets.maxtext)
+npo.normpre_h(npo.learning_rate_by_length(1_500), 3e-3, row_norms="keep", compute_dtype="narrow", ns_coefficients="you")
+npo.normpre_h(npo.learning_rate_by_length, 3e-3).init(npo.learning_rate_by_length("1500"))  # error
 npo.normpre_h(1e-2)  # error
 npo.normpre_h(1e-2, adam_learning_rat=3e-3)  # error
 npo.normpre_h(1e-2, 3e-3, tangent="none")  # error

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, checked
+from normpre_optax.options import Coefficients, Number, Operands, checked
 from normpre_optax.stages import KELLER, MOONLIGHT, direction, precondition_globally, scale_by_shape
 
 CONVENTIONS = {"moonlight": MOONLIGHT, "keller": KELLER}
@@ -20,7 +20,7 @@ def scale_by_muon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
-    compute_dtype: Any = None,
+    compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:

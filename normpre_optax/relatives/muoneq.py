@@ -6,7 +6,7 @@ from typing import Any, Literal
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, checked
+from normpre_optax.options import Coefficients, Number, Operands, checked
 from normpre_optax.stages import MOONLIGHT, direction, normalize_rows, precondition_globally, scale_by_shape
 
 
@@ -18,7 +18,7 @@ def scale_by_muoneq(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
-    compute_dtype: Any = None,
+    compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
