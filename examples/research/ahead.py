@@ -65,7 +65,7 @@ class Options:
     # Which, in which order; others are those of ``optimizer_step --help``.
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = (
         *(PRODUCT, "adamw", BASELINE),
-        *("muon", "mano", "normpre_g", "normpre_l"),
+        *("muon", "mano", "normpre_g", "normpre_l", "normpre_h"),
     )
     # A configuration of examples.pretrain, such as gpt2_small: its whole step instead of the optimizer's.
     train_step: str = ""

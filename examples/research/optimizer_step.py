@@ -72,7 +72,7 @@ class Options:
     # Names in ``KNOWN``, in the order of the table.
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = (
         *("adamw", BASELINE, "clean_muon"),
-        *("muon", "mano", "normpre_g", "normpre_l"),
+        *("muon", "mano", "normpre_g", "normpre_l", "normpre_h"),
     )
     compile_only: bool = False  # Compile, and run nothing.
     repeats: int = 5  # Counted rounds, after one that is not counted. Each round runs every optimizer once.
