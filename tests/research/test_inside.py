@@ -13,6 +13,8 @@ from examples.research import inside
 def test_a_tiny_run_is_measured(dataset, monkeypatch, tmp_path):
     monkeypatch.setattr(data, "open_corpus", lambda *_: dataset)
     options = ["--config", "tiny", "--steps", "2", "4", "--batches", "3", "--batch-size", "4", "--out", str(tmp_path)]
+    measured, table = [], inside.table
+    monkeypatch.setattr(inside, "table", lambda found: measured.append(found) or table(found))
     inside.main(options)
     found = json.loads((tmp_path / "inside.json").read_text())
     assert found["steps"] == [2, 4]
@@ -21,8 +23,11 @@ def test_a_tiny_run_is_measured(dataset, monkeypatch, tmp_path):
         assert 0 < max(values) <= 1, name
     kinds = found["metric"]["4"]
     assert {"mlp/up", "mlp/down", "attention/out"} <= kinds.keys()
-    for sides in kinds.values():
-        for sizes in filter(None, sides.values()):
+    for kind, sides in measured[0]["metric"]["4"].items():
+        for side, sizes in sides.items():
+            if not sizes:
+                continue
+            np.testing.assert_allclose(kinds[kind][side], np.percentile(sizes, range(101)), atol=1e-3)
             assert min(sizes) >= 0
             # Two layers: the mean square of each is one.
             assert np.mean(np.square(sizes)) == pytest.approx(1, abs=1e-3)
