@@ -517,8 +517,8 @@ def normpre_h(
     is for training from scratch. ``row_norms="keep"`` keeps the norms of trained weights.
 
     Args:
-        learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule. 1.6e-2 is a good
-            peak for 1,500 steps; shorter runs need more, longer ones less (``docs/choosing.md``).
+        learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule.
+            ``learning_rate_by_length(steps)`` is a good peak.
         adam_learning_rate: of the AdamW group, number or schedule: what you use with AdamW.
         momentum: decay of the fast average.
         slow_momentum: decay of the slow average.

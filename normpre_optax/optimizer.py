@@ -182,8 +182,8 @@ Hidden matrices use ``scale_by_{0}`` and ``hyperball``, ``W <- R N(N(W) - lr N(D
 ``R`` of every matrix, so the result does not depend on the scale of the initialization. Everything else uses AdamW. It
 is for training from scratch. ``row_norms="keep"`` keeps the norms of trained weights.""",
     "Args": """
-    learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule. 1.6e-2 is a good
-        peak for 1,500 steps; shorter runs need more, longer ones less (``docs/choosing.md``).
+    learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule.
+        ``learning_rate_by_length(steps)`` is a good peak.
     adam_learning_rate: of the AdamW group, number or schedule: what you use with AdamW.
 {2}
     adam_weight_decay: weight decay of the AdamW group.""".removeprefix("\n"),

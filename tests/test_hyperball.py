@@ -194,10 +194,10 @@ def test_wrong_numbers_by_parameter_are_named(option, value, said):
         return  # does not train a parameter
     if option == "row_norms" and isinstance(value, str):
         said = r"is not one of \('keep',\)"
-    with pytest.raises((ValueError, TypeError), match=f"{option}.*{said}"):
+    with pytest.raises((ValueError, TypeError), match=f"{option}.* {said}"):
         npo.normpre_h(0.01, 1e-3, **{option: value}).init(params)
     if option == "row_norms":
-        with pytest.raises((ValueError, TypeError), match=f"{option}.*{said}"):
+        with pytest.raises((ValueError, TypeError), match=f"{option}.* {said}"):
             npo.hyperball(0.01, row_norms=value).init(params)
 
 

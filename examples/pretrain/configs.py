@@ -113,7 +113,7 @@ def parse(arguments: Sequence[str]) -> Config:
         return given
     from .optimizers import learning_rate_by_length  # waits for jax
 
-    rate = learning_rate_by_length(max(200, given.steps))
+    rate = learning_rate_by_length(max(200, given.steps))  # no warning for trials of a few steps
     # That of AdamW, except where another one was measured.
     adam = 1.6e-2 if config.config in ("tiny", "nano", "first_run", "gpt2_2m") else config.learning_rate
     return apply_name(read(default=replace(config, learning_rate=rate, adam_learning_rate=adam)))
