@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from normpre_optax import direction, per_parameter, precondition_globally, two_momenta, with_adamw, with_metric
-from normpre_optax.linalg.newton_schulz import one_at_a_time
+from normpre_optax.linalg.precision import one_at_a_time
 from normpre_optax.optimizer import complete
 from normpre_optax.options import checked
 from normpre_optax.parameters.dims import MatrixDims, from_matrices, split_axes, to_matrices
@@ -44,6 +44,8 @@ def normpre_h_variant(
     radial: bool = True,
     peak_power: float = 0.0,
     steps: int = 0,
+    ns_steps: int = 5,
+    ns_scale: Literal["frobenius", "schatten"] = "frobenius",
     learning_rate_multipliers: Any = None,
     adam_b1: float = 0.9,
     adam_b2: float = 0.95,
@@ -72,6 +74,8 @@ def normpre_h_variant(
         radial: whether ``U`` keeps its part along the weights, as whole matrices.
         peak_power: front-loaded learning rate ``peak (1 - (t / steps)^power)``; 0 keeps the schedule.
         steps: of the run, for ``peak_power``.
+        ns_steps: as in ``normpre_h``.
+        ns_scale: of ``precondition_globally``.
         learning_rate_multipliers: as in ``normpre_h``.
         adam_b1: as in ``normpre_h``.
         adam_b2: as in ``normpre_h``.
@@ -86,7 +90,7 @@ def normpre_h_variant(
         return jnp.where(t >= onset, slow_weight * falls * ramped, 0.0)
 
     def chain(matrix_dims: Any) -> optax.GradientTransformation:
-        spectral, both = precondition_globally(), sides == "both"
+        spectral, both = precondition_globally(ns_steps, ns_scale=ns_scale), sides == "both"
         # Around the identity, the metric is applied twice: at half the strength, that is once.
         inside, strength = (spectral, metric_strength) if both else (optax.identity(), metric_strength / 2)
         metric: Any = with_metric(inside, strength, clip, decay, matrix_dims=matrix_dims)
