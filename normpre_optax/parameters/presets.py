@@ -99,30 +99,6 @@ def gemma(path: str, leaf: Any) -> MatrixDims | None:
     return einsums.get("/".join(path.split("/")[-2:])) or default_matrix_dims(path, leaf)
 
 
-def kernels_out_in(path: str, leaf: Any) -> MatrixDims | None:
-    """Rule for kernels stored as (out, in) under ``h``: Hugging Face's Flax GPT-2.
-
-    Args:
-        path: the "/"-joined path of the parameter.
-        leaf: an object with ``shape``, ``ndim`` and ``dtype``.
-
-    Returns:
-        ``MatrixDims``, or None for AdamW.
-
-    Raises:
-        ValueError: if neither this rule nor the default rule covers the parameter.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from normpre_optax import presets
-        >>> presets.kernels_out_in("transformer/h/0/attn/c_attn/kernel", jnp.zeros((24, 8)))
-        MatrixDims(inputs=1, outputs=0, output_blocks=1)
-    """
-    if path.endswith("kernel") and leaf.ndim == 2 and "/h/" in f"/{path}":
-        return MatrixDims(inputs=1, outputs=0)
-    return default_matrix_dims(path, leaf)
-
-
 def convolutions(path: str, leaf: Any) -> MatrixDims | None:
     """Rule for convolutions, one matrix with all taps: a weight is (out, in, taps), a kernel (taps, in, out).
 

@@ -78,7 +78,6 @@ MODELS = {
         transformer/h/{0,1}: {attn,mlp}/c_proj/bias 768; {ln_1,ln_2}/{weight,bias} 768
         attn/c_attn/weight 768x2304 0>1; attn/c_attn/bias 2304; attn/c_proj/weight 768x768 0>1
         mlp/c_fc/weight 768x3072 0>1; mlp/c_fc/bias 3072; mlp/c_proj/weight 3072x768 0>1""",
-    ("GPT-2", "Hugging Face, Flax", "kernels_out_in"): flax,
     ("GPT-2", "nanoGPT", ""): """
         transformer: wte/weight 50257x768; wpe/weight 1024x768; ln_f/weight 768; h/{0,1}/{ln_1,ln_2}/weight 768
         h/{0,1}/attn/c_attn/weight 2304x768 1>0; h/{0,1}/attn/c_proj/weight 768x768 1>0
@@ -246,5 +245,5 @@ def test_the_page_and_its_report_have_the_tables_and_the_presets_exist():
     assert rows_of(section) == [summary(model) for model in dict.fromkeys(model for model, *_ in MODELS)]
     assert rows_of((DOCS / "results" / "known_models.md").read_text()) == [row(*key) for key in MODELS]
     listed = re.findall(r"^- `(\w+)`", page.partition("## Presets")[2].partition("\n## ")[0], re.MULTILINE)
-    assert sorted(listed) == ["convolutions", "experts_in_front", "gemma", "kernels_out_in", "maxtext"]
+    assert sorted(listed) == ["convolutions", "experts_in_front", "gemma", "maxtext"]
     assert all(callable(getattr(presets, name)) for name in listed)
