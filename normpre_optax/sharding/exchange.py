@@ -221,8 +221,6 @@ def _to_owners(team: Team, lines: list[jax.Array], at: dict[str, Any], sizes: di
 def _all_to_all(lines: jax.Array, team: Team) -> jax.Array:
     if math.prod(team.grid) == 1:
         return lines
-    # Without the barrier, XLA's CPU backend gives parts of a transposed array different layouts and then fails.
-    lines = jax.lax.optimization_barrier(lines)
     return jax.lax.all_to_all(lines, team.pieces, split_axis=0, concat_axis=0, tiled=True)
 
 
@@ -266,32 +264,20 @@ def _to_holders(team: Team, buffer: jax.Array, shards: Sequence[Shard], sizes: d
 
 
 def to_lines(x: jax.Array) -> jax.Array:
-    """Reshape pieces ``(..., rows, columns)`` to lines ``(..., n, LANES)``: blocks of LANES columns or rows, or padded.
-
-    A TPU stores arrays in such blocks, so the data in a block keeps its order.
+    """Reshape pieces ``(..., rows, columns)`` to lines ``(..., n, LANES)``, padded at the end.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.sharding.exchange import to_lines
-        >>> [to_lines(jnp.ones(shape)).shape for shape in ((48, 256), (256, 48), (3, 5))]
-        [(96, 128), (96, 128), (1, 128)]
+        >>> [to_lines(jnp.ones(shape)).shape for shape in ((48, 256), (3, 5))]
+        [(96, 128), (1, 128)]
     """
-    *lead, rows, columns = x.shape
-    if columns % LANES and rows % LANES:
-        flat = x.reshape(*lead, rows * columns)
-        missing = -rows * columns % LANES
-        return jnp.pad(flat, [(0, 0)] * len(lead) + [(0, missing)]).reshape(*lead, -1, LANES)
-    upright = x.mT if columns % LANES else x
-    blocks = upright.reshape(*lead, upright.shape[-2], -1, LANES)
-    return jnp.swapaxes(blocks, -3, -2).reshape(*lead, -1, LANES)
+    flat = x.reshape(*x.shape[:-2], -1)
+    padding = [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % LANES)]
+    return jnp.pad(flat, padding).reshape(*flat.shape[:-1], -1, LANES)
 
 
 def from_lines(lines: jax.Array, rows: int, columns: int) -> jax.Array:
     """Invert ``to_lines``."""
-    lead = lines.shape[:-2]
-    if columns % LANES and rows % LANES:
-        return lines.reshape(*lead, -1)[..., : rows * columns].reshape(*lead, rows, columns)
-    upright = (columns, rows) if columns % LANES else (rows, columns)
-    blocks = lines.reshape(*lead, upright[1] // LANES, upright[0], LANES)
-    x = jnp.swapaxes(blocks, -3, -2).reshape(*lead, *upright)
-    return x.mT if columns % LANES else x
+    flat = lines.reshape(*lines.shape[:-2], -1)
+    return flat[..., : rows * columns].reshape(*flat.shape[:-1], rows, columns)
