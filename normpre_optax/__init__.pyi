@@ -164,6 +164,7 @@ def muon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -194,6 +195,8 @@ def muon(
         nesterov: whether the update uses ``U = G + mu M`` instead of ``M``.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
+            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -246,6 +249,7 @@ def muoneq(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -277,6 +281,8 @@ def muoneq(
         nesterov: whether the update uses ``U = G + mu M`` instead of ``M``.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
+            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -409,6 +415,7 @@ def normpre_g(
     rms: Number | None = 0.2,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -440,6 +447,8 @@ def normpre_g(
         rms: root mean square of every matrix update before the learning rate, or None for no scaling.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
+            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -494,6 +503,7 @@ def normpre_h(
     metric_strength: Number = 0.5,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = 'narrow',
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -526,6 +536,8 @@ def normpre_h(
         metric_strength: exponent of the metric; 0 is none.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
+            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -668,6 +680,7 @@ def normuon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -698,6 +711,8 @@ def normuon(
         nesterov: whether the update uses ``U = G + mu M`` instead of ``M``.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
+            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -853,6 +868,7 @@ def scale_by_muon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -869,6 +885,8 @@ def scale_by_muon(
         nesterov: whether the update uses ``U = G + mu M`` instead of ``M``.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
+            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -892,6 +910,7 @@ def scale_by_muoneq(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -909,6 +928,8 @@ def scale_by_muoneq(
         nesterov: whether the update uses ``U = G + mu M`` instead of ``M``.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
+            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -979,6 +1000,7 @@ def scale_by_normpre_g(
     rms: Number | None = 0.2,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -996,6 +1018,8 @@ def scale_by_normpre_g(
         rms: root mean square of every matrix update before the learning rate, or None for no scaling.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
+            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -1020,6 +1044,7 @@ def scale_by_normpre_h(
     metric_strength: Number = 0.5,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = 'narrow',
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -1037,6 +1062,8 @@ def scale_by_normpre_h(
         metric_strength: exponent of the metric; 0 is none.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
+            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -1112,6 +1139,7 @@ def scale_by_normuon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -1128,6 +1156,8 @@ def scale_by_normuon(
         nesterov: whether the update uses ``U = G + mu M`` instead of ``M``.
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
+            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.

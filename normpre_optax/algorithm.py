@@ -18,7 +18,7 @@ from typing import Any, Literal
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, Operands, checked
+from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
 from normpre_optax.stages.base import check_transformation, direction
 from normpre_optax.stages.rows import Orientation, Tangent, normalize_tangent
 from normpre_optax.stages.scale import scale_to_rms
@@ -79,6 +79,7 @@ def scale_by_normpre_g(
     rms: Number | None = 0.2,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
+    ns_scale: Scale = "frobenius",
     compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -95,7 +96,7 @@ def scale_by_normpre_g(
     References:
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition, "NormPre-G".
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, rms)  # T_t, R_k(T_t)
+    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale, rms)  # T_t, R_k(T_t)
     return scale_by_normpre(
         spectral,
         momentum=momentum,

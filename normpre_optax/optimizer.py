@@ -101,28 +101,28 @@ def with_adamw(
         labels = jax.tree.structure(params).unflatten(["matrix" if s.dims else "adamw" for s in found.values()])
         mask, times = weight_decay_mask, learning_rate_multipliers
         # All optimizers have the same state, with and without mask and multipliers: they may change at a restart.
-        mask = whole_tree("weight_decay_mask", True if mask is None else mask, params, (bool, np.bool_), "bools")
+        everything = jax.tree.map(lambda _: True, params)
+        mask = everything if mask is None else whole_tree("weight_decay_mask", mask, params, (bool, np.bool_), "bools")
         # One entry per box, so that optax masks the box: nnx.eval_shape shards every Variable, also one that is empty.
         entry = lambda box: arrays[0] if len(arrays := jax.tree.leaves(box)) == 1 else box  # noqa: E731
         labels, mask = (jax.tree.map(entry, tree, is_leaf=is_box) for tree in (labels, mask))
         if times is not None:
             times = dict(zip(found, numbers("learning_rate_multipliers", times, params), strict=True))
 
-        def finished(tx: optax.GradientTransformation, decay: Any, lr: Any) -> optax.GradientTransformation:
-            multiplied = optax.identity() if times is None else _multiplied(found, times)
-            decayed = optax.add_decayed_weights(decay, lambda _: mask)
-            return optax.chain(tx, multiplied, decayed, optax.scale_by_learning_rate(lr))
-
+        multiplied = optax.identity() if times is None else _multiplied(found, times)
+        decayed = lambda decay: optax.add_decayed_weights(decay, lambda _: mask)  # noqa: E731
+        scaled: Any = optax.scale_by_learning_rate
         matrix = of_matrices(tuple(found.values()))
         if norm_control == "hyperball":
             norms = row_norms_of(row_norms, params, found)
             matrix = optax.chain(matrix, _hyperball(learning_rate, times, lambda _: norms, keeps(row_norms), found))
         else:
-            matrix = finished(matrix, weight_decay, learning_rate)
-        adam = finished(
+            matrix = optax.chain(matrix, multiplied, decayed(weight_decay), scaled(learning_rate))
+        adam = optax.chain(
             optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=mu_dtype),
-            weight_decay if adam_weight_decay is None else adam_weight_decay,
-            learning_rate if adam_learning_rate is None else adam_learning_rate,
+            multiplied,
+            decayed(weight_decay if adam_weight_decay is None else adam_weight_decay),
+            scaled(learning_rate if adam_learning_rate is None else adam_learning_rate),
         )
         parts: dict[Hashable, optax.GradientTransformation] = {"matrix": matrix, "adamw": adam}
         return optax.partition(parts, lambda _: labels)  # a tree of labels may be callable, such as an Equinox module

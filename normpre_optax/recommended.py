@@ -7,7 +7,7 @@ from typing import Any
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, Operands, checked
+from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
 from normpre_optax.stages import direction, precondition_globally, two_momenta, with_metric
 
 
@@ -20,6 +20,7 @@ def scale_by_normpre_h(
     metric_strength: Number = 0.5,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
+    ns_scale: Scale = "frobenius",
     compute_dtype: Operands = "narrow",
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -40,7 +41,7 @@ def scale_by_normpre_h(
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition; Wen et al., Hyperball, arXiv 2606.16899; Pagliardini et
         al., AdEMAMix, arXiv 2409.03137.
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype)
+    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale)
     return direction(
         two_momenta(momentum, slow_momentum, slow_weight, accumulator_dtype=mu_dtype),  # U
         with_metric(spectral, metric_strength, matrix_dims=matrix_dims),  # D

@@ -63,16 +63,17 @@ POLAR_EXPRESS = (
 TABLES = {"muon": (MUON,) * 5, "you": YOU, "polar_express": POLAR_EXPRESS}
 
 
-def newton_schulz(x: Array, table: tuple = TABLES["muon"], headroom: float = 1.0) -> Array:
-    """X / (headroom ||X||_F), then one odd polynomial per triple: X <- a X + (b A + c A A) X, A = X X^T.
+def newton_schulz(x: Array, table: tuple = TABLES["muon"], headroom: float = 1.0, scale: str = "frobenius") -> Array:
+    """X / (headroom ||X||), then one odd polynomial per triple: X <- a X + (b A + c A A) X, A = X X^T.
 
-    The 1e-7 that others add to the norm is left out: with it the result would depend on the scale of the gradient.
+    The norm is Frobenius', or Schatten's of order 4. The 1e-7 that others add to the norm is left out: with it the
+    result would depend on the scale of the gradient.
     """
-    norm = np.sqrt(np.sum(np.square(x)))
+    norm = np.linalg.norm(np.linalg.svd(x, compute_uv=False), {"frobenius": 2, "schatten": 4}[scale])
     if norm == 0:
         return np.zeros_like(x)
     if x.shape[0] > x.shape[1]:
-        return newton_schulz(x.T, table, headroom).T
+        return newton_schulz(x.T, table, headroom, scale).T
     x = x / (headroom * norm)
     for a, b, c in table:
         gram = x @ x.T
@@ -183,6 +184,7 @@ class NormPre:
     power_iterations: int = 1
     table: tuple = TABLES["muon"]
     headroom: float = 1.0
+    scale: str = "frobenius"
     eps: float = 0.0
 
     def normalized(self, m: Array, w: Array, step: int) -> Array:
@@ -199,7 +201,7 @@ class NormPre:
     def preconditioned(self, psi: Array, omega: Array | None = None) -> Array:
         """T_t."""
         if self.stage == "newton_schulz":
-            return newton_schulz(psi, self.table, self.headroom)
+            return newton_schulz(psi, self.table, self.headroom, self.scale)
         if self.stage == "msign":
             return msign(psi)
         if self.stage == "exact":

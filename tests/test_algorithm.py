@@ -142,7 +142,7 @@ def test_free_steps_agree_in_float64(monkeypatch, stage):
     # Normal draws are float32 and may differ by a unit in the last place between two compiled programs, far above
     # 1e-10. Rounded to sixteenths they are the same for both.
     fine = sketch.draws
-    monkeypatch.setattr(sketch, "draws", lambda *given: [jnp.round(16 * x) / 16 for x in fine(*given)])
+    monkeypatch.setattr(sketch, "draws", lambda *given: jnp.round(16 * fine(*given)) / 16)
     cases.omega.cache_clear()
     oracle = reference.NormPre(stage, rank=RANK, eps=EPS64)
     gradients = cases.gradients(STEPS)
@@ -163,10 +163,11 @@ def first_directions(tx):
     return w, gradient, cases.from_layout(cases.first_update(tx, grads, params))
 
 
-@pytest.mark.parametrize(("name", "steps", "headroom"), [("you", 3, 1.0), ("polar_express", 5, 1.02)])
-def test_coefficients_and_steps_reach_the_spectral_stage(name, steps, headroom):
-    oracle = reference.NormPre("newton_schulz", table=reference.TABLES[name][:steps], headroom=headroom)
-    tx = npo.normpre_g(1.0, ns_coefficients=name, ns_steps=steps, weight_decay=0.0, matrix_dims=cases.DIMS)
+@cases.rows("name steps headroom scale", ("you", 3, 1.0, "schatten"), ("polar_express", 5, 1.02, "frobenius"))
+def test_coefficients_steps_and_scale_reach_the_spectral_stage(name, steps, headroom, scale):
+    oracle = reference.NormPre("newton_schulz", table=reference.TABLES[name][:steps], headroom=headroom, scale=scale)
+    options = {"ns_coefficients": name, "ns_steps": steps, "ns_scale": scale}
+    tx = npo.normpre_g(1.0, **options, weight_decay=0.0, matrix_dims=cases.DIMS)
     w, gradient, got = first_directions(tx)
     expected = cases.each_matrix(lambda n, i, g, x: -oracle.direction(np.float64(g), np.float64(x), 0), gradient, w)
     for key, x in expected.items():

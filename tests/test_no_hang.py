@@ -54,7 +54,8 @@ FEW = [(8, 128, 128), (8, 192, 192), (8, 256, 256)]
 # The program of docs/cpu_hang.md with each factorization of the library; with `jnp.linalg.eigh` it never returns.
 KERNEL_SCRIPT = """
 from normpre_optax.linalg.newton_schulz import exact_msign
-from normpre_optax.linalg.sketch import Clipping, clip_exactly, _inverse_cholesky, solve_together
+from normpre_optax.linalg.precision import solve_together
+from normpre_optax.linalg.sketch import Clipping, clip_exactly, _inverse_cholesky
 
 xs = [jax.random.normal(jax.random.key(i), (8, 128 + 64 * i, 128 + 64 * i)) for i in range(3)]
 for factor in (

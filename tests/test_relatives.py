@@ -91,6 +91,7 @@ RMS, DECAY = npo.learning_rate_from_muon(LEARNING_RATE, WEIGHT_DECAY, convention
         {"ns_coefficients": "muon", "ns_steps": 3, "momentum": 0.8},
     ),
     ({"ns_coeffs": "dion"}, {"ns_coefficients": "you"}),
+    ({"preconditioning": "schatten", "ns_steps": 4}, {"ns_scale": "schatten", "ns_steps": 4}),
     ({"consistent_rms": 0.3}, {"convention": "moonlight", "learning_rate": RMS, "weight_decay": DECAY}),
     ({"weight_decay_mask": {"up": {"kernel": False, "bias": True}, "down": True, "wte": True}},) * 2,
     ({"adam_learning_rate": 0.1, "adam_b1": 0.8, "adam_b2": 0.9, "adam_weight_decay": 0.2},) * 2,

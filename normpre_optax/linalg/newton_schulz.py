@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normpre_optax.linalg.precision import exact_product, inverse_root, platform, product
+from normpre_optax.linalg.precision import exact_product, inverse_root, one_at_a_time, product, rounds
 
 Triple = tuple[float, float, float]
 
@@ -70,6 +70,7 @@ def newton_schulz(
     table: Sequence[Triple],
     headroom: float = 1.0,
     compute_dtype: Any = None,
+    scale: str = "frobenius",
     rms: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
     """Approximate ``msign(x) = U V^T``.
@@ -81,8 +82,10 @@ def newton_schulz(
     Args:
         x: a matrix ``(m, n)`` in at least float32.
         table: one triple ``(a, b, c)`` per step.
-        headroom: ``x`` is divided by this times its Frobenius norm.
-        compute_dtype: dtype of the products' operands, see ``precision.product``; "narrow": bfloat16, on a CPU None.
+        headroom: ``x`` is divided by this times its norm.
+        compute_dtype: dtype of the products' operands, see ``precision.product``; may be "narrow".
+        scale: which norm: "frobenius", or "schatten", the fourth root of the sum of ``s^4``: a closer bound on the
+            largest ``s``, so that small ones need fewer steps.
         rms: if given, scale the result to this root mean square.
 
     Returns:
@@ -98,18 +101,17 @@ def newton_schulz(
     References:
         Jordan et al., Muon, 2024; Bernstein and Newhouse, arXiv 2409.20325.
     """
-    if compute_dtype == "narrow":
-        compute_dtype = None if platform() == "cpu" else jnp.bfloat16
     wide = x.shape[0] <= x.shape[1]
     times = functools.partial(product, dtype=compute_dtype)
     # The steps between which the Gram matrix is recomputed.
-    rounded = platform() != "cpu" if compute_dtype is None else jnp.dtype(compute_dtype).itemsize < 4
-    gram = max(x.shape) >= 1.5 * min(x.shape) and not (rounded and table[0][0] > _STEEP)
+    gram = max(x.shape) >= 1.5 * min(x.shape) and not (rounds(compute_dtype) and table[0][0] > _STEEP)
     parts = [part for part in ((table[:2], table[2:]) if gram else [(triple,) for triple in table]) if part]
     full = None if rms is None else rms * math.sqrt(x.size)  # the Frobenius norm of the result
     for part in parts:
         r = times(x, x.T) if wide else times(x.T, x)
         start = inverse_root(jnp.trace(r)) / headroom if part is parts[0] else 1.0
+        if scale == "schatten" and part is parts[0]:  # in two steps, or the squares overflow
+            start = start * inverse_root(jnp.linalg.norm(r * jnp.square(start * headroom)))
         r = first = r * jnp.square(start)
         if len(part) == 1:
             ((a, b, c),) = part
@@ -125,10 +127,10 @@ def newton_schulz(
             if i < len(part) - 1:
                 rz = a * r + times(r, z)
                 r = a * rz + times(z, rz)
-        scale = start
+        last = start
         if part is parts[-1] and full is not None:  # ||q x||^2 from small matrices
-            scale = start * full * inverse_root(jnp.sum(times(q, first) * q))
-        x = times(q * scale, x) if wide else times(x, q * scale)
+            last = start * full * inverse_root(jnp.sum(times(q, first) * q))
+        x = times(q * last, x) if wide else times(x, q * last)
     return x
 
 
@@ -147,14 +149,6 @@ def exact_msign(x: jax.Array, rms: jax.typing.ArrayLike | None = None) -> jax.Ar
     kept = jnp.where(s <= rounding, 0, 1).astype(x.dtype)
     t = exact_product(u * kept[None], vt)
     return t if rms is None else t * (rms * math.sqrt(x.size) * inverse_root(jnp.sum(t * t)))
-
-
-def one_at_a_time(f: Any) -> Any:
-    """Return ``f`` of one matrix, which on a CPU stays one matrix under ``jax.vmap``.
-
-    Batched LAPACK calls that run side by side can deadlock XLA's CPU thread pool (docs/cpu_hang.md).
-    """
-    return jax.custom_batching.sequential_vmap(f) if platform() == "cpu" else f
 
 
 # Polar Express for eigenvalues above 1e-3, then the classical step, which converges to one.

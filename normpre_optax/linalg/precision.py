@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products by precision, and the platform a program is traced for.
+"""How matrices are computed: products by precision, the platform a program is traced for, batches of one shape.
 
 Everything is computed in at least float32. ``compute_dtype`` is the dtype of the operands of large products; None is
 the platform's usual float32 product: one bfloat16 pass on a TPU, TF32 on a GPU, float32 on a CPU.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 # The platform inside of `on`. It is part of the key of jax's caches, so programs of two platforms are never mixed up.
@@ -78,7 +80,8 @@ def product(a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:
     Args:
         a: matrices ``(..., m, k)``.
         b: matrices ``(..., k, n)``.
-        dtype: of the operands; float32 is true float32 on every platform, None the platform's usual product.
+        dtype: of the operands; float32 is true float32 on every platform, None the platform's usual product, and
+            "narrow" bfloat16 on a TPU or GPU, and None on a CPU.
 
     Returns:
         Matrices ``(..., m, n)``.
@@ -89,6 +92,8 @@ def product(a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:
         >>> print(product(jnp.ones((1, 300)), jnp.ones((300, 1)), jnp.bfloat16))
         [[300.]]
     """
+    if dtype == "narrow":
+        dtype = None if platform() == "cpu" else jnp.bfloat16
     if dtype is not None:
         a, b = a.astype(dtype), b.astype(dtype)
     sums = jnp.dtype(jnp.float32) if a.dtype.itemsize < 4 else a.dtype
@@ -96,6 +101,29 @@ def product(a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:
         a, b = a.astype(sums), b.astype(sums)
     precision = jax.lax.Precision.HIGHEST if dtype is not None and a.dtype == sums else None
     return jnp.matmul(a, b, precision=precision, preferred_element_type=sums)
+
+
+def rounds(dtype: Any) -> bool:
+    """Return whether ``product`` rounds float32 operands."""
+    return platform() != "cpu" if dtype in (None, "narrow") else jnp.dtype(dtype).itemsize < 4
+
+
+def narrowed(xs: list[jax.Array], dtype: Any) -> tuple[list[jax.Array], Any]:
+    """Return matrices for many thin products, and the ``dtype`` of these. On a GPU, reading the matrices is their cost.
+
+    The barrier keeps XLA from undoing the rounding.
+    """
+    if dtype is not None or platform() != "gpu" or xs[0].dtype != jnp.float32:
+        return xs, dtype
+    return jax.lax.optimization_barrier([x.astype(jnp.bfloat16) for x in xs]), jnp.bfloat16
+
+
+def one_at_a_time(f: Any) -> Any:
+    """Return ``f`` of one matrix, which on a CPU stays one matrix under ``jax.vmap``.
+
+    Batched LAPACK calls that run side by side can deadlock XLA's CPU thread pool (docs/cpu_hang.md).
+    """
+    return jax.custom_batching.sequential_vmap(f) if platform() == "cpu" else f
 
 
 def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -113,3 +141,45 @@ def inverse_root(squares: jax.Array) -> jax.Array:
         [0.5 0. ]
     """
     return jnp.where(squares <= 0, 0, jax.lax.rsqrt(jnp.where(squares <= 0, 1, squares)))
+
+
+def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
+    """Return the indices of equal keys, one list per key.
+
+    Example:
+        >>> from normpre_optax.linalg.precision import grouped
+        >>> grouped("abca")
+        [[0, 3], [1], [2]]
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for i, key in enumerate(keys):
+        groups.setdefault(key, []).append(i)
+    return list(groups.values())
+
+
+def solve_together(f: Callable, problems: Sequence[tuple[jax.Array, ...]], stacked: Callable = jax.vmap) -> list[Any]:
+    """Return ``f(*problem)`` for problems of arrays ``(..., a, b)``: one batched call for all of one size.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.precision import solve_together
+        >>> print([x.shape for x in solve_together(jnp.transpose, [(jnp.ones((2, 3)),), (jnp.ones((4, 2, 3)),)])])
+        [(3, 2), (4, 3, 2)]
+    """
+    results: list[Any] = [None] * len(problems)
+    for members in grouped(tuple(x.shape[-2:] for x in problem) for problem in problems):
+        leads = [problems[i][0].shape[:-2] for i in members]
+        parts = zip(*([x.reshape(-1, *x.shape[-2:]) for x in problems[i]] for i in members), strict=True)
+        solved = stacked(f)(*(jnp.concatenate(xs) for xs in parts))
+        ends = np.cumsum([math.prod(lead) for lead in leads])
+        for i, lead, end in zip(members, leads, ends, strict=True):
+            start = end - math.prod(lead)
+            results[i] = jax.tree.map(lambda x, a=start, b=end, lead=lead: x[a:b].reshape(*lead, *x.shape[1:]), solved)
+    return results
+
+
+def batched(f: Callable, ndim: int) -> Callable:
+    """Return a function of matrices as a function of stacks with this number of axes."""
+    for _ in range(ndim - 2):
+        f = jax.vmap(f)
+    return f

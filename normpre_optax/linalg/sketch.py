@@ -7,7 +7,6 @@ matrices are solved in one batched call. Thin factors are stored as rows ``(l, s
 """
 
 import functools
-import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normpre_optax.linalg.newton_schulz import clipping_factor, one_at_a_time
-from normpre_optax.linalg.precision import at_least_float32, exact_product, inverse_root, product
+from normpre_optax.linalg.newton_schulz import clipping_factor
+from normpre_optax.linalg.precision import (
+    at_least_float32,
+    exact_product,
+    inverse_root,
+    one_at_a_time,
+    product,
+    solve_together,
+)
 
 
 class Clipping(NamedTuple):
@@ -175,75 +181,30 @@ def _inverse_cholesky(g: jax.Array) -> jax.Array:
     return one_at_a_time(solved)(unit) * scale[None]
 
 
-def solve_together(f: Callable, problems: Sequence[tuple[jax.Array, ...]], stacked: Callable = jax.vmap) -> list[Any]:
-    """Return ``f(*problem)`` for problems of arrays ``(..., a, b)``: one batched call for all of one size.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.sketch import solve_together
-        >>> print([x.shape for x in solve_together(jnp.transpose, [(jnp.ones((2, 3)),), (jnp.ones((4, 2, 3)),)])])
-        [(3, 2), (4, 3, 2)]
-    """
-    groups: dict[Any, list[int]] = {}
-    for i, problem in enumerate(problems):
-        groups.setdefault(tuple(x.shape[-2:] for x in problem), []).append(i)
-    results: list[Any] = [None] * len(problems)
-    for members in groups.values():
-        leads = [problems[i][0].shape[:-2] for i in members]
-        if leads == [()]:
-            results[members[0]] = f(*problems[members[0]])
-            continue
-        parts = zip(*([x.reshape(-1, *x.shape[-2:]) for x in problems[i]] for i in members), strict=True)
-        solved = stacked(f)(*(jnp.concatenate(xs) for xs in parts))
-        ends = np.cumsum([math.prod(lead) for lead in leads])
-        for i, lead, end in zip(members, leads, ends, strict=True):
-            start = end - math.prod(lead)
-            results[i] = jax.tree.map(lambda x, a=start, b=end, lead=lead: x[a:b].reshape(*lead, *x.shape[1:]), solved)
-    return results
-
-
-def solve_separately(f: Callable, problems: Sequence[tuple[jax.Array, ...]]) -> list[Any]:
-    """The same with one call per problem."""
-    return [batched(f, problem[0].ndim)(*problem) for problem in problems]
-
-
-def batched(f: Callable, ndim: int) -> Callable:
-    """Return a function of matrices as a function of stacks with this number of axes."""
-    for _ in range(ndim - 2):
-        f = jax.vmap(f)
-    return f
-
-
-def draws(seed: int, step: jax.typing.ArrayLike, ids: Sequence[jax.Array], shapes: Sequence[tuple]) -> list[jax.Array]:
+def draws(seed: int, step: jax.typing.ArrayLike, ids: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """Draw ``Omega^T`` for every matrix; it depends on seed, step, parameter and batch index, and on nothing else.
 
     Args:
         seed: of the optimizer.
         step: number of updates before this one.
-        ids: ``matrix_ids`` of every stack, uint32 ``(..., 2)``.
-        shapes: ``(l, n)`` of every stack.
+        ids: ``matrix_ids``, uint32 ``(..., 2)``.
+        shape: ``(l, n)``.
 
     Returns:
-        float32 ``(..., l, n)`` for every stack. The same on every host and for every sharding.
+        float32 ``(..., l, n)``. The same on every host and for every sharding.
 
     Example:
         >>> from normpre_optax.linalg.sketch import draws, matrix_ids
-        >>> [x.shape for x in draws(0, 0, [matrix_ids("up/kernel", 5)], [(2, 6)])]
-        [(5, 2, 6)]
+        >>> draws(0, 0, matrix_ids("up/kernel", 5), (2, 6)).shape
+        (5, 2, 6)
     """
     # Threefry is the one generator whose draws do not depend on the sharding.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
 
-    def draw(own: jax.Array, shape: tuple[int, int]) -> jax.Array:
-        return jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, own[0, 0]), own[0, 1]), shape, jnp.float32)
+    def draw(own: jax.Array) -> jax.Array:
+        return jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, own[0]), own[1]), shape, jnp.float32)
 
-    results: list[Any] = [None] * len(ids)
-    for shape in dict.fromkeys(shapes):
-        members = [i for i, other in enumerate(shapes) if other == shape]
-        found = solve_together(functools.partial(draw, shape=shape), [(ids[i][..., None, :],) for i in members])
-        for i, x in zip(members, found, strict=True):
-            results[i] = x
-    return results
+    return jnp.vectorize(draw, signature="(i)->(l,n)")(ids)
 
 
 def matrix_ids(path: str, batch: int) -> np.ndarray:

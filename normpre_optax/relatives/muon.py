@@ -6,7 +6,7 @@ from typing import Any, Literal
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, Operands, checked
+from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
 from normpre_optax.stages import KELLER, MOONLIGHT, direction, precondition_globally, scale_by_shape
 
 CONVENTIONS = {"moonlight": MOONLIGHT, "keller": KELLER}
@@ -20,6 +20,7 @@ def scale_by_muon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
+    ns_scale: Scale = "frobenius",
     compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -36,8 +37,9 @@ def scale_by_muon(
     References:
         Jordan et al., Muon, 2024; Liu et al., arXiv 2502.16982.
     """
-    stages = precondition_globally(ns_steps, ns_coefficients, compute_dtype), scale_by_shape(CONVENTIONS[convention])
-    return direction(optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims)
+    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale)
+    stages = optax.trace(momentum, nesterov, mu_dtype), spectral, scale_by_shape(CONVENTIONS[convention])
+    return direction(*stages, matrix_dims=matrix_dims)
 
 
 muon = complete(scale_by_muon)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, Operands, checked
+from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
 from normpre_optax.stages import MOONLIGHT, direction, normalize_rows, precondition_globally, scale_by_shape
 
 
@@ -18,6 +18,7 @@ def scale_by_muoneq(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
+    ns_scale: Scale = "frobenius",
     compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -35,7 +36,7 @@ def scale_by_muoneq(
     References:
         Chang et al., MuonEq, 2026 (github.com/MaeChd/muon-eq).
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype)
+    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale)
     stages = normalize_rows(mode), spectral, scale_by_shape(MOONLIGHT)
     return direction(optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims)
 

@@ -6,7 +6,7 @@ from typing import Any
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, Operands, checked
+from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
 from normpre_optax.stages import KELLER, direction, precondition_globally, scale_by_row_moment, scale_by_shape
 
 
@@ -18,6 +18,7 @@ def scale_by_normuon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
+    ns_scale: Scale = "frobenius",
     compute_dtype: Operands = None,
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -34,7 +35,7 @@ def scale_by_normuon(
     References:
         Li et al., NorMuon, arXiv 2510.05491 (github.com/zichongli5/NorMuon).
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype)
+    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale)
     stages = spectral, scale_by_row_moment(b2, matrix_dims=matrix_dims), scale_by_shape(KELLER)
     return direction(optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims)
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distribute matrices over a mesh by sharding constraints; XLA plans the communication."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from normpre_optax.linalg.sketch import solve_separately, solve_together
+from normpre_optax.linalg.precision import batched, solve_together
 from normpre_optax.sharding.placement import largest_axis, replicated
 
 
@@ -25,45 +24,34 @@ def in_auto_axes(f: Callable, mesh: AbstractMesh, out: Any) -> Callable:
     return jax.jit(on_mesh)  # under jit the arguments provide the mesh, so callers need none in context
 
 
-def over_devices(f: Callable, stacks: list, mesh: AbstractMesh) -> list[jax.Array]:
-    """Compute every matrix on one device, for any sharding of the parameters.
+def over_devices(f: Callable[[jax.Array], jax.Array], xs: list[jax.Array], mesh: AbstractMesh) -> list[jax.Array]:
+    """Compute a function of stacks of matrices, each matrix on one device, for any sharding of the parameters.
 
     The stack of all matrices of one shape is sharded over its batch axis, and XLA communicates it by all-to-alls. Only
     the largest mesh axis shares the work, because XLA would gather every matrix with several axes. Tall matrices are
     transposed, so that fewer shapes remain.
     """
     axis = largest_axis(mesh)
-    # Without the barrier, XLA may shard state, such as momentum, like the stacks that are computed from it.
-    stacks = jax.lax.optimization_barrier(stacks)
-    devices = mesh.shape[axis]
     place = functools.partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, PartitionSpec(axis)))
-    groups: dict[Any, list[int]] = {}
-    for i, stack in enumerate(stacks):
-        groups.setdefault((tuple(sorted(stack.x.shape[-2:])), stack.x.dtype), []).append(i)
-    results: list[Any] = [None] * len(stacks)
-    for (shape, dtype), members in groups.items():
-        wide = [_transposed_to(stacks[i].x, shape).reshape(-1, *shape) for i in members]
-        count = sum(map(len, wide))
-        padding = jnp.zeros((-count % devices, *shape), dtype)
-        x = place(jnp.concatenate([*wide, padding]))
-        (t,) = f([dataclasses.replace(stacks[members[0]], x=x, ids=None, transposed=False)])
-        t, start = place(t), 0
-        for i, x in zip(members, wide, strict=True):
-            results[i] = _transposed_to(t[start : start + len(x)], stacks[i].x.shape[-2:]).reshape(stacks[i].x.shape)
-            start += len(x)
-    return results
 
+    def placed(x: jax.Array) -> jax.Array:
+        padding = jnp.zeros((-len(x) % mesh.shape[axis], *x.shape[1:]), x.dtype)
+        return place(f(place(jnp.concatenate([x, padding]))))
 
-def _transposed_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return x if x.shape[-2:] == shape else x.mT
+    tall = [x.shape[-2] > x.shape[-1] for x in xs]
+    # Without the barrier, XLA may shard state, such as momentum, like the stacks that are computed from it.
+    xs = jax.lax.optimization_barrier(xs)
+    wide = [(x.mT if is_tall else x,) for x, is_tall in zip(xs, tall, strict=True)]
+    new = solve_together(f, wide, stacked=lambda _: placed)
+    return [t.mT if is_tall else t for t, is_tall in zip(new, tall, strict=True)]
 
 
 def solve_shared(shared: Sequence[bool], f: Callable, problems: Sequence, *, axes: tuple[str, ...]) -> list[Any]:
-    """Solve small problems on a mesh: ``sketch.solve_together``, distributed along these mesh axes.
+    """Solve small problems on a mesh: ``precision.solve_together``, distributed along these mesh axes.
 
     Problems that are not ``shared`` are of parameters with sharded batch axes: each device solves its own.
     """
-    own = iter(solve_separately(f, [problem for problem, s in zip(problems, shared, strict=True) if not s]))
+    own = (batched(f, problem[0].ndim)(*problem) for problem, s in zip(problems, shared, strict=True) if not s)
     rest = [problem for problem, s in zip(problems, shared, strict=True) if s]
     together = iter(solve_together(f, rest, stacked=functools.partial(_shared_vmap, axes=axes)))
     return [next(together if s else own) for s in shared]

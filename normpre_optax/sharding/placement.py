@@ -41,9 +41,10 @@ def mesh_of(arrays: Any) -> AbstractMesh | None:
     return None
 
 
-def spec_of(x: jax.Array) -> PartitionSpec:
-    """Return the ``PartitionSpec`` of an array over the Explicit axes of its mesh."""
-    return jax.typeof(x).sharding.spec
+def spec_of(x: jax.Array) -> PartitionSpec | None:
+    """Return the ``PartitionSpec`` of an array on a mesh with Explicit axes, else None."""
+    own = jax.typeof(x).sharding
+    return own.spec if AxisType.Explicit in own.mesh.axis_types else None
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
@@ -59,16 +60,12 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def is_explicit(x: jax.Array) -> bool:
-    """Return whether an array is on a mesh with Explicit axes."""
-    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-
-
 def unsharded(x: jax.Array, axis: int) -> jax.Array:
     """Return the array gathered along ``axis``, if an Explicit mesh axis shards it."""
-    if not is_explicit(x) or spec_of(x)[axis] is None:
+    spec = spec_of(x)
+    if spec is None or spec[axis] is None:
         return x
-    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, without_axis(spec_of(x), axis)))
+    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, without_axis(spec, axis)))
 
 
 def without_axis(spec: PartitionSpec, axis: int) -> PartitionSpec:
@@ -79,7 +76,7 @@ def without_axis(spec: PartitionSpec, axis: int) -> PartitionSpec:
 def sharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """Return ``x`` sharded as ``other``, if ``other`` is on a mesh with Explicit axes."""
     target = jax.typeof(other).sharding
-    if not is_explicit(other) or jax.typeof(x).sharding == target:
+    if jax.typeof(x).sharding == target or spec_of(other) is None:
         return x
     traced = isinstance(x, Tracer) or isinstance(other, Tracer)
     return jax.sharding.reshard(x, target) if traced else jax.device_put(x, other.sharding)

@@ -2,19 +2,22 @@
 """What stages have in common: a function of one parameter applied to a tree, and a chain of stages in float32."""
 
 import functools
-import math
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from normpre_optax.checks import check_function
 from normpre_optax.linalg.precision import at_least_float32, by_platform, platform
 from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
 from normpre_optax.parameters.rules import assign
-from normpre_optax.sharding.placement import mesh_of, sharded_like, unsharded, without_axis
+from normpre_optax.sharding.auto import in_auto_axes
+from normpre_optax.sharding.placement import mesh_of, sharded_like, spec_of, unsharded, without_axis
 
 GROUP_BYTES = 96 * 2**20  # of parameters that a TPU computes together: what its vector memory holds
 
@@ -55,7 +58,7 @@ class Block(NamedTuple):
 
     name: str
     dims: MatrixDims
-    sharding: Any
+    sharding: Any  # PartitionSpec; None is unknown
     u: Any
     w: Any
     rest: list[Any]
@@ -80,7 +83,8 @@ def split_blocks(
     weights = [None] * len(leaves) if params is None else jax.tree.leaves(params)
     blocks, counts = [], []
     for spec, u, *rest in zip(specs, leaves, weights, *map(jax.tree.leaves, trees), strict=True):
-        places, sharding = blocks_of(u.shape, spec.dims), spec.sharding
+        places, explicit = blocks_of(u.shape, spec.dims), spec_of(u)
+        sharding = spec.sharding if explicit is None else explicit
         counts.append(len(places))
         if len(places) > 1 and sharding is not None:
             sharding = without_axis(sharding, split_axes(u.ndim, spec.dims)[1][0])
@@ -195,7 +199,11 @@ def direction(*stages: optax.GradientTransformation, matrix_dims: Any = None) ->
 
     def update(updates, state, params=None, **extra_args):
         extra_args["matrix_dims"] = assigned(updates, params, matrix_dims)
-        run = functools.partial(in_groups, chain, extra_args)
+        run, mesh = functools.partial(in_groups, chain, extra_args), mesh_of(updates)
+        if mesh is not None and mesh.size == 1 and isinstance(jax.tree.leaves(updates)[0], Tracer):
+            # Explicit axes of one device: Auto ones are no mesh. Outside of jit, this would compile at every call.
+            specs = jax.tree.map(lambda x: spec_of(x) or PartitionSpec(), (updates, state))
+            run = in_auto_axes(run, mesh, specs)
         new, state = by_platform(run, updates, state, params)(updates, state, params)
         like = updates if params is None else params
         return jax.tree.map(lambda u, p: u.astype(p.dtype), new, like), state
@@ -210,23 +218,15 @@ def in_groups(chain: optax.GradientTransformationExtraArgs, extra_args: dict, up
     every ``Psi`` alive. Groups of what fits on the chip, one after the other, avoid both.
     """
     updates, params = jax.tree.map(at_least_float32, (updates, params))
-    grouped = platform() == "tpu" and mesh_of(updates) is None and params is not None
-    most = GROUP_BYTES if grouped else math.inf
     leaves, treedef = jax.tree.flatten(updates)
-    group_of, used = [0] * len(leaves), 0
-    for i, x in enumerate(leaves):
-        size = x.size * x.dtype.itemsize
-        new_group = used > 0 and used + size > most
-        used = size if new_group else used + size
-        group_of[i] = group_of[i - 1] + new_group if i else 0
-    if not group_of or group_of[-1] == 0:
+    starts = list(itertools.accumulate((x.size * x.dtype.itemsize for x in leaves), initial=0))[:-1]
+    groups = [*dict.fromkeys(start // GROUP_BYTES for start in starts)]
+    if len(groups) < 2 or platform() != "tpu" or mesh_of(updates) is not None or params is None:
         return chain.update(updates, state, params, gradients=updates, **extra_args)
-    new_updates: dict = {}
     new_state, structure = jax.tree.flatten_with_path(state)
-    new_state = dict(new_state)
-    u = None
-    for group in range(group_of[-1] + 1):
-        inside = [g == group for g in group_of]
+    new_updates, new_state, u = {}, dict(new_state), None
+    for group in groups:
+        inside = [start // GROUP_BYTES == group for start in starts]
 
         def only(tree: Any, *_: Any, inside: list[bool] = inside) -> Any:
             """Keep the parameters of the group."""
@@ -235,10 +235,10 @@ def in_groups(chain: optax.GradientTransformationExtraArgs, extra_args: dict, up
 
         part = optax.tree.map_params(chain, only, state, is_leaf=lambda _: True)
         mine = only(updates), only(params)
-        if group:
+        if u is not None:
             mine, _ = jax.lax.optimization_barrier((mine, u))  # after the group before
         u, s = chain.update(mine[0], part, mine[1], gradients=mine[0], **extra_args)
         new_updates |= dict(jax.tree.leaves_with_path(u))
         new_state |= dict(jax.tree.leaves_with_path(s))
-    paths = [path for path, _ in jax.tree.leaves_with_path(updates)]
-    return treedef.unflatten([new_updates[path] for path in paths]), structure.unflatten(new_state.values())
+    new = [new_updates[path] for path, _ in jax.tree.leaves_with_path(updates)]
+    return treedef.unflatten(new), structure.unflatten(new_state.values())

@@ -12,7 +12,7 @@ import optax
 
 from normpre_optax.checks import PASS_PARAMS, check_choice, check_function
 from normpre_optax.linalg import rows
-from normpre_optax.linalg.precision import by_platform, platform
+from normpre_optax.linalg.precision import by_platform, grouped, platform
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.sharding.placement import mesh_of
 from normpre_optax.stages.base import CountState, init_count, per_parameter, split_blocks
@@ -70,11 +70,8 @@ def normalize_tangent(
         for side in sides:
             blocks, rebuilt = split_blocks(updates, None if tangent == "none" else params, matrix_dims)
             axes = tuple(split_axes(block.u.ndim, block.dims)[:0:-1] for block in blocks)  # (inputs, outputs)
-            norms = tuple(
-                tuple(norm(math.prod(block.u.shape[axis] for axis in along)) for along in pair)
-                for block, pair in zip(blocks, axes, strict=True)
-            )
-            run = functools.partial(_unit_tangents, axes, norms, side, tangent)
+            specs = tuple(block.sharding for block in blocks)
+            run = functools.partial(_unit_tangents, axes, specs, norm, side, tangent)
             args = [block.u for block in blocks], [block.w for block in blocks], by_rows
             updates = rebuilt(by_platform(run, *args)(*args))
         return updates, CountState(optax.safe_increment(state.count))
@@ -82,26 +79,26 @@ def normalize_tangent(
     return optax.GradientTransformationExtraArgs(init_count, update)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
-def _unit_tangents(axes, norms, side, tangent, ms, ws, by_rows) -> list[jax.Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), inline=True)
+def _unit_tangents(axes, specs, norm, side, tangent, ms, ws, by_rows) -> list[jax.Array]:
     """Normalized tangents, by rows, by columns, or by whichever ``by_rows`` selects.
 
     A TPU computes the sums of rows and of columns in one pass and selects. A CPU and a GPU branch around the sums; a
     GPU computes those of one shape in one kernel.
     """
-    groups: dict[Any, list[int]] = {}
-    stacked = platform() == "gpu" and mesh_of(ms) is None  # on a mesh, a shape may have several shardings
-    for i, m in enumerate(ms):
-        groups.setdefault((m.shape, axes[i]) if stacked else i, []).append(i)
+    # On a mesh with unknown shardings, those of a stack could differ.
+    stacked = platform() == "gpu" and (None not in specs or mesh_of(ms) is None)
+    groups = grouped((m.shape, axes[i], specs[i]) if stacked else i for i, m in enumerate(ms))
 
     def factors(ms: list[jax.Array], ws: list, k: int) -> list[tuple[jax.Array, jax.Array]]:
         found = []
-        for group in groups.values():
+        for group in groups:
             m = jnp.stack([ms[i] for i in group])
             w = None if ws[group[0]] is None else jnp.stack([ws[i] for i in group])
             along = tuple(axis + 1 for axis in axes[group[0]][k])
             a, b = rows.unit_tangent_factors(m, w, along, tangent)
-            found.append((norms[group[0]][k] * a, norms[group[0]][k] * b))
+            size = norm(math.prod(m.shape[axis] for axis in along))
+            found.append((size * a, size * b))
         return found
 
     if side != "alternating":
@@ -112,16 +109,13 @@ def _unit_tangents(axes, norms, side, tangent, ms, ws, by_rows) -> list[jax.Arra
         # Zeros with the type that sums have on a mesh; XLA drops the sums.
         zeros = [jax.tree.map(lambda x: jnp.where(False, x, 0), factors(ms, ws, k)) for k in (0, 1)]
 
-        def branch(k: int, ms: list[jax.Array], ws: list) -> tuple:
-            # Without the barrier, XLA moves the sums out of the branches and computes both.
-            ms, ws = jax.lax.optimization_barrier((ms, ws))
-            found = factors(ms, ws, k)
-            return (zeros[0], found) if k else (found, zeros[1])
-
-        both = jax.lax.cond(by_rows, functools.partial(branch, 0), functools.partial(branch, 1), ms, ws)
+        # Without the barrier, XLA moves the sums out of the branches and computes both.
+        own = lambda k, ms, ws: factors(*map(jax.lax.optimization_barrier, (ms, ws)), k=k)  # noqa: E731
+        by_row, by_column = lambda ms, ws: (own(0, ms, ws), zeros[1]), lambda ms, ws: (zeros[0], own(1, ms, ws))
+        both = jax.lax.cond(by_rows, by_row, by_column, ms, ws)
         found = jax.tree.map(lambda r, c: jnp.where(by_rows, r, c), *both)
     new = dict[int, jax.Array]()
-    for group, (a, b) in zip(groups.values(), found, strict=True):
+    for group, (a, b) in zip(groups, found, strict=True):
         for k, i in enumerate(group):
             new[i] = a[k] * ms[i] if ws[i] is None else a[k] * ms[i] - b[k] * ws[i]
     return [new[i] for i in range(len(ms))]

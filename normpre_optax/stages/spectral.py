@@ -1,163 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spectral stage: the only stage that works on whole matrices, and the only one that is executed by platform.
+"""Spectral stages: what is computed of a matrix. ``execution`` says where, and how matrices are combined.
 
-A spectral function ``f(stacks, step, solve, **numbers)`` maps a list of ``Stack`` to a list of results of the same
-shapes. It is hashable; ``f.distributed`` says whether it needs whole matrices on one device of a mesh, ``f.rounded``
-whether a TPU rounds them in the first product, ``f.draws`` whether it depends on the step. ``spectral`` lays the
-parameters out, and runs it as the platform wants:
-
-- a **CPU** computes one matrix after the other in a loop per shape;
-- a **TPU** computes every parameter by itself, so that a matrix stays on the chip (see ``base.in_groups``);
-- a **GPU** computes one stack per shape, because it pays for every kernel;
-- on a **mesh**, functions that are ``distributed`` compute every matrix on one device; see ``sharding``.
-
-All spectral functions commute with transposition, so matrices are not transposed: ``Stack.transposed`` says how they
-are stored.
+Spectral functions commute with transposition, so matrices are not transposed: ``Stack.transposed`` says how they are
+stored.
 """
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from normpre_optax.checks import check_choice, check_numbers, static_int
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg import sketch
-from normpre_optax.linalg.precision import by_platform, inverse_root, platform, product
-from normpre_optax.parameters.dims import from_matrices, is_stored_transposed, to_matrices
-from normpre_optax.sharding.auto import in_auto_axes, over_devices, solve_shared
-from normpre_optax.sharding.exchange import exchange
-from normpre_optax.sharding.placement import axes_in_use, is_explicit, mesh_of, spec_of
-from normpre_optax.stages.base import CountState, init_count, split_blocks
+from normpre_optax.linalg.precision import batched, inverse_root, narrowed, product
+from normpre_optax.stages.execution import EachMatrix, Stack, spectral
 
 _LEAST = 0.1  # of the root mean square of all singular values: least relative level, for matrices of low rank
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """Matrices of one parameter or shape.
-
-    Attributes:
-        x: ``(..., out, in)``, or ``(..., in, out)`` if ``transposed``.
-        ids: uint32 ``(..., 1, 2)``: identifies the draws of each matrix, see ``sketch.matrix_ids``; or None.
-        transposed: whether rows of ``x`` are inputs.
-    """
-
-    x: jax.Array
-    ids: Any
-    transposed: bool = dataclasses.field(metadata={"static": True})
-
-
-def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.GradientTransformationExtraArgs:
-    """Return the stage that applies a spectral function to the matrices of all parameters.
-
-    Args:
-        f: the function; two equal functions share compiled code.
-        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
-        **numbers: are passed to ``f`` and may be traced, such as ``rms``.
-    """
-
-    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **_):
-        blocks, rebuilt = split_blocks(updates, params, matrix_dims)
-        run = functools.partial(_run, f, tuple((block.name, block.dims, block.sharding) for block in blocks))
-        args = [block.u for block in blocks], state.count if f.draws else None, numbers
-        new = by_platform(run, *args)(*args) if blocks else []
-        return rebuilt(new), CountState(optax.safe_increment(state.count)) if f.draws else state
-
-    init = init_count if f.draws else lambda params: optax.EmptyState()
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict) -> list[jax.Array]:
-    """Apply ``f`` to blocks, on one device or on a mesh."""
-    names, dims, specs = zip(*known, strict=True)
-    mesh, run = mesh_of(blocks), _on_one_device
-    if mesh is not None:
-        explicit = is_explicit(blocks[0])
-        specs = [spec_of(x) for x in blocks] if explicit else list(specs)
-        used = axes_in_use(mesh, names, blocks, dims, specs)
-        if f.distributed and None not in specs and (used.all or (mesh.size > 1 and platform() != "tpu")):
-
-            def compute(xs: list[jax.Array], operands: Any) -> list[jax.Array]:
-                own = functools.partial(f, step=operands[0], **operands[1])
-                return _on_one_device(own, [Stack(x, None, False) for x in xs])
-
-            return exchange(compute, (step, numbers), blocks, dims, specs, mesh, f.rounded)
-        if explicit:  # The same with Auto axes and known shardings.
-            own = functools.partial(_run, f, tuple(zip(names, dims, specs, strict=True)))
-            return in_auto_axes(own, mesh, specs)(blocks, step, numbers)
-        # Otherwise one device; or copies on a TPU, where gathering results costs more than computing them.
-        if not f.distributed:
-            # Matrices of one known sharding are computed together.
-            keys = list(zip(specs if None not in specs else range(len(specs)), used.shared, strict=True))
-            run = functools.partial(_sharded, axes=used.matrices, keys=keys)
-        elif None in specs:
-            run = functools.partial(over_devices, mesh=mesh)
-    stacks = []
-    for x, d, name in zip(blocks, dims, names, strict=True):
-        transposed = is_stored_transposed(x.ndim, d)
-        x = to_matrices(x, d, transposed, flat=False)
-        lead = x.shape[:-2]
-        ids = sketch.matrix_ids(name, math.prod(lead)).reshape(*lead, 1, 2) if f.draws else None
-        stacks.append(Stack(x, ids, transposed))
-    new = run(functools.partial(f, step=step, **numbers), stacks)
-    each = zip(new, stacks, dims, blocks, strict=True)
-    return [from_matrices(t, d, x.shape, stack.transposed) for t, stack, d, x in each]
-
-
-def _on_one_device(f: Callable[[list[Stack]], list[jax.Array]], stacks: list[Stack]) -> list[jax.Array]:
-    """Run ``f`` in the way that the platform wants."""
-    if platform() == "tpu":
-        return f(stacks)
-    joined, places = _joined(stacks, [None] * len(stacks))
-    if platform() == "gpu":
-        new = f(joined)
-    else:  # one matrix after the other
-        flat = jax.tree.map(functools.partial(jax.lax.collapse, start_dimension=0, stop_dimension=-2), joined)
-        new = [jax.lax.map(f, [x])[0].reshape(stack.x.shape) for x, stack in zip(flat, joined, strict=True)]
-    return [new[group][i] for group, i in places]
-
-
-def _sharded(f: Callable, stacks: list[Stack], axes: tuple[str, ...], keys: Sequence[Any]) -> list[jax.Array]:
-    """Run ``f`` on sharded matrices; ``keys`` say which can be joined, and which all devices share."""
-    joined, places = _joined(stacks, keys)
-    shared = {group: keys[i][1] for i, (group, _) in enumerate(places)}
-    new = f(joined, solve=functools.partial(solve_shared, list(shared.values()), axes=axes))
-    return [new[group][i] for group, i in places]
-
-
-def _joined(stacks: list[Stack], keys: Sequence[Any]) -> tuple[list[Stack], list[tuple[int, int]]]:
-    """Join stacks of one shape and key along a new axis; also return the group of each stack, and its index there."""
-    groups: dict[Any, list[int]] = {}
-    for i, (stack, key) in enumerate(zip(stacks, keys, strict=True)):
-        groups.setdefault((stack.x.shape, stack.transposed, stack.x.dtype, key), []).append(i)
-    joined = [jax.tree.map(lambda *xs: jnp.stack(xs), *(stacks[i] for i in group)) for group in groups.values()]
-    places = {i: (number, at) for number, group in enumerate(groups.values()) for at, i in enumerate(group)}
-    return joined, [places[i] for i in range(len(stacks))]
-
-
-@dataclasses.dataclass(frozen=True)
-class EachMatrix:
-    """A function ``f(x, rms=..., **options)`` of one matrix, applied to every matrix."""
-
-    f: Callable
-    options: tuple[tuple[str, Any], ...] = ()
-    rounded: bool = False  # whether a TPU rounds matrices to bfloat16 in the first product
-    distributed = True
-    draws = False
-
-    def __call__(self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None) -> list[jax.Array]:
-        """Compute the function of every matrix."""
-        f = functools.partial(self.f, rms=rms, **dict(self.options))
-        return [jnp.vectorize(f, signature="(m,n)->(m,n)")(stack.x) for stack in stacks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,29 +40,22 @@ class ClipLeading:
         self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None, threshold: Any = 1.0
     ) -> list[jax.Array]:
         """Clip every matrix; all small problems are solved together."""
-        xs = [stack.x for stack in stacks]
         dtype = None if self.compute_dtype == "narrow" else self.compute_dtype  # None is narrow here
-        if dtype is None and self.method != "exact" and platform() == "gpu" and xs[0].dtype == jnp.float32:
-            # Reading Psi is what these products cost a GPU. The barrier keeps XLA from undoing the rounding.
-            dtype, xs = jnp.bfloat16, jax.lax.optimization_barrier([x.astype(jnp.bfloat16) for x in xs])
+        dtype = stacks[0].x.dtype if self.method == "exact" else dtype
+        xs, dtype = narrowed([stack.x for stack in stacks], dtype)
         # The smaller dimension is worked on; for a square matrix, the outputs.
         tall = [(x.shape[-2], s.transposed) > (x.shape[-1], False) for x, s in zip(xs, stacks, strict=True)]
         wide = [x.mT if is_tall else x for x, is_tall in zip(xs, tall, strict=True)]
         squares = [sketch.sum_of_squares(x) for x in xs]
-        sizes = [self.sizes(x.shape[-2]) for x in wide]
-        clippings = [
-            self.clipping(s, x.shape[-2], rank, threshold) for s, x, (rank, _) in zip(squares, wide, sizes, strict=True)
-        ]
+        each = (self.clipping(x.shape[-2], s, threshold) for x, s in zip(wide, squares, strict=True))
+        clippings, sizes = zip(*each, strict=True)
         if self.method == "exact":
-            found = [sketch.batched(sketch.clip_exactly, x.ndim)(x, c) for x, c in zip(wide, clippings, strict=True)]
+            found = [batched(sketch.clip_exactly, x.ndim)(x, c) for x, c in zip(wide, clippings, strict=True)]
         else:
-            shapes = [(size, x.shape[-1]) for x, (_, size) in zip(wide, sizes, strict=True)]
-            ids = [jnp.asarray(stack.ids[..., 0, :]) for stack in stacks]
-            if solve is None:
-                omegas = sketch.draws(self.seed, step, ids, shapes)
-            else:  # On a mesh, XLA would shard draws that are computed together, and then gather them.
-                omegas = [sketch.draws(self.seed, step, [i], [s])[0] for i, s in zip(ids, shapes, strict=True)]
-            omegas = [omega.astype(s.dtype) for omega, s in zip(omegas, squares, strict=True)]
+            omegas = [
+                sketch.draws(self.seed, step, stack.ids[..., 0, :], (size, x.shape[-1])).astype(s.dtype)
+                for stack, x, size, s in zip(stacks, wide, sizes, squares, strict=True)
+            ]
             products = self.method == "products"
             found = sketch.clip_by_sketch(wide, omegas, clippings, self.power_iterations, products, dtype, solve)
         new = []
@@ -212,28 +67,26 @@ class ClipLeading:
             new.append(t)
         return new
 
-    def sizes(self, side: int) -> tuple[int, int]:
-        """Return how many singular values of a matrix are clipped, and how many directions its sketch has."""
+    def clipping(self, side: int, total: jax.Array, threshold: Any) -> tuple[sketch.Clipping, int]:
+        """Return what is clipped of matrices with this smaller side and sum of squares, and their sketch's size."""
         rank = min(self.rank, side) if isinstance(self.rank, int) else max(1, round(self.rank * side))
         most = max(1, side - 1) if self.relative else side  # one remains
         rank, products = min(rank, most), self.method == "products"
         size = min(rank + self.oversample, most if products else side)
-        return (size if products else rank), size
-
-    def clipping(self, total: jax.Array, side: int, rank: int, threshold: Any) -> sketch.Clipping:
-        """Return what is clipped of matrices with this sum of squares."""
-        fixed = sketch.to_threshold(total, rank, threshold)
-        if not self.relative:
-            return fixed
-        if side == rank:  # one singular value, and none remains
-            return fixed._replace(least=total)
-        return fixed._replace(least=fixed.least * total * (_LEAST**2 / side), share=fixed.least / (side - rank))
+        rank = size if products else rank
+        found = sketch.to_threshold(total, rank, threshold)
+        if self.relative and side == rank:  # one singular value, and none remains
+            found = found._replace(least=total)
+        elif self.relative:
+            found = found._replace(least=found.least * total * (_LEAST**2 / side), share=found.least / (side - rank))
+        return found, size
 
 
 def precondition_globally(
     ns_steps: int | None = 5,
     ns_coefficients: str | Sequence[Any] = "muon",
     compute_dtype: Any = None,
+    ns_scale: Literal["frobenius", "schatten"] = "frobenius",
     rms: jax.typing.ArrayLike | None = None,
     *,
     matrix_dims: Any = None,
@@ -247,6 +100,8 @@ def precondition_globally(
         compute_dtype: dtype of the operands of products; None means the platform's default for float32 (one bfloat16
             pass on a TPU, TF32 on a GPU, float32 on a CPU), ``jnp.float32`` true float32 everywhere, and "narrow"
             bfloat16 on a TPU or GPU and float32 on a CPU.
+        ns_scale: the norm that matrices are divided by before the first iteration: "frobenius", or "schatten", the
+            fourth root of the sum of the fourth powers of the singular values. It is a closer bound on the largest.
         rms: if given, scale every result to this root mean square.
         matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
@@ -270,12 +125,13 @@ def precondition_globally(
         Normalize-Then-Precondition, "NormPre-G"; Jordan et al., Muon, 2024.
     """
     check_numbers(rms=rms, compute_dtype=compute_dtype)
+    check_choice("ns_scale", ns_scale, ("frobenius", "schatten"))
     steps = 1 if ns_steps is None else static_int("ns_steps", ns_steps, least=1, below=1000)  # unrolled
     table = ns.coefficient_table(ns_coefficients, steps)
     if ns_steps is None:
         return spectral(EachMatrix(ns.exact_msign), rms=rms, matrix_dims=matrix_dims)
     headroom = ns.HEADROOM.get(ns_coefficients, 1.0) if isinstance(ns_coefficients, str) else 1.0
-    options = ("table", table), ("headroom", headroom), ("compute_dtype", compute_dtype)
+    options = ("table", table), ("headroom", headroom), ("compute_dtype", compute_dtype), ("scale", ns_scale)
     f = EachMatrix(ns.newton_schulz, options, rounded=compute_dtype is None or compute_dtype == "narrow")
     return spectral(f, rms=rms, matrix_dims=matrix_dims)
 

@@ -17,15 +17,15 @@ from tests.cases import EPS32, gaussian, quick_jit, with_spectrum
 TABLES = reference.TABLES
 
 
-@functools.partial(quick_jit, static_argnums=(1, 2, 3))
-def iterated(x, table, headroom, compute_dtype):
-    return ns.newton_schulz(x, table, headroom, compute_dtype)
+@functools.partial(quick_jit, static_argnums=(1, 2, 3, 4))
+def iterated(x, table, headroom, compute_dtype, scale):
+    return ns.newton_schulz(x, table, headroom, compute_dtype, scale)
 
 
-def run(x, name="muon", steps=5, compute_dtype=None):
+def run(x, name="muon", steps=5, compute_dtype=None, scale="frobenius"):
     """Newton-Schulz by the name of a table, in float64."""
     table = ns.coefficient_table(name, steps)
-    return np.asarray(iterated(jnp.asarray(x), table, ns.HEADROOM.get(name, 1.0), compute_dtype), np.float64)
+    return np.asarray(iterated(jnp.asarray(x), table, ns.HEADROOM.get(name, 1.0), compute_dtype, scale), np.float64)
 
 
 def relative(x, y):
@@ -38,13 +38,14 @@ CASES += [((4, 9), "you", steps, np.float64) for steps in (1, 3, 4)]  # parts of
 CASES += [((4, 9), name, 5, np.float32) for name in TABLES] + [((6, 6), "muon", 5, np.float32)]
 
 
+@pytest.mark.parametrize("scale", ["frobenius", "schatten"])
 @pytest.mark.parametrize(("shape", "name", "steps", "dtype"), CASES)
-def test_agrees_with_the_reference(shape, name, steps, dtype):
+def test_agrees_with_the_reference(shape, name, steps, dtype, scale):
     """The wide and tall matrices among them take the Gram form, the others the plain form."""
     x = gaussian(shape).astype(dtype)
-    expected = reference.newton_schulz(np.float64(x), TABLES[name][:steps], ns.HEADROOM.get(name, 1.0))
+    expected = reference.newton_schulz(np.float64(x), TABLES[name][:steps], ns.HEADROOM.get(name, 1.0), scale)
     with jax.enable_x64(dtype is np.float64):
-        got = run(x, name, steps)
+        got = run(x, name, steps, scale=scale)
     # The start has norm one and carries a few eps of rounding, amplified by the slope at zero: 485 to 1020. In float64
     # that is 2.2e-16, and the Gram form squares the condition once.
     slope = np.prod([a for a, _, _ in TABLES[name]])
@@ -67,6 +68,7 @@ def test_tables_and_steps():
 
 SPECTRAL = {
     "newton_schulz": functools.partial(ns.newton_schulz, table=[reference.MUON] * 5),
+    "schatten": functools.partial(ns.newton_schulz, table=[reference.MUON] * 4, scale="schatten"),
     "msign": ns.exact_msign,
 }
 

@@ -177,21 +177,20 @@ def test_the_inverse_factor_is_finite_for_every_semidefinite_matrix():
 def test_draws_never_change():
     """Not with the user's choice of generator, nor with a later version: a resumed run draws what it would have."""
     with jax.default_prng_impl("rbg"):
-        (found,) = sketch.draws(3, 5, [jnp.array([17, 2], jnp.uint32)], [(2, 3)])
+        found = sketch.draws(3, 5, jnp.array([17, 2], jnp.uint32), (2, 3))
     expected = [[-0.5771456, -1.5907036, -0.41013402], [1.1442941, -1.3229197, 0.6540548]]
     np.testing.assert_allclose(found, expected, rtol=4 * EPS32)
 
 
 def test_draws_computed_together_are_those_of_each_matrix():
-    ids = [jnp.asarray(sketch.matrix_ids("a", 3)), jnp.asarray(sketch.matrix_ids("b", 1))[0]]
-    ids.append(jnp.asarray(sketch.matrix_ids("c", 2))[:, None])
-    shapes = [(2, 6), (2, 6), (3, 6)]
-    for drawn, own, shape in zip(sketch.draws(3, 5, ids, shapes), ids, shapes, strict=True):
-        assert drawn.shape == (*own.shape[:-1], *shape)
-        for place in np.ndindex(own.shape[:-1]):
-            (alone,) = sketch.draws(3, 5, [own[place]], [shape])
-            # One stream of bits for each matrix, but two programs may round its logarithm by a unit apart.
-            np.testing.assert_allclose(drawn[place], alone, rtol=4 * EPS32)
-    (first,), (second,) = (sketch.draws(seed, step, ids[:1], shapes[:1]) for seed, step in ((3, 5), (3, 6)))
-    assert min(np.abs(first[i] - other).max() for i, other in ((0, first[1]), (1, first[2]), (0, second[0]))) > 0.1
-    assert np.abs(sketch.draws(4, 5, ids[:1], shapes[:1])[0] - first).max() > 0.1
+    ids = jnp.asarray(sketch.matrix_ids("a", 6)).reshape(3, 2, 2)
+    drawn = sketch.draws(3, 5, ids, (2, 6))
+    assert drawn.shape == (3, 2, 2, 6)
+    for place in np.ndindex(3, 2):
+        # One stream of bits for each matrix, but two programs may round its logarithm by a unit apart.
+        np.testing.assert_allclose(drawn[place], sketch.draws(3, 5, ids[place], (2, 6)), rtol=4 * EPS32)
+    others = [jnp.asarray(sketch.matrix_ids("b", 6)).reshape(3, 2, 2), ids[::-1]]
+    unlike = [sketch.draws(3, 5, x, (2, 6)) for x in others] + [
+        sketch.draws(s, t, ids, (2, 6)) for s, t in ((3, 6), (4, 5))
+    ]
+    assert min(np.abs(x - drawn).max() for x in unlike) > 0.1
