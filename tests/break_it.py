@@ -52,7 +52,7 @@ FAULTS = {name: Fault(*fault) for name, fault in {  # name: file, old, new, test
     "the_rest_is_all": ("linalg/sketch.py", "share * (total - jnp.sum(jnp.where(among, values, 0)))", "share * total"),
     "short_rows_are_a_basis": ("linalg/sketch.py", "jnp.where(short[:, None] | short[None], 0, gram)", "gram"),
     "draws_without_the_batch_index": ("linalg/sketch.py",
-        "jax.random.fold_in(jax.random.fold_in(key, own[0, 0]), own[0, 1])", "jax.random.fold_in(key, own[0, 0])"),
+        "jax.random.fold_in(jax.random.fold_in(key, own[0]), own[1])", "jax.random.fold_in(key, own[0])"),
     "exact_products_are_not": ("linalg/precision.py", "return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)",
         "return jnp.matmul(a, b)"),
     "a_tpu_takes_the_way_of_a_gpu": ("linalg/precision.py", "cpu=cpu, tpu=tpu,", "cpu=cpu, tpu=gpu,"),

@@ -105,10 +105,8 @@ def evaluate(options: Evaluate) -> None:
     count = options.validation_tokens or trained.config.validation_tokens
     config = dataclasses.replace(trained.config, validation_tokens=count)
     score = evaluation(config, trained.dataset, trained.graphdef, make_layout())(trained.params)
-    text = f"(validation text of {trained.dataset.folder})"
-    print(
-        f"step {trained.step:,}: loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte {text}"
-    )
+    losses = f"loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte"
+    print(f"step {trained.step:,}: {losses} (validation text of {trained.dataset.folder})")
 
 
 def generate(options: Generate) -> None:

@@ -203,9 +203,8 @@ class Trainer:
             Diverged: if the loss is NaN or infinite.
             Stopped: if ``stop`` was called, after saving.
         """
-        config, score = self.config, None
-        if self.start == config.steps:
-            return self.evaluate(self.state.params)
+        config = self.config
+        score = self.evaluate(self.state.params) if self.start == config.steps else None
         if self.start == 0:
             self._evaluate(0, log, console)
         progress, vote = Progress(console, config.steps), Vote()
@@ -235,6 +234,7 @@ class Trainer:
                     way_on = "the same command with --resume continues from there"
                     raise Stopped(f"stopped after step {done:,}, saved; {way_on}", stopping)
         assert score is not None
+        self._check_finite("validation loss", score.loss, config.steps)  # also of weights from a damaged checkpoint
         return score
 
     def _write(self, done: int, pending: list[Metrics], clock: float, log: Log, progress: Progress) -> float:

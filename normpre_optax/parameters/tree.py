@@ -234,7 +234,7 @@ Row = tuple[str, tuple[str, ...], Any]  # common name of some parameters, their 
 
 
 def repeated(table: Mapping[str, Any]) -> list[Row]:
-    """Join the entries of layers whose parameters all have equal entries.
+    """Join the parameters of layers that have equal entries.
 
     A layer is a part of a path that is a number, or a name with a number at its end: of a layer, a block, an expert, or
     a Linen class.
@@ -247,37 +247,29 @@ def repeated(table: Mapping[str, Any]) -> list[Row]:
         >>> [name for name, *_ in repeated({"layer_0/up": 8, "layer_1/up": 8, "layer_2/up": 16})]
         ['layer_{0,1}/up', 'layer_2/up']
     """
-    return _joined([(path, (path,), entry) for path, entry in table.items()])
+    groups: dict[tuple[Hashable, Any], list[list[str]]] = {}
+    for path, entry in table.items():
+        parts = path.split("/")
+        groups.setdefault((tuple(map(_without_number, parts)), entry), []).append(parts)
+    return [
+        ("/".join(map(_label, zip(*same, strict=True))), tuple(map("/".join, same)), entry)
+        for (_, entry), same in groups.items()
+    ]
 
 
-def _joined(rows: list[Row]) -> list[Row]:
-    below: dict[str, list[Row]] = {}
-    for name, paths, entry in rows:
-        first, _, rest = name.partition("/")
-        below.setdefault(first, []).append((rest, paths, entry))
-    alike: dict[Hashable, list[tuple[str, list[Row]]]] = {}
-    for first, inner in below.items():
-        inner = _joined(inner) if inner[0][0] else inner
-        stem, found = first.rstrip("0123456789"), words(first)
-        layer = not found or (v.UNITS | v.EXPERTS).intersection(found) or (first[0].isupper() and stem[-1] == "_")
-        content = tuple((name, len(paths), entry) for name, paths, entry in inner)
-        alike.setdefault((stem, content) if layer and stem != first else first, []).append((first, inner))
-    joined: list[Row] = []
-    for group in alike.values():
-        label = _label([first for first, _ in group])
-        for same in zip(*(inner for _, inner in group), strict=True):
-            rest, _, entry = same[0]
-            paths = tuple(path for _, paths, _ in same for path in paths)
-            joined.append((f"{label}/{rest}" if rest else label, paths, entry))
-    return joined
+def _without_number(part: str) -> str:
+    """Return a part of a path, without its number if it names a layer."""
+    stem, found = part.rstrip("0123456789"), words(part)
+    layer = not found or (v.UNITS | v.EXPERTS).intersection(found) or (part[0].isupper() and stem[-1] == "_")
+    return stem if layer else part
 
 
-def _label(names: list[str]) -> str:
+def _label(names: tuple[str, ...]) -> str:
     """Return one name for names that differ in their last number: "layer_{0..3,7}"."""
-    stem = names[0].rstrip("0123456789")
-    if len(names) == 1:
+    if len({*names}) == 1:
         return names[0]
-    numbers = enumerate(sorted(int(name[len(stem) :]) for name in names))
+    stem = _without_number(names[0])
+    numbers = enumerate(sorted({int(name[len(stem) :]) for name in names}))
     runs = [[n for _, n in run] for _, run in itertools.groupby(numbers, lambda pair: pair[1] - pair[0])]
     found = ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
     return f"{stem}{{{found}}}"

@@ -5,6 +5,7 @@ import errno
 import gc
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from examples.pretrain import checkpoint, compare, configs, logs, main, processes, train
 from examples.pretrain import run as run_module
+from examples.pretrain.evaluate import Score
 from examples.pretrain.prepare import command
 from tests import cases
 from tests.examples.conftest import ENVIRONMENT, losses, wait_for
@@ -310,6 +312,12 @@ def test_what_ends_a_run_is_one_line(finished, tmp_path, monkeypatch, capsys):
     assert "the gradient norm became nan at step 4: try a --learning-rate" in refused(last, capsys, midway=True)
     initial = [*arguments, "--model.hidden-std", "1e30", "--name", "initial"]
     assert "validation loss became nan at step 0: check the initial weights" in refused(initial, capsys, midway=True)
+    shutil.copytree(finished[0], tmp_path / "runs" / "damaged")
+    monkeypatch.setattr(train, "evaluation", lambda *_: lambda params: Score(math.nan, math.nan))
+    damaged = refused([*arguments, "--name", "damaged", "--resume"], capsys, midway=True)
+    assert "validation loss became nan at step" in damaged
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     assert "--model.vocabulary 300 is too small" in refused([*arguments, "--model.vocabulary", "300"], capsys)
     (tmp_path / "file").touch()
     assert "file" in refused([*arguments, "--runs-folder", "file"], capsys)

@@ -53,16 +53,11 @@ def test_equal_layers_have_one_line():
     table = explain(params)
     assert [re.split(r"  +", line)[:4] for line in table.split("\n\n")[0].splitlines()[1:]] == [
         ["deep/{0..299}/up/kernel", "300 x (8, 8)", "matrix", "300 x (8 x 8)"],
-        *(
-            row
-            for numbers, width in (("{0,2,4,6,8,10}", 32), ("{1,3,5,7,9,11}", 16))
-            for row in (
-                [f"layer_{numbers}/experts/{{0..3}}/up/kernel", "24 x (8, 4)", "matrix", "24 x (4 x 8)"],
-                [f"layer_{numbers}/fc/kernel", f"6 x (8, {width})", "matrix", f"6 x ({width} x 8)"],
-                [f"layer_{numbers}/norm1/scale", "6 x (8,)", "adamw", "norm or scale"],
-                [f"layer_{numbers}/norm2/scale", "6 x (8,)", "adamw", "norm or scale"],
-            )
-        ),
+        ["layer_{0..11}/experts/{0..3}/up/kernel", "48 x (8, 4)", "matrix", "48 x (4 x 8)"],
+        ["layer_{0,2,4,6,8,10}/fc/kernel", "6 x (8, 32)", "matrix", "6 x (32 x 8)"],
+        ["layer_{0..11}/norm1/scale", "12 x (8,)", "adamw", "norm or scale"],
+        ["layer_{0..11}/norm2/scale", "12 x (8,)", "adamw", "norm or scale"],
+        ["layer_{1,3,5,7,9,11}/fc/kernel", "6 x (8, 16)", "matrix", "6 x (16 x 8)"],
     ]
     every = explain(params, every_layer=True)
     assert len(every.splitlines()) == 1 + 300 + 12 * 7 + 3

@@ -122,7 +122,6 @@ CORPORA = {
     "c4": ("C4 English, a document per sequence", C4),
     "pile": ("the deduplicated Pile, a document per sequence", PILE),
 }
-RESUME = "stopped; the same command resumes"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -149,20 +148,20 @@ def main(arguments: Sequence[str]) -> None:
 def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> None:
     """Write the token files of a corpus, or finish them. A signal in ``stopping`` ends it after a batch."""
     check_ranges(vars(corpus))
-    folder = corpus.folder
+    folder = corpus.folder.resolve() if corpus.folder.is_symlink() or not corpus.folder.name else corpus.folder
     partial = folder.with_name(f".{folder.name}.partial")
     clear(folder, partial, corpus.overwrite)
     streams = corpus.streams()
     files = itertools.chain(*corpus.files) if corpus.paths else ()
-    sizes = [[str(path), path.stat().st_size] for path in files]
+    files = [*files, *[Path(corpus.tokenizer)] * Path(corpus.tokenizer).is_file()]
+    local = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     if corpus.paths:
         console.print(sources.summary(corpus.problems.left_out))
-    settings = dataclasses.asdict(corpus) | {"local files": hashlib.sha256(json.dumps(sizes).encode()).hexdigest()}
+    settings = dataclasses.asdict(corpus) | {"local files": hashlib.sha256(json.dumps(local).encode()).hexdigest()}
     del settings["output"], settings["overwrite"], settings["skip_bad"]  # nothing has been skipped without it
     library = f"standard library of {platform.python_implementation()} {platform.python_version()}"
     library += " and installed packages" * corpus.installed_packages
-    hub = " ".join((corpus.dataset, corpus.subset)).strip()
-    source = ", ".join(map(str, corpus.paths)) or hub or library
+    source = ", ".join(map(str, corpus.paths)) or " ".join((corpus.dataset, corpus.subset)).strip() or library
     about = {"source": source, "tokenizer": corpus.tokenizer or f"byte-level BPE of {corpus.vocabulary}, trained on it"}
 
     def tokenizer() -> Tokenizer:
@@ -175,7 +174,7 @@ def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> N
             console.print(f"Resuming after {documents:,} documents: {partial}")
         status.update(f"{documents:,} documents, {tokens:,} tokens")
         if stopping:
-            raise Stopped(RESUME, stopping[0])
+            raise Stopped("stopped; the same command resumes", stopping[0])
 
     try:
         with console.status("") as status:

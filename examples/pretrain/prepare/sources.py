@@ -5,14 +5,12 @@ Text is kept as it is in the file, line endings included, with two exceptions: a
 is dropped, and halves of surrogate pairs, which UTF-8 cannot store, become "?" and are reported.
 """
 
-import bz2
 import gzip
 import hashlib
 import importlib
 import io
 import itertools
 import json
-import lzma
 import os
 import re
 import sysconfig
@@ -25,7 +23,7 @@ from typing import Any
 
 from ..config import RunError
 
-PACKED = (".gz", ".bz2", ".xz", ".zst")
+PACKED = (".gz", ".zst")
 # A folder is searched for these. A bare .json in it is rather a manifest, but you can name it.
 RECORDS = (".jsonl", ".parquet", *(kind + packed for kind in (".jsonl", ".json") for packed in PACKED))
 TEXT = tuple(kind + packed for kind in (".txt", ".md", ".rst", ".tex") for packed in ("", *PACKED))
@@ -329,8 +327,9 @@ def read_records(path: Path, field: str, problems: Problems) -> Iterator[str]:
         elif re.match(rb"(\xef\xbb\xbf)?\s*\[\s*{", file.peek(64)):
             problems.bad("one JSON array, not one object a line", f"`jq -c '.[]' {path}` writes its elements as lines")
         else:
+            file.read(3 * file.peek(3).startswith(b"\xef\xbb\xbf"))
             # An empty line is an empty document, and is left out like one.
-            yield from texts_of(file, field, problems, lambda x: {field: ""} if x.isspace() else json.loads(x))
+            yield from texts_of(file, field, problems, lambda x: {field: ""} if x.isspace() else json.loads(x.decode()))
 
 
 @contextmanager
@@ -354,7 +353,7 @@ def reading(path: Path, problems: Problems, *known: bytes) -> Iterator[Any]:
             raise RunError(f"{path} is {how}")
         with how(path, "rb") as file:
             yield file
-    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:  # Arrow's errors are among them
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's errors are among them
         # zstd refuses windows above 128 MiB.
         way_out = f": decompress it with `zstd -d --long=31 {path}`" * ("too much memory" in str(error))
         after = f" after {problems.unit} {problems.number:,}" if problems.number else ""
@@ -413,11 +412,13 @@ def require(package: str) -> Any:
 CONVERT = "in Python, `datasets.load_dataset({!r}, data_files='...', split='train').to_parquet('...')` converts it"
 # The first bytes of files that are compressed, with what opens them, and of others, with what to do.
 FORMATS: dict[bytes, Any] = {
-    **{b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open},
+    b"\x1f\x8b": gzip.open,
     **dict.fromkeys((b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18"), open_zstd),
     **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), f"an Arrow file: {CONVERT.format('arrow')}"),
     PARQUET: "a Parquet file: `prepare jsonl` reads it",
     LFS: "a Git LFS pointer: `git lfs pull` downloads the file itself",
+    # Python reads these two, but takes damage between their parts for their end.
+    **{b"BZh": "compressed by bzip2: unpack it with bunzip2", b"\xfd7zXZ\0": "compressed by xz: unpack it with unxz"},
     b"PK\3\4": "a zip archive: unpack it",
     b"%PDF": "a PDF: extract its text, for example with pdftotext",
 }

@@ -293,12 +293,15 @@ def find_tokenizer(name: str, end: str | None = None) -> Tokenizer:
     try:
         local = path.exists() or path.suffix == ".json"
         tokenizer = Tokenizer.from_file(str(path)) if local else Tokenizer.from_pretrained(name)
+        unknown = tokenizer.encode("\ue000", add_special_tokens=False).tokens
     except Exception as error:  # `tokenizers` raises bare Exception
         way_out = "pass the path of a tokenizer.json, or a name on the Hugging Face hub and check the network"
         raise RunError(f"cannot load the tokenizer {name} ({one_line(error)}): {way_out}") from error
     switch_off(tokenizer)
-    end_of_text(tokenizer, end)
-    tokenizer.add_special_tokens([end] if end else [])  # no text contains it from now on
+    separator = tokenizer.id_to_token(end_of_text(tokenizer, end))
+    if {*unknown} <= {WORD_MARK}:
+        raise RunError(f"the tokenizer {name} drops characters that it does not know, and has no token for them")
+    tokenizer.add_special_tokens([separator])  # no text contains it from now on
     split_special_tokens(tokenizer)
     return tokenizer
 
