@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from normpre_optax.options import Coefficients, Number, Operands
+from normpre_optax.options import Coefficients, Number, Operands, Scale
 from normpre_optax.stages.rows import Orientation, Tangent
 from normpre_optax.hyperball import hyperball as hyperball
 from normpre_optax.learning_rates import learning_rate_by_length as learning_rate_by_length

@@ -23,8 +23,6 @@ from normpre_optax.sharding.placement import place_state, sharded_like, specs_fr
 from normpre_optax.stages.base import at_least_float32
 
 ARGUMENTS = "Arguments are update(grads, state, params), in Equinox with eqx.filter(model, eqx.is_inexact_array)"
-SAME_CONTAINERS = "use the same containers for both, for example flax.core.unfreeze"
-RESTORE = "restore the checkpoint with target=tx.init(params), or in orbax with restore(path, tx.init(params))"
 CREATOR = "Use the optimizer, options and parameters that it was created with; or start with a new state, init(params)"
 
 
@@ -146,13 +144,13 @@ def with_adamw(
     def update(updates, state, params=None, **extra_args):
         if params is None:
             raise ValueError(f"this optimizer needs the parameters: {PASS_PARAMS}")
-        updates = _like("gradients", updates, params, SAME_CONTAINERS, ARGUMENTS)
+        updates = _like("gradients", updates, params, ARGUMENTS)
         weights = jax.tree.map(at_least_float32, params)
         if (form := _form(params)) not in known:
             found = groups(params)
             known[form] = found, jax.eval_shape(optimizer(found, params).init, weights)
         found, own = known[form]
-        state = _like("state", state, own, RESTORE, CREATOR)
+        state = _like("state", state, own, CREATOR)
         tx = optimizer(found, params)
         updates = jax.tree.map(lambda u, p: at_least_float32(sharded_like(jnp.asarray(u), p)), updates, params)
         new, state = tx.update(updates, state, weights, **extra_args)
@@ -249,33 +247,17 @@ def _form(tree: Any) -> tuple:
     return treedef, tuple((jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
-def _like(what: str, given: Any, wanted: Any, containers: str, arguments: str) -> Any:
-    """Return the arrays of a tree in the structure of another: a checkpoint may have None for optax's empty nodes.
+def _like(what: str, given: Any, wanted: Any, hint: str) -> Any:
+    """Return the arrays of a tree in the structure of another: a checkpoint may have other containers of equal names.
 
-    Raise a ValueError at the first container of another type, or the first array of another shape.
+    Raise a ValueError at the first array that only one of them has, or of another shape.
     """
-    if jax.tree.structure(given) != jax.tree.structure(wanted):
-        _check_containers(what, given, wanted, containers)
     here, there = (
-        {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(tree)}
         for tree in (given, wanted)
     )
     for path in here | there:
         own, expected = (f"shape {np.shape(x[path])}" if path in x else "nothing" for x in (here, there))
         if own != expected:
-            raise ValueError(f"{what}{path} has {own}, expected {expected}. {arguments}")
+            raise ValueError(f"{what}: {path!r} has {own}, expected {expected}. {hint}")
     return jax.tree.structure(wanted).unflatten(here[path] for path in there)
-
-
-def _check_containers(what: str, given: Any, wanted: Any, fix: str, path: str = "") -> None:
-    """Raise a ValueError that names the first container of another type, in trees of different structures."""
-    children = []
-    for tree in (given, wanted):
-        entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree)
-        children.append({jax.tree_util.keystr(key, simple=True): x for key, x in entries if key})
-    kinds = [type(tree) for tree in (given, wanted)]
-    if kinds[0] is not kinds[1] and children[0].keys() == children[1].keys() and children[0]:
-        raise ValueError(f"{what}{path} is a {kinds[0].__name__}, expected a {kinds[1].__name__}: {fix}")
-    for key in children[0].keys() & children[1].keys():
-        if jax.tree.structure(children[0][key]) != jax.tree.structure(children[1][key]):
-            _check_containers(what, children[0][key], children[1][key], fix, f"{path}[{key}]")

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from normpre_optax.options import Coefficients, Number, Operands
+from normpre_optax.options import Coefficients, Number, Operands, Scale
 from normpre_optax.stages.rows import Orientation, Tangent
 '''
 

@@ -52,8 +52,9 @@ def test_the_stub_is_current_and_has_every_public_name():
 def test_a_type_checker_finds_wrong_calls_and_no_others(tmp_path):
     file = tmp_path / "calls.py"
     file.write_text(CALLS)
-    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(file)]
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(file), stub.FILE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path)
     found = json.loads(done.stdout)["generalDiagnostics"]
+    assert not [x for x in found if x["file"] == str(stub.FILE)]
     errors = {x["range"]["start"]["line"] for x in found if x["severity"] == "error"}
     assert errors == {i for i, line in enumerate(CALLS.splitlines()) if line.endswith("# error")}

@@ -10,9 +10,10 @@ import optax
 from normpre_optax.checks import check_numbers
 from normpre_optax.linalg.precision import at_least_float32, by_platform
 from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
+from normpre_optax.parameters.rules import Assignment
 from normpre_optax.parameters.tree import without_boxes
-from normpre_optax.sharding.placement import replicated
-from normpre_optax.stages.base import assigned, check_transformation, map_matrices
+from normpre_optax.sharding.placement import replicated, spec_of
+from normpre_optax.stages.base import Block, assigned, by_shape, check_transformation, map_matrices
 
 
 class MetricState(NamedTuple):
@@ -76,8 +77,7 @@ def with_metric(
 
     def squares(gradients: Any, params: Any, dims: Any) -> tuple[list[jax.Array], ...]:
         """Return the mean squares of the rows of every parameter, and of the columns."""
-        specs = assigned(gradients, params, dims).values()
-        found = [mean_squares(g, spec.dims) for g, spec in zip(jax.tree.leaves(gradients), specs, strict=True)]
+        found = mean_squares(gradients, assigned(gradients, params, dims))
         return [rows for rows, _ in found], [columns for _, columns in found]
 
     def scaled(u: jax.Array, w: Any, dims: MatrixDims, rows: jax.Array, columns: jax.Array) -> jax.Array:
@@ -114,8 +114,14 @@ def average(old: Any, new: list[jax.Array], decay: jax.typing.ArrayLike) -> Any:
     return treedef.unflatten([replicated(decay * o + (1 - decay) * n) for o, n in zip(leaves, new, strict=True)])
 
 
-def mean_squares(g: jax.Array, dims: MatrixDims) -> tuple[jax.Array, jax.Array]:
-    """Return the mean squares of rows, and those of the columns of each output block."""
+def mean_squares(gradients: Any, found: Assignment) -> list[tuple[jax.Array, jax.Array]]:
+    """Return the mean squares of the rows of every parameter, and those of the columns of each output block."""
+    each: Any = zip(jax.tree.leaves(gradients), found.values(), strict=True)
+    whole = [Block(s.path, s.dims, s.sharding if spec_of(g) is None else spec_of(g), g, None, []) for g, s in each]
+    return by_shape(_mean_squares, whole)
+
+
+def _mean_squares(g: jax.Array, w: Any, dims: MatrixDims) -> tuple[jax.Array, jax.Array]:
     _, outputs, inputs = split_axes(g.ndim, dims)
     squares, places = jnp.square(at_least_float32(g)), blocks_of(g.shape, dims)
     rows, axis = jnp.mean(squares, inputs, keepdims=True), outputs[0]

@@ -117,7 +117,7 @@ def scale_by_row_moment(
     check_numbers(b2=b2, eps=eps)
 
     def squares(updates: Any, found: Any) -> list[jax.Array]:
-        return [mean_squares(o, s.dims)[0] for o, s in zip(jax.tree.leaves(updates), found.values(), strict=True)]
+        return [rows for rows, _ in mean_squares(updates, found)]
 
     def init(params):
         zeros = squares(jax.tree.map(jnp.zeros_like, params), assigned(params, None, matrix_dims))
