@@ -89,12 +89,12 @@ def gemma(path: str, leaf: Any) -> MatrixDims | None:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import presets
         >>> presets.gemma("layer_0/attn/q_einsum/w", jnp.zeros((2, 16, 8)))  # (heads, d, size)
-        MatrixDims(inputs=1, outputs=(0, 2), output_blocks=1)
+        MatrixDims(inputs=-2, outputs=(-3, -1), output_blocks=1)
     """
     einsums = {
-        "q_einsum/w": MatrixDims(inputs=1, outputs=(0, 2)),  # (heads, d, size)
-        "kv_einsum/w": MatrixDims(inputs=2, outputs=(1, 3)),  # (2, heads, d, size)
-        "gating_einsum/w": MatrixDims(inputs=2, outputs=1),  # (2, hidden, d)
+        "q_einsum/w": MatrixDims(inputs=-2, outputs=(-3, -1)),  # (heads, d, size)
+        "kv_einsum/w": MatrixDims(inputs=-2, outputs=(-3, -1)),  # (2, heads, d, size)
+        "gating_einsum/w": MatrixDims(inputs=-1, outputs=-2),  # (2, hidden, d)
     }
     return einsums.get("/".join(path.split("/")[-2:])) or default_matrix_dims(path, leaf)
 

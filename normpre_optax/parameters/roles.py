@@ -71,9 +71,10 @@ def _is_inside(path: str) -> bool:
 
 
 def _is_named_output(path: str) -> bool:
-    parts = path.split("/")[: layer_depth(path.split("/"))]
-    own = parts[-2] if parts[-1].lower() in ("dense", "linear") and len(parts) > 1 else parts[-1]
-    return own.lower() in v.OUTPUTS | v.SECOND_LAYERS
+    *_, above, own = ["", "", *filter(words, path.split("/")[: layer_depth(path.split("/"))])]
+    if own.lower() not in ("dense", "linear"):
+        return own.lower() in v.OUTPUTS | v.SECOND_LAYERS
+    return above.lower() in v.OUTPUTS | v.SECOND_LAYERS or bool(v.ATTENTION.intersection(words(above)))
 
 
 def _layers(spec: ParamSpec) -> int:

@@ -85,10 +85,14 @@ def named_leaves(
             names.append([])
             for key in keys + inner_keys * (len(inner) > 1):
                 own = getattr(key, "key", None)
-                names[-1] += map(str, own) if isinstance(own, tuple) else [tree_util.keystr((key,), simple=True)]
+                # Dots are those of PyTorch's state_dict.
+                own = map(str, own) if isinstance(own, tuple) else tree_util.keystr((key,), simple=True).split(".")
+                names[-1] += own
     below = Counter("/".join(parts[:depth]) for parts in names for depth in range(1, len(parts)))
     for parts, entry in zip(names, found, strict=True):
         ends = [i + 1 for i, part in enumerate(parts[:-1]) if part.lower() in v.WEIGHTS and parts[-1] not in v.WEIGHTS]
+        if len(parts) > 1 and parts[-1] in ("value", "raw_value") and not v.ATTENTION.intersection(words(parts[-2])):
+            ends.append(len(parts) - 1)
         end = next((end for end in ends if below["/".join(parts[:end])] == 1), len(parts))
         yield "/".join(parts[:end]), *entry
 
@@ -176,7 +180,8 @@ def vector_kind(parts: list[str], leaf: Leaf) -> str:
     if v.BIASES.intersection(last):
         return "bias"
     own = v.SCALES.union(v.NORMS).intersection(last)
-    above = not v.INNER.intersection(last) and v.NORMS.intersection(words(module) + words(leaf.class_name))
+    above = v.NORMS.intersection(words(module) + words(leaf.class_name))
+    above = above and not v.INNER.intersection(last) and not v.DENSE.intersection(words(module))
     return "norm or scale" if own or above else ""
 
 

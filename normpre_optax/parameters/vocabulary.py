@@ -12,16 +12,16 @@ GENERIC = WEIGHTS | {"bias", "b", "scale", "embedding", "embeddings"}  # the par
 SHORT_BIAS = re.compile(r"b(\d+|[qkvo])?|b_.*")
 LAMBDA = re.compile(r"(?i)(^|[^a-z])lambdas?([^a-z/][^/]*)?$")
 STATE_SPACE = re.compile(r"(?i)(^|/)(a_logs?|log_a|a_real|a_imag|log_a_real|log_dt|time_decay|time_first)$")
-LORA = re.compile(r"(^|[/_])lora_?([abAB]|up|down)(/[^/]*){0,2}$|(?i:lora).*/[abAB](/[^/]*){0,2}$")
+LORA = re.compile(r"(^|[/_])lora_?(kernel_|weight_)?([abAB]|up|down)(/[^/]*){0,2}$|(?i:lora).*/[abAB](/[^/]*){0,2}$")
 UNEMBEDDING = re.compile(r"(^|/)W_U$")  # of TransformerLens
-TOKEN = re.compile(r"(?i)(^|[^a-z])(tokens?|cls)[^a-z/]*$|(^|/)W_E$")
+TOKEN = re.compile(r"(?i)(^|[^a-z])(tokens?|cls)[^a-z/]*$|(^|/)W_E$|^((params|transformer|model)/)?shared/weight$")
 COUNTED_EXPERT = re.compile(r"(?i)expert[^/]*\d(/|$)|(expert|moe)[^/]*/\d+(/|$)")
 
 # Names of layers, in lower case.
 QUERIES = {f"{a}{b}" for a in ("query", "key", "value", "q", "k", "v") for b in ("", "_proj", "_projection")}
 QUERIES |= {f"{a}{b}" for a in ("w", "w_", "to_") for b in ("q", "k", "v")}
 OUTPUTS = {"out", "output", "o", "o_proj", "out_proj", "output_proj", "proj", "c_proj", "to_out", "wo", "w_o"}
-OUTPUTS |= {"attn_vec_einsum"}
+OUTPUTS |= {"attn_vec_einsum", "attn_out", "attention_output", "out_projection", "proj_out", "w_out", "out_lin"}
 SECOND_LAYERS = {"down", "down_proj", "linear2", "linear_2", "fc2", "w2", "w_2", "lin2", "fc_out", "dense_4h_to_h"}
 GPT2 = {"c_attn", "q_attn", "c_fc", "c_proj"}  # (in, out) by Hugging Face's Conv1D, (out, in) by nanoGPT's Linear
 LAST_LAYERS = {"out", "output", "out_proj", "output_proj", "output_projection", "output_layer", "proj_out"}
@@ -39,19 +39,20 @@ ATTENTION |= {"selfattn", "crossattn", "selfattention", "crossattention"}
 # Nearer than the name of an embedding, head or norm, these decide that a parameter is no part of it.
 INNER = {"mlp", "ffn", "feedforward", "fc", "up", "down", "gate", "query", "key", "value", "mixer"} | ATTENTION
 EMBEDDINGS = {"embed", "embeds", "embedder", "embedding", "embeddings", "emb", "embs", "wte"}
+EMBEDDINGS |= {"registers", "prompt", "prompts", "latents"}  # learned tokens
 SIZES = {"dim", "dims", "size", "width"}  # embed_dim is a size, not an embedding
 POSITIONS = {"wpe", "pos", "position", "positions", "positional", "posemb", "posembed", "relpos", "rope", "rotary"}
 NOT_POSITIONS = {"mlp", "ffn", "ff", "feedforward", "feed", "wise", "forward", "proj", "projection"}
 NOT_POSITIONS |= {"query", "key", "q", "k"}
 HEADS = {"unembed", "unembedding", "unembedder", "logit", "logits", "lmhead", "classifier", "readout", "vocab"}
-HEADS |= {"head"}
-NOT_HEADS = {"multi", "attn", "attention", "per", "dim"}
+HEADS |= {"head", "score"}
+NOT_HEADS = {"multi", "attn", "attention", "per", "dim", "pre"}
 PLAIN_AFTER = {"token", "tokens", "tok", "in", "out", "input", "output", "dense", "proj", "table", "positions", "layer"}
 PLAIN_AFTER |= EMBEDDINGS
 ROUTERS = {"router", "routers", "routing"}
 GATES = {"gate", "gating"}
 EXPERTS = {"expert", "experts", "moe"}
-DENSE = {"point", "pointwise", "pw", "proj", "projection", "dense", "linear"}
+DENSE = {"point", "pointwise", "pw", "proj", "projection", "dense", "linear", "qkv"}
 
 # Words in the names of axes.
 LAYER_AXES = {"layer", "layers", "block", "blocks", "stack", "scan", "stage", "stages", "pipe", "pipeline"}

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 from normpre_optax.parameters import presets
-from normpre_optax.parameters.dims import MatrixDims
+from normpre_optax.parameters.dims import MatrixDims, matrix_shape
+from normpre_optax.parameters.roles import row_norms_by_role
 from normpre_optax.parameters.rules import (
     Assignment,
     ParamSpec,
@@ -56,7 +57,7 @@ READ = """
     blocks/0/attn/output/kernel 4x8x32 01>2; blocks 4x8x16 1>2; h/attn/c_attn/kernel 4x8x24 1>2
     ScanBlock_0/Dense_0/kernel 4x8x16 1>2; transformer/__layer_stack_no_per_layer/linear/w 4x8x16 1>2
     layers/moe/experts/0/up/kernel 4x8x16 1>2; layers/moe/expert_1/up/kernel 4x8x16 1>2
-    h/attn/c_attn/weight 4x24x8 2>1
+    h/attn/c_attn/weight 4x24x8 2>1; layernorm_qkv/weight 24x8 1>0; pre_logits/kernel 8x8 0>1; shared/up/weight 32x8 1>0
 """
 ADAMW = """
     layers/b1 4x32; layers/bq 4x32; layers/attn_norm 4x32; layers/ln_1/weight 4x32; layers/gamma 4x32
@@ -67,7 +68,8 @@ ADAMW = """
     layers/0/up/kernel_lora_b 2x32; layers/0/q_proj/lora_A/default/weight 2x8; W_U 8x100; W_E 100x8
     vocab_mixer/kernel 8x8; layers/0/mixer/A_log 32x4; layers/0/attn/lambda_q1 4x8
     layers/0/mixer/conv1d/weight 32x1x4; layers/0/mixer/conv1d/kernel 4x1x32; layers/0/mixer/short_conv/kernel 4x32
-    layers/0/att/time_mix_k 1x1x8; nothing 0x8
+    layers/0/att/time_mix_k 1x1x8; nothing 0x8; shared/weight 100x8; dense/lora_kernel_a 8x2; dense/lora_kernel_b 2x32
+    score/weight 2x8; registers 4x8; soft_prompt 20x8; latents 64x8
 """
 REFUSED = """
     w 4x8x16; k 4x8x16; layers/layer_0/mlp/kernel 4x8x16; layers_0/mlp/kernel 4x8x16; out/kernel 4x8x32
@@ -255,6 +257,9 @@ def test_a_container_of_one_array_has_no_name(wrap):
     params = jax.tree.map(lambda x: wrap(wrap(x)), tree(text))
     assert chosen(params) == dims_of(text)
     assert chosen(params, jax.tree.map(lambda x: wrap(wrap(OUT_IN)), tree(text))) == dict.fromkeys(table(text), OUT_IN)
+    # Under other names, a lone "value" is a container, but not in attention.
+    text = "embed/embedding/value 100x8; pos/raw_value 9x8; lm_head/value 8x100; attn/value 8x2x4 0>12"
+    assert chosen(tree(text)) == {**dict.fromkeys(("embed/embedding", "pos", "lm_head")), "attn/value": TO_HEADS}
     one = {"query": [{"kernel": array(8, 2, 4)}], "key": {"kernel": array(8, 2, 4)}}
     assert set(chosen({"attn": one}).values()) == {TO_HEADS}  # a layer in a list of one
 
@@ -264,6 +269,18 @@ def test_tuple_keys_are_paths():
     flat = flax.traverse_util.flatten_dict(tree(text))
     assert all(isinstance(key, tuple) for key in flat)
     assert chosen(flat) == dims_of(text)
+
+
+def test_dots_are_those_of_a_state_dict():
+    """As the nested tree, and so are residual writers: GPT-2's (in, out) and LLaMA's (out, in)."""
+    gpt2 = """h/{0,1}: attn/c_attn/weight 8x24 0>1; attn/c_proj/weight 8x8 0>1; mlp/c_fc/weight 8x32 0>1
+        mlp/c_proj/weight 32x8 0>1; ln_1/weight 8"""
+    llama = "layers/{0,1}: self_attn/o_proj/weight 8x8 1>0; mlp/down_proj/weight 8x32 1>0; mlp/up_proj/weight 32x8 1>0"
+    for text in (gpt2, llama):
+        nested = tree(text)
+        flat = {path.replace("/", "."): x for path, x in flax.traverse_util.flatten_dict(nested, sep="/").items()}
+        assert chosen(flat) == chosen(nested) == dims_of(text)
+        assert row_norms_by_role(assign(flat)) == row_norms_by_role(assign(nested))
 
 
 UNNAMED = {
@@ -282,6 +299,15 @@ def test_several_arrays_without_names_are_an_error_that_shows_a_rule(name):
     shapes = [x.shape for x in jax.tree.leaves(UNNAMED[name])]
     assert list(found.values()) == [IN_OUT if len(shape) == 2 else None for shape in shapes]
     assert list(chosen([array(8, 32)]).values()) == [IN_OUT]  # one kernel alone
+
+
+def test_gemmas_einsums_may_be_scanned():
+    text = "attn: q_einsum/w 4x8x2; kv_einsum/w 2x1x8x2; attn_vec_einsum/w 4x2x8; mlp/gating_einsum/w 2x32x8"
+    scanned = jax.tree.map(lambda x: array(3, *x.shape), tree(text))
+    for params, layers in ((tree(text), 1), (scanned, 3)):
+        found = assign({"layers": params} if layers > 1 else params, presets.gemma)
+        shapes = sorted(matrix_shape(spec.shape, spec.dims) for spec in found.values())
+        assert shapes == sorted((n * layers, *sides) for n, *sides in ((1, 8, 8), (2, 2, 8), (1, 8, 8), (2, 32, 8)))
 
 
 def test_experts_beside_a_router_are_errors_that_recommend_the_preset():
