@@ -5,7 +5,7 @@
   with the further optimizers of ``ablations`` and ``variants``. ``decide`` tunes optimizers on some seeds and compares
   them on others.
 - Runs: ``figures`` (the paper's figures, by ``figure_data`` and ``figure_drawing``), ``inside`` (the metric and the
-  momenta of ``normpre_h``), ``sweeps`` and ``coordinates``. ``diagnostics`` has functions of matrices, ``monitor``
+  momenta of ``normpre_h``) and ``sweeps``. ``diagnostics`` has functions of matrices, ``monitor``
   records them during training.
 - Theory: ``theorem`` checks ``inequalities`` on runs, ``method_pictures`` draws the method.
 - Cost: ``optimizer_step`` and ``accuracy`` measure. ``ahead`` and ``collectives`` estimate the cost of a step on
