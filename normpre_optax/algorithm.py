@@ -96,7 +96,7 @@ def scale_by_normpre_g(
     References:
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition, "NormPre-G".
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale, rms)  # T_t, R_k(T_t)
+    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, rms, ns_scale)  # T_t, R_k(T_t)
     return scale_by_normpre(
         spectral,
         momentum=momentum,

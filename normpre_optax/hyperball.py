@@ -104,9 +104,10 @@ def _hyperball(
         if params is None:
             raise ValueError(f"hyperball needs the parameters: {PASS_PARAMS}")
         lr: Any = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        norms, paths = norms_of(params), leaf_paths(params)
+        paths = leaf_paths(params)
+        norms = [*map(norms_of(params).get, paths)]
         rates = [lr if times is None else lr * times[path] for path in paths]
-        new = map_matrices(functools.partial(_step, keep), updates, params, dims, [*map(norms.get, paths)], rates)
+        new = map_matrices(functools.partial(_step, keep), updates, params, dims, norms, rates, stacked=True)
         return new, CountState(optax.safe_increment(state.count))
 
     return stage(step, init, matrix_dims)

@@ -18,9 +18,9 @@ def scale_by_normpre_h(
     slow_momentum: Number = 0.98,
     slow_weight: Number | Callable = 0.56,
     metric_strength: Number = 0.5,
-    ns_steps: int | None = 5,
+    ns_steps: int | None = 4,
     ns_coefficients: Coefficients = "muon",
-    ns_scale: Scale = "frobenius",
+    ns_scale: Scale = "schatten",
     compute_dtype: Operands = "narrow",
     mu_dtype: Any = None,
     matrix_dims: Any = None,
@@ -41,7 +41,7 @@ def scale_by_normpre_h(
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition; Wen et al., Hyperball, arXiv 2606.16899; Pagliardini et
         al., AdEMAMix, arXiv 2409.03137.
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale)
+    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale)
     return direction(
         two_momenta(momentum, slow_momentum, slow_weight, accumulator_dtype=mu_dtype),  # U
         with_metric(spectral, metric_strength, matrix_dims=matrix_dims),  # D

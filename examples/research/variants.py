@@ -44,8 +44,8 @@ def normpre_h_variant(
     radial: bool = True,
     peak_power: float = 0.0,
     steps: int = 0,
-    ns_steps: int = 5,
-    ns_scale: Literal["frobenius", "schatten"] = "frobenius",
+    ns_steps: int = 4,
+    ns_scale: Literal["frobenius", "schatten"] = "schatten",
     learning_rate_multipliers: Any = None,
     adam_b1: float = 0.9,
     adam_b2: float = 0.95,
@@ -75,7 +75,7 @@ def normpre_h_variant(
         peak_power: front-loaded learning rate ``peak (1 - (t / steps)^power)``; 0 keeps the schedule.
         steps: of the run, for ``peak_power``.
         ns_steps: as in ``normpre_h``.
-        ns_scale: of ``precondition_globally``.
+        ns_scale: as in ``normpre_h``.
         learning_rate_multipliers: as in ``normpre_h``.
         adam_b1: as in ``normpre_h``.
         adam_b2: as in ``normpre_h``.

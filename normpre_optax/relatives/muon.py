@@ -37,7 +37,7 @@ def scale_by_muon(
     References:
         Jordan et al., Muon, 2024; Liu et al., arXiv 2502.16982.
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale)
+    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale)
     stages = optax.trace(momentum, nesterov, mu_dtype), spectral, scale_by_shape(CONVENTIONS[convention])
     return direction(*stages, matrix_dims=matrix_dims)
 

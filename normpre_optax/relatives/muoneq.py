@@ -36,7 +36,7 @@ def scale_by_muoneq(
     References:
         Chang et al., MuonEq, 2026 (github.com/MaeChd/muon-eq).
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale)
+    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale)
     stages = normalize_rows(mode), spectral, scale_by_shape(MOONLIGHT)
     return direction(optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims)
 

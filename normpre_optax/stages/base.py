@@ -118,10 +118,13 @@ def _split(x: Any, dims: MatrixDims, places: list) -> list[Any]:
     return [jax.lax.slice_in_dim(x, at.start, at.stop, axis=axis) for at, *_ in places]
 
 
-def map_matrices(f: Callable[..., jax.Array], updates: Any, params: Any, matrix_dims: Any, *trees: Any) -> Any:
-    """Apply ``f(update, weight, dims, *leaves of trees)`` to every parameter, or to each of its output blocks."""
+def map_matrices(f: Callable, updates: Any, params: Any, matrix_dims: Any, *trees: Any, stacked: bool = False) -> Any:
+    """Apply ``f(update, weight, dims, *leaves of trees)`` to every parameter, or to each of its output blocks.
+
+    ``stacked``: by shape, next to a spectral stage, which stacks them anyway.
+    """
     blocks, rebuilt = split_blocks(updates, params, matrix_dims, *trees)
-    return rebuilt(by_shape(f, blocks))
+    return rebuilt(by_shape(f, blocks) if stacked else [f(x.u, x.w, x.dims, *x.rest) for x in blocks])
 
 
 def by_shape(f: Callable[..., Any], blocks: list[Block]) -> list[Any]:
@@ -129,11 +132,10 @@ def by_shape(f: Callable[..., Any], blocks: list[Block]) -> list[Any]:
 
     On a mesh with unknown shardings, those of a stack could differ.
     """
-    known = all(block.sharding is not None for block in blocks)
-    stacked = platform() == "gpu" and (known or mesh_of([block.u for block in blocks]) is None)
-    kinds = [(block.u.shape, block.dims, block.sharding) for block in blocks]
+    known = None not in [x.sharding for x in blocks] or mesh_of([x.u for x in blocks]) is None
+    keys = [(x.u.shape, x.dims, x.sharding) if known and platform() == "gpu" else i for i, x in enumerate(blocks)]
     found: dict[int, Any] = {}
-    for group in grouped(kinds if stacked else range(len(blocks))):
+    for group in grouped(keys):
         one = lambda u, w, *rest, dims=blocks[group[0]].dims: f(u, w, dims, *rest)  # noqa: E731
         each = [(blocks[i].u, blocks[i].w, *blocks[i].rest) for i in group]
         if len(group) == 1:

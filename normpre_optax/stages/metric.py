@@ -95,7 +95,7 @@ def with_metric(
     def update(updates, state, params=None, *, matrix_dims=matrix_dims, gradients=None, **extra_args):
         def run(updates, state, params, gradients):
             dims = assigned(updates, params, matrix_dims)
-            within_metric = lambda u: map_matrices(scaled, u, params, dims, state.rows, state.columns)  # noqa: E731
+            within_metric = lambda u: map_matrices(scaled, u, params, dims, *state[:2], stacked=True)  # noqa: E731
             u = within_metric(updates)
             extra = {**extra_args, "matrix_dims": dims, "gradients": gradients}
             t, spectral_state = inner.update(u, state.spectral, params, **extra)

@@ -86,8 +86,8 @@ def precondition_globally(
     ns_steps: int | None = 5,
     ns_coefficients: str | Sequence[Any] = "muon",
     compute_dtype: Any = None,
-    ns_scale: Literal["frobenius", "schatten"] = "frobenius",
     rms: jax.typing.ArrayLike | None = None,
+    ns_scale: Literal["frobenius", "schatten"] = "frobenius",
     *,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -100,9 +100,9 @@ def precondition_globally(
         compute_dtype: dtype of the operands of products; None means the platform's default for float32 (one bfloat16
             pass on a TPU, TF32 on a GPU, float32 on a CPU), ``jnp.float32`` true float32 everywhere, and "narrow"
             bfloat16 on a TPU or GPU and float32 on a CPU.
+        rms: if given, scale every result to this root mean square.
         ns_scale: the norm that matrices are divided by before the first iteration: "frobenius", or "schatten", the
             fourth root of the sum of the fourth powers of the singular values. It is a closer bound on the largest.
-        rms: if given, scale every result to this root mean square.
         matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
