@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import normpre_optax as npo
+from normpre_optax.linalg.precision import on
 from tests import cases
 from tests import reference_family as oracles
 
@@ -95,3 +96,17 @@ def test_momenta_in_bfloat16_are_as_large_as_one_in_float32():
     )
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.linalg.norm(x - y) <= 0.02 * np.linalg.norm(y)  # rounding of 2^-9, times a slope of a few
+
+
+@pytest.mark.parametrize("row_norms", [None, "keep"])
+def test_the_stacks_of_a_gpu_give_what_a_cpu_computes_one_by_one(row_norms):
+    """Two layers of equal shapes, matrices of two orientations and a fused one."""
+    shapes = {"layers": [{"up": (4, 8), "down": (8, 4), "qkv": (4, 12)} for _ in range(2)]}
+    rule = lambda path, leaf: npo.MatrixDims(0, 1, (4, 4, 4) if "qkv" in path else 1)  # noqa: E731
+    tx = npo.normpre_h(0.1, 0.1, row_norms=row_norms, compute_dtype=None, matrix_dims=rule)
+    params, grads = cases.numbers(shapes), [cases.numbers(shapes, seed) for seed in range(1, 4)]
+    one, other = (
+        cases.steps(functools.partial(on, platform, tx.update), tx.init(params), params, grads)[0]
+        for platform in ("cpu", "gpu")
+    )
+    cases.assert_close(one, other, rtol=0, atol=2e-5)  # ten roundings, times a slope of a few hundred at zero
