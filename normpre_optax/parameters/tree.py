@@ -255,25 +255,25 @@ def repeated(table: Mapping[str, Any]) -> list[Row]:
     groups: dict[tuple[Hashable, Any], list[list[str]]] = {}
     for path, entry in table.items():
         parts = path.split("/")
-        groups.setdefault((tuple(map(_without_number, parts)), entry), []).append(parts)
+        groups.setdefault((tuple(map(_numbered, parts)), entry), []).append(parts)
     return [
         ("/".join(map(_label, zip(*same, strict=True))), tuple(map("/".join, same)), entry)
         for (_, entry), same in groups.items()
     ]
 
 
-def _without_number(part: str) -> str:
-    """Return a part of a path, without its number if it names a layer."""
+def _numbered(part: str) -> str:
+    """Return a part of a path with "#" for its number if it has one and names a layer."""
     stem, found = part.rstrip("0123456789"), words(part)
     layer = not found or (v.UNITS | v.EXPERTS).intersection(found) or (part[0].isupper() and stem[-1] == "_")
-    return stem if layer else part
+    return f"{stem}#" if layer and stem != part else part
 
 
 def _label(names: tuple[str, ...]) -> str:
     """Return one name for names that differ in their last number: "layer_{0..3,7}"."""
     if len({*names}) == 1:
         return names[0]
-    stem = _without_number(names[0])
+    stem = names[0].rstrip("0123456789")
     numbers = enumerate(sorted({int(name[len(stem) :]) for name in names}))
     runs = [[n for _, n in run] for _, run in itertools.groupby(numbers, lambda pair: pair[1] - pair[0])]
     found = ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

@@ -59,6 +59,8 @@ def test_equal_layers_have_one_line():
         ["layer_{0..11}/norm2/scale", "12 x (8,)", "adamw", "norm or scale"],
         ["layer_{1,3,5,7,9,11}/fc/kernel", "6 x (8, 16)", "matrix", "6 x (16 x 8)"],
     ]
+    lines = explain({name: tree("up/kernel 8x8") for name in ("block", "block1", "block2")}).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["block/up/kernel", "block{1,2}/up/kernel"]
     every = explain(params, every_layer=True)
     assert len(every.splitlines()) == 1 + 300 + 12 * 7 + 3
     assert every.split("\n\n")[1] == table.split("\n\n")[1]
