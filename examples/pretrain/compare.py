@@ -326,8 +326,8 @@ def style(optimizer: str, content: dict[str, Any]) -> dict[str, Any]:
     base = optimizer.partition(",")[0]
     place = [other for other in optimizers(content) if other.partition(",")[0] == base].index(optimizer)
     line, marker = LINE_STYLES[place % len(LINE_STYLES)], MARKERS[place // len(LINE_STYLES) % len(MARKERS)]
-    look = {"color": NAMES.get(base, ("", "#BBBBBB"))[1], "linestyle": line, "marker": marker, "markersize": 4}
-    return look | {"label": label(optimizer)}
+    color = NAMES.get(base, ("", "#BBBBBB"))[1]
+    return {"label": label(optimizer), "color": color, "linestyle": line, "marker": marker, "markersize": 4}
 
 
 def first_seed(content: dict[str, Any]) -> int:
@@ -482,8 +482,8 @@ def frame(axes: Axes, legend: str = "beside") -> None:
     if labels and legend == "beside":
         axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     elif labels:
-        figure: Any = axes.figure
-        columns = max(1, min(4, 96 // (max(map(len, labels)) + 6)))
+        figure, columns = axes.figure, max(1, min(4, 96 // (max(map(len, labels)) + 6)))
+        assert isinstance(figure, Figure)
         figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=columns)
         figure.set_figheight(3.6 + 0.18 * math.ceil(len(labels) / columns))
 

@@ -157,6 +157,22 @@ def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
     return list(groups.values())
 
 
+def join(items: Sequence[Any], keys: Iterable[Hashable]) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Stack trees of arrays that have equal keys; also return the stack of each tree, and its index there.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.precision import join
+        >>> stacks, places = join([jnp.ones(2), jnp.ones(3), jnp.ones(2)], "aba")
+        >>> [x.shape for x in stacks], places
+        ([(2, 2), (1, 3)], [(0, 0), (1, 0), (0, 1)])
+    """
+    groups = grouped(keys)
+    stacks = [jax.tree.map(lambda *xs: jnp.stack(xs), *(items[i] for i in group)) for group in groups]
+    places = {i: (number, k) for number, group in enumerate(groups) for k, i in enumerate(group)}
+    return stacks, [places[i] for i in range(len(items))]
+
+
 def solve_together(f: Callable, problems: Sequence[tuple[jax.Array, ...]], stacked: Callable = jax.vmap) -> list[Any]:
     """Return ``f(*problem)`` for problems of arrays ``(..., a, b)``: one batched call for all of one size.
 

@@ -41,10 +41,10 @@ def mesh_of(arrays: Any) -> AbstractMesh | None:
     return None
 
 
-def spec_of(x: jax.Array) -> PartitionSpec | None:
-    """Return the ``PartitionSpec`` of an array on a mesh with Explicit axes, else None."""
+def spec_of(x: jax.Array, known: PartitionSpec | None = None) -> PartitionSpec | None:
+    """Return the ``PartitionSpec`` of an array on a mesh with Explicit axes, else what is known of it."""
     own = jax.typeof(x).sharding
-    return own.spec if AxisType.Explicit in own.mesh.axis_types else None
+    return own.spec if AxisType.Explicit in own.mesh.axis_types else known
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from normpre_optax.checks import check_function
-from normpre_optax.linalg.precision import at_least_float32, by_platform, grouped, platform
+from normpre_optax.linalg.precision import at_least_float32, by_platform, join, platform
 from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
 from normpre_optax.parameters.rules import assign
 from normpre_optax.sharding.auto import in_auto_axes
@@ -83,8 +83,7 @@ def split_blocks(
     weights = [None] * len(leaves) if params is None else jax.tree.leaves(params)
     blocks, counts = [], []
     for spec, u, *rest in zip(specs, leaves, weights, *map(jax.tree.leaves, trees), strict=True):
-        places, explicit = blocks_of(u.shape, spec.dims), spec_of(u)
-        sharding = spec.sharding if explicit is None else explicit
+        places, sharding = blocks_of(u.shape, spec.dims), spec_of(u, spec.sharding)
         counts.append(len(places))
         if len(places) > 1 and sharding is not None:
             sharding = without_axis(sharding, split_axes(u.ndim, spec.dims)[1][0])
@@ -124,26 +123,22 @@ def map_matrices(f: Callable, updates: Any, params: Any, matrix_dims: Any, *tree
     ``stacked``: by shape, next to a spectral stage, which stacks them anyway.
     """
     blocks, rebuilt = split_blocks(updates, params, matrix_dims, *trees)
-    return rebuilt(by_shape(f, blocks) if stacked else [f(x.u, x.w, x.dims, *x.rest) for x in blocks])
+    return rebuilt(by_shape(f, blocks, stacked))
 
 
-def by_shape(f: Callable[..., Any], blocks: list[Block]) -> list[Any]:
-    """Return ``f(u, w, dims, *rest)`` of every block; on a GPU, of one stack per shape: it pays for every kernel.
+def by_shape(f: Callable[..., Any], blocks: list[Block], stacked: bool = True) -> list[Any]:
+    """Return ``f(u, w, dims, *rest)`` of every block; ``stacked``: on a GPU, which pays for kernels, by shape.
 
     On a mesh with unknown shardings, those of a stack could differ.
     """
-    known = None not in [x.sharding for x in blocks] or mesh_of([x.u for x in blocks]) is None
-    keys = [(x.u.shape, x.dims, x.sharding) if known and platform() == "gpu" else i for i, x in enumerate(blocks)]
-    found: dict[int, Any] = {}
-    for group in grouped(keys):
-        one = lambda u, w, *rest, dims=blocks[group[0]].dims: f(u, w, dims, *rest)  # noqa: E731
-        each = [(blocks[i].u, blocks[i].w, *blocks[i].rest) for i in group]
-        if len(group) == 1:
-            found[group[0]] = one(*each[0])
-            continue
-        new = jax.vmap(one)(*jax.tree.map(lambda *xs: jnp.stack(xs), *each))
-        found |= {i: jax.tree.map(lambda x, k=k: x[k], new) for k, i in enumerate(group)}
-    return [found[i] for i in range(len(blocks))]
+    unknown = None in [x.sharding for x in blocks]
+    if not stacked or platform() != "gpu" or (unknown and mesh_of([x.u for x in blocks]) is not None):
+        return [f(x.u, x.w, x.dims, *x.rest) for x in blocks]
+    keys = [(x.dims, x.u.shape, x.u.dtype, x.sharding) for x in blocks]
+    stacks, places = join([(x.u, x.w, *x.rest) for x in blocks], keys)
+    of = lambda dims: lambda u, w, *rest: f(u, w, dims, *rest)  # noqa: E731
+    new = [jax.vmap(of(dims))(*stack) for (dims, *_), stack in zip(dict.fromkeys(keys), stacks, strict=True)]
+    return [jax.tree.map(lambda x, k=k: x[k], new[number]) for number, k in places]
 
 
 def stage(

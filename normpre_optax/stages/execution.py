@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax.linalg.precision import by_platform, grouped, platform
+from normpre_optax.linalg.precision import by_platform, join, platform
 from normpre_optax.linalg.sketch import matrix_ids
 from normpre_optax.parameters.dims import MatrixDims, from_matrices, is_stored_transposed, to_matrices
 from normpre_optax.sharding.auto import in_auto_axes, over_devices, solve_shared
@@ -115,22 +115,22 @@ def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict
 
 
 def _stacked(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]:
-    groups = grouped((stack.x.shape, stack.x.dtype, stack.transposed, stack.placed) for stack in stacks)
-    joined = [jax.tree.map(lambda *xs: jnp.stack(xs), *(stacks[i] for i in group)) for group in groups]
+    keys = [(stack.x.shape, stack.x.dtype, stack.transposed, stack.placed) for stack in stacks]
+    joined, places = join(stacks, keys)
     if job.mesh is None and platform() == "cpu":
         flat = jax.tree.map(functools.partial(jax.lax.collapse, start_dimension=0, stop_dimension=-2), joined)
         new = [jax.lax.map(f, [x])[0].reshape(stack.x.shape) for x, stack in zip(flat, joined, strict=True)]
     else:
         new = f(joined)
-    found = {i: x[k] for x, group in zip(new, groups, strict=True) for k, i in enumerate(group)}
-    return [found[i] for i in range(len(stacks))]
+    return [new[number][k] for number, k in places]
 
 
 def _on_owners(job: Job) -> list[jax.Array]:
     def compute(xs: list[jax.Array], operands: Any) -> list[jax.Array]:
         f = functools.partial(job.f, step=operands[0], **operands[1])
-        way = _one_by_one if platform() == "tpu" else _stacked
-        return way(f, [Stack(x) for x in xs], job._replace(mesh=None))
+        here = job._replace(mesh=None)
+        way = next(way for condition, way in WAYS if condition(here))
+        return way(f, [Stack(x) for x in xs], here)
 
     return exchange(compute, job.operands, job.blocks, job.dims, job.specs, job.mesh, job.f.rounded)
 

@@ -117,7 +117,7 @@ def average(old: Any, new: list[jax.Array], decay: jax.typing.ArrayLike) -> Any:
 def mean_squares(gradients: Any, found: Assignment) -> list[tuple[jax.Array, jax.Array]]:
     """Return the mean squares of the rows of every parameter, and those of the columns of each output block."""
     each: Any = zip(jax.tree.leaves(gradients), found.values(), strict=True)
-    whole = [Block(s.path, s.dims, s.sharding if spec_of(g) is None else spec_of(g), g, None, []) for g, s in each]
+    whole = [Block(s.path, s.dims, spec_of(g, s.sharding), g, None, []) for g, s in each]
     return by_shape(_mean_squares, whole)
 
 
