@@ -11,9 +11,6 @@ rows. In our implementation
 - NormPre-L's is that of the exact eigenspace.
 
 If all rows of ``X`` have the same norm, both equal NormPre-G and NormPre-L (``method="exact"``).
-
-``normpre_g_tangent_on`` applies the tangent projection only on steps that normalize rows, or only on those that
-normalize columns.
 """
 
 from collections.abc import Callable
@@ -23,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax import direction, normalize_tangent, precondition_globally, scale_to_rms
+from normpre_optax import direction, scale_to_rms
 from normpre_optax.linalg.newton_schulz import coefficient_table
 from normpre_optax.linalg.precision import one_at_a_time
 from normpre_optax.linalg.rows import tangent_rows, unit_rows
@@ -97,35 +94,4 @@ def _from_x(precondition: Callable, tangent: Tangent) -> optax.GradientTransform
     return optax.GradientTransformationExtraArgs(init_count, update)
 
 
-@checked
-def scale_by_normpre_g_tangent_on(
-    *,
-    tangent_on: Literal["rows", "columns"] = "rows",
-    momentum: float = 0.95,
-    nesterov: bool = False,
-    tangent: Tangent = "relaxed",
-    orientation: Alternating = "alternating",
-    rms: float | None = 0.2,
-    ns_steps: int | None = 5,
-    ns_coefficients: str = "muon",
-    compute_dtype: Any = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
-) -> optax.GradientTransformationExtraArgs:
-    """NormPre-G without the tangent projection on the steps of the other orientation."""
-
-    def turn(side: Literal["rows", "columns"], number: int) -> optax.GradientTransformation:
-        stage = normalize_tangent(tangent if side == tangent_on else "none", side)
-        return optax.conditionally_transform(stage, lambda step, **_: jnp.mod(step, 2) == number)
-
-    return direction(
-        optax.trace(momentum, nesterov, mu_dtype),
-        turn("rows", 0),
-        turn("columns", 1),
-        precondition_globally(ns_steps, ns_coefficients, compute_dtype, rms),
-        matrix_dims=matrix_dims,
-    )
-
-
-normpre_g_tangent_on = complete(scale_by_normpre_g_tangent_on)
 normpre_from_x = complete(scale_by_normpre_from_x)

@@ -4,7 +4,6 @@
 It has the commands and options of ``python -m examples.pretrain``, and these further optimizers:
 
 - ``normpre_g_from_x``, ``normpre_l_from_x``: the preconditioner is built before normalization, from X instead of Psi;
-- ``normpre_g_tangent_on_rows``, ``normpre_g_tangent_on_columns``: the tangent projection on every second step only;
 - ``normpre_h_variant``, ``soap_hyperball``: see ``variants``.
 """
 
@@ -13,22 +12,12 @@ import sys
 
 from examples.pretrain import compare, optimizers
 from examples.pretrain.main import main
-from examples.research.ablations import normpre_from_x, normpre_g_tangent_on
+from examples.research.ablations import normpre_from_x
 from examples.research.variants import normpre_h_variant, soap_hyperball
 
 FURTHER = {
     "normpre_g_from_x": (functools.partial(normpre_from_x, variant="normpre_g"), "NormPre-G from X", "#F0E442"),
     "normpre_l_from_x": (functools.partial(normpre_from_x, variant="normpre_l"), "NormPre-L from X", "#117733"),
-    "normpre_g_tangent_on_rows": (
-        functools.partial(normpre_g_tangent_on, tangent_on="rows"),
-        "NormPre-G, tangent on rows",
-        "#AA4499",
-    ),
-    "normpre_g_tangent_on_columns": (
-        functools.partial(normpre_g_tangent_on, tangent_on="columns"),
-        "NormPre-G, tangent on columns",
-        "#88CCEE",
-    ),
     "normpre_h_variant": (normpre_h_variant, "NormPre-H variant", "#DDCC77"),
     "soap_hyperball": (soap_hyperball, "SOAP, Hyperball", "#6699CC"),
 }

@@ -131,27 +131,19 @@ def test_rows_of_equal_norm_make_no_difference():
 
 
 def test_the_further_optimizers_train():
-    """X in place of Psi is another update. The tangent acts on the steps of one side only; rows are first."""
+    """X in place of Psi is another update."""
     grads = {"dense": {"kernel": jnp.asarray(matrix(seed=5).T, jnp.float32)}}
     params = jax.tree.map(lambda g: jnp.full_like(g, 0.5), grads)
 
-    def first_two(*flags: str) -> list[jax.Array]:
-        config = configs.parse(["--config", "tiny", "--clip-norm", "1e9", *flags])
+    def first(optimizer: str) -> jax.Array:
+        config = configs.parse(["--config", "tiny", "--clip-norm", "1e9", "--optimizer", optimizer])
         tx = optimizers.make_optimizer(config, lambda t: jnp.float32(0.1))
-        one, state = tx.update(grads, tx.init(params), params)
-        two, _ = tx.update(grads, state, params)
-        return [updates["dense"]["kernel"] for updates in (one, two)]
+        return tx.update(grads, tx.init(params), params)[0]["dense"]["kernel"]
 
-    published, free = first_two("--optimizer", "normpre_g"), first_two("--optimizer", "normpre_g,tangent=none")
-    assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(published, free, strict=True))
-    for side, first, second in (("rows", published, free), ("columns", free, published)):
-        chosen = first_two("--optimizer", f"normpre_g_tangent_on_{side}")
-        np.testing.assert_allclose(chosen, [first[0], second[1]], atol=1e-6)
     direct = FROM_X["normpre_g"](0.1)
     expected = direct.update(grads, direct.init(params), params)[0]["dense"]["kernel"]
-    found = first_two("--optimizer", "normpre_g_from_x")[0]
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert np.abs(found - published[0]).max() > 1e-3
+    np.testing.assert_allclose(first("normpre_g_from_x"), expected, atol=1e-6)
+    assert np.abs(expected - first("normpre_g")).max() > 1e-3
 
 
 def content() -> dict:

@@ -21,8 +21,8 @@ from examples.pretrain.config import Config, ModelConfig
 from examples.pretrain.data import load, training_batches
 from examples.pretrain.evaluate import token_losses
 from examples.pretrain.logs import read_lines
-from examples.research import clipping, command, diagnostics, figure_data, figure_drawing, figures
-from normpre_optax import families, precondition_locally, with_adamw
+from examples.research import command, diagnostics, figure_data, figure_drawing, figures
+from normpre_optax import families, with_adamw
 from tests import reference
 
 RANK, ORIENTATIONS = 4, ("rows", "columns")
@@ -282,15 +282,3 @@ def test_bad_input_is_one_line(runs, tmp_path, capsys):
         assert all(line in said for line in lines), said
         assert said.count("\n") == 1
     assert not out.exists()
-
-
-def test_spectra_are_clipped_as_the_optimizer_does(runs, tmp_path):
-    values = np.linspace(2, 0.1, 8)
-    tx = precondition_locally(rank=0.25, relative_threshold=0.5, method="exact")
-    psi = jnp.diag(jnp.asarray(values))
-    t, _ = tx.update(psi, tx.init(psi))
-    np.testing.assert_allclose(clipping.clipped(values, 0.25, 0.5), np.diag(t), rtol=1e-5)
-    assert command.run(clipping.main, ["--run", str(runs["rmnp"]), "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "clipping.json").read_text())
-    assert found["none"] < found["cosines"]["0.25"][-1] < found["cosines"]["0.5"][-1] < 1
-    assert (tmp_path / "clipping.png").exists()
