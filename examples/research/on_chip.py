@@ -12,6 +12,7 @@ Each part is a process of its own, so that it has the device's memory, and a par
 """
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import tyro
 from rich.console import Console
 
 ESTIMATES = Path(__file__).parents[2] / "docs" / "results"
-RECOMMENDED = "normpre_h"
+TRAINED = ("adamw", "optax_muon", "muon,norm_control=hyperball", "normpre_h")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Options:
     models: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("gpt2_small", "llama_1p3b", "qwen3_1p7b")
     # Optimizers of the steps. Where memory does not suffice, the last ones are left out.
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = (
-        *("optax_muon", "adamw", "normpre_g", "normpre_l", "muon"),
+        *("optax_muon", "adamw", "normpre_h", "normpre_l", "normpre_g", "muon"),
     )
     config: str = "gpt2_small_python"  # Named configuration of the training.
     steps: int = 0  # Training steps of each optimizer; 0: as many as fit into the time.
@@ -50,7 +51,8 @@ def numerics(options: Options) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from normpre_optax import families
+    from examples.research.optimizer_step import RATE
+    from normpre_optax import families, normpre_h
 
     random = np.random.default_rng(0)
     shapes = {"up": (256, 640), "square": (256, 256), "down": (640, 256)}
@@ -58,14 +60,15 @@ def numerics(options: Options) -> dict[str, Any]:
 
     def second_update(factory: Any, dtype: Any, **given: Any) -> list[np.ndarray]:
         weights, one, two = (jax.tree.map(lambda x: jax.numpy.asarray(0.05 * x, dtype), tree) for tree in trees)
-        tx = factory(1e-3, weight_decay=0.0, **given)
+        tx = factory(RATE, **given)
         update = jax.jit(tx.update)
         updates, _ = update(two, update(one, tx.init(weights), weights)[1], weights)
         return [np.asarray(x, np.float64) for x in jax.tree.leaves(updates)]
 
     rows: dict[str, dict] = {}
     result = {"device": jax.devices()[0].device_kind, "rows": rows}
-    for name, factory in families().items():
+    recommended = {"normpre_h": functools.partial(normpre_h, adam_learning_rate=RATE)}
+    for name, factory in (recommended | families()).items():
         with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
             truth = second_update(factory, np.float64)
         rows[name] = {}
@@ -131,11 +134,19 @@ def page(options: Options) -> str:
             "estimate, ms": lambda row: row["estimate"],
             "/ optax Muon": lambda row: f"{row['over_optax_muon']:.3g}",
             "/ AdamW": lambda row: f"{row['over_adamw']:.3g}",
+            "temporaries / weights": lambda row: f"{row['temporaries_per_parameter_byte']:.2f}",
             "compile s": lambda row: f"{row['compile_s']:.1f}",
         }
         parts += [
             f"## Step of {model}\n\n{device}, {result['date']}.\n\n" + table("optimizer", columns, result["rows"])
         ]
+    if result := read("efficiency"):
+        columns = {
+            "step, ms": lambda row: f"{row['step_ms']:.4g}",
+            "optimizer alone, ms": lambda row: f"{row['optimizer_ms']:.3g}",
+            "peak memory, GiB (compiler)": lambda row: f"{row['peak_gib']:.3g}",
+        }
+        parts += [f"## A training step of {options.config}\n\n" + table("optimizer", columns, result["rows"])]
     if (report := options.out / "training" / "report" / "README.md").exists():
         parts += [f"## Training\n\n{report.relative_to(options.out)}: `{options.config}`\n\n{report.read_text()}"]
     return "\n".join(["# Measured on an accelerator\n", *parts])
@@ -164,17 +175,16 @@ def main(options: Options) -> int:
     own = ["examples.research.on_chip", "--out", str(options.out), "--part"]
     run("numerics", *own, "numerics", share=0.3)
     run("steps", *own, "steps", "--models", *options.models, "--optimizers", *options.optimizers, share=0.55)
-    names = ["adamw", "muon", "normpre_g", "normpre_l", RECOMMENDED]
     timed = options.out / "efficiency.json"
-    words = ["--config", options.config, "--optimizers", ",".join(names), "--steps", "5", "--output", str(timed)]
+    words = ["--config", options.config, "--optimizers", ",".join(TRAINED), "--steps", "5", "--output", str(timed)]
     if run("time of a training step", "examples.research.efficiency", *words, share=0.35):
         rows = json.loads(timed.read_text())["rows"]
         each = sum(row["step_ms"] for row in rows.values()) / 1e3
         # Half of the time is for starting, compiling and evaluating.
         count = options.steps or max(10, int(0.5 * (end - time.monotonic()) / each))
-        words = f"compare --config {options.config} --optimizers {','.join(names)} --steps {count} --name training"
+        words = f"compare --config {options.config} --optimizers {','.join(TRAINED)} --steps {count} --name training"
         words += f" --warmup-steps {count // 10} --evaluate-every {max(1, count // 5)} --checkpoint-every {count}"
-        run("training", "examples.pretrain", *words.split(), "--runs-folder", str(options.out))
+        run("training", "examples.research.train", *words.split(), "--runs-folder", str(options.out))
     (options.out / "README.md").write_text(page(options))
     console.print(f"Report: {options.out / 'README.md'}")
     return failed

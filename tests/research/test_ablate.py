@@ -10,6 +10,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from examples.pretrain import configs, data, optimizers
@@ -131,7 +132,7 @@ def test_rows_of_equal_norm_make_no_difference():
 
 
 def test_the_further_optimizers_train():
-    """X in place of Psi is another update."""
+    """X in place of Psi is another update. Optax's Muon is that of its own package."""
     grads = {"dense": {"kernel": jnp.asarray(matrix(seed=5).T, jnp.float32)}}
     params = jax.tree.map(lambda g: jnp.full_like(g, 0.5), grads)
 
@@ -144,6 +145,9 @@ def test_the_further_optimizers_train():
     expected = direct.update(grads, direct.init(params), params)[0]["dense"]["kernel"]
     np.testing.assert_allclose(first("normpre_g_from_x"), expected, atol=1e-6)
     assert np.abs(expected - first("normpre_g")).max() > 1e-3
+    direct = optax.contrib.muon(0.1, weight_decay=0.1)
+    expected = direct.update(grads, direct.init(params), params)[0]["dense"]["kernel"]
+    np.testing.assert_allclose(first("optax_muon"), expected, atol=1e-6)
 
 
 def content() -> dict:
