@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning rates by the length of a run, and from elsewhere: from a narrower model, or from another Muon."""
 
+import contextlib
 import math
 import warnings
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from normpre_optax.checks import RANGES, check_choice, check_number, check_numbers, static_int
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
-from normpre_optax.parameters.rules import ParamSpec, adamw_inputs, assign
+from normpre_optax.parameters.rules import GIVEN, ParamSpec, UncoveredError, assign, default_matrix_dims
+from normpre_optax.parameters.tree import Leaf
+from normpre_optax.parameters.vocabulary import words
 from normpre_optax.relatives.muon import CONVENTIONS
 
 
@@ -95,7 +99,7 @@ def multipliers_by_width(
 
     def of(spec: ParamSpec) -> float:
         if spec.dims is None:
-            return float(adamw_inputs(spec))
+            return float(_adamw_inputs(spec))
         _, dims, shape = max(blocks_of(spec.shape, spec.dims), key=lambda block: math.prod(block[2]))
         return slowness[update](*matrix_shape(shape, dims)[1:])
 
@@ -103,6 +107,17 @@ def multipliers_by_width(
         if len(spec.shape) != len(there[path].shape):
             raise ValueError(f"parameter {path!r} has shape {spec.shape}, in base {there[path].shape}")
     return jax.tree.structure(params).unflatten([of(there[path]) / of(spec) for path, spec in here.items()])
+
+
+def _adamw_inputs(spec: ParamSpec) -> int:
+    """Return the number of inputs of an output head, or of a matrix that a user's rule passes to AdamW; else 1."""
+    if spec.reason == GIVEN:
+        with contextlib.suppress(UncoveredError):
+            dims = default_matrix_dims(spec.path, Leaf(spec.shape, jnp.float32))
+            return 1 if dims is None else max(1, matrix_shape(spec.shape, dims)[2])
+    if spec.reason.startswith("output head") and len(spec.shape) == 2:
+        return max(1, spec.shape["weight" in words(spec.path.split("/")[-1])])
+    return 1
 
 
 def learning_rate_from_muon(

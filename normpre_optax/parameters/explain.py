@@ -20,7 +20,6 @@ from normpre_optax.parameters.rules import (
     default_matrix_dims,
     default_reading,
     reader,
-    warn_if_flattened,
 )
 from normpre_optax.parameters.tree import Leaf, leaves, named_leaves, repeated
 
@@ -91,7 +90,9 @@ def cautions(found: Assignment, params: Any, by_role: bool = True) -> Iterator[s
     """
     names = {path.rpartition("/")[2] for path, spec in found.items() if spec.dims}
     if found and not names:
-        yield warn_if_flattened(found) or "no parameter is a matrix, so all use AdamW; explain(params) shows why"
+        flat = [*found] == [""] and len(found[""].shape) == 1  # as inside optax.flatten
+        hidden = "the parameters are one vector without a name: optax.flatten hides the matrices, remove it"
+        yield hidden if flat else "no parameter is a matrix, so all use AdamW; explain(params) shows why"
     holes = named_leaves(params, lambda x: x is None or isinstance(x, optax.MaskedNode)) if by_role and names else ()
     for path, hole, *_ in holes:  # None may also be what a model does not have, such as a bias
         masked = isinstance(hole, optax.MaskedNode) or (hole is None and path.rpartition("/")[2] in names)

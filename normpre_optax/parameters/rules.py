@@ -23,7 +23,7 @@ from normpre_optax.parameters.tree import Leaf, layer_depth
 from normpre_optax.parameters.vocabulary import words
 
 Reading = tuple[MatrixDims | None, str]  # the axes, or None for AdamW, and the reason
-_GIVEN = "given by matrix_dims"
+GIVEN = "given by matrix_dims"
 _MAX_ASPECT_RATIO = 64  # of a three-axis attention kernel; a kernel with heads in front would exceed it
 
 
@@ -379,7 +379,7 @@ def _given(path: str, leaf: Leaf, value: Any) -> Reading:
         default, reason = default_reading(path, leaf)
         if dims == default:
             return dims, reason
-    return dims, _GIVEN
+    return dims, GIVEN
 
 
 def _tree_reader(params: Any, dims: Any) -> Callable[[str, Leaf], Reading]:
@@ -430,27 +430,3 @@ def decay_matrices_only(params: Any) -> Any:
             dims, reason = default_reading(path, leaf)
             masks[-1] = dims is not None or not reason.startswith(vectors)
     return jax.tree.structure(params).unflatten(masks)
-
-
-def adamw_inputs(spec: ParamSpec) -> int:
-    """Return the number of inputs of an output head, or of a matrix that a user's rule passes to AdamW; else 1.
-
-    Example:
-        >>> from normpre_optax.parameters.rules import ParamSpec, adamw_inputs
-        >>> adamw_inputs(ParamSpec("lm_head/kernel", (64, 100), None, "output head"))
-        64
-    """
-    if spec.reason == _GIVEN:
-        with contextlib.suppress(UncoveredError):
-            dims = default_matrix_dims(spec.path, Leaf(spec.shape, jnp.float32))
-            return 1 if dims is None else max(1, matrix_shape(spec.shape, dims)[2])
-    if spec.reason.startswith("output head") and len(spec.shape) == 2:
-        return max(1, spec.shape["weight" in words(spec.path.split("/")[-1])])
-    return 1
-
-
-def warn_if_flattened(assignment: Assignment) -> str:
-    """Return a warning if the parameters are one vector without a name, as inside ``optax.flatten``; else ""."""
-    if [(path, len(spec.shape)) for path, spec in assignment.items()] != [("", 1)]:
-        return ""
-    return "the parameters are one vector without a name, updated by AdamW; optax.flatten hides the matrices: remove it"

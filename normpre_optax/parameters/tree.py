@@ -291,18 +291,20 @@ def without_boxes(tree: Any) -> Any:
 
 def whole_tree(name: str, given: Any, params: Any, kinds: tuple, what: str) -> Any:
     """Return an option that is a tree, or a function that returns one, for all parameters."""
-    is_tree = lambda tree: all(isinstance(x, kinds) for x in jax.tree.leaves(tree))  # noqa: E731
+    is_leaf = lambda x: x is None and type(None) in kinds  # noqa: E731
+    is_tree = lambda tree: all(isinstance(x, kinds) for x in jax.tree.leaves(tree, is_leaf=is_leaf))  # noqa: E731
     tree = given(params) if callable(given) and not is_tree(given) else given  # an Equinox module is callable
     if not is_tree(tree):
         raise TypeError(f"{name} must be a tree of {what} or a function (params) -> tree, got {tree!r}")
     try:
-        return jax.tree.broadcast(tree, params)
+        return jax.tree.broadcast(tree, params, is_leaf=is_leaf)
     except (ValueError, TypeError) as error:
         paths, entries = leaf_paths(params), leaf_paths(tree)
         covers = lambda entry, path: f"{path}/".startswith(f"{entry}/")  # noqa: E731
         missing = [f"{path!r} is missing" for path in paths if not any(covers(entry, path) for entry in entries)]
         unknown = [f"{entry!r} is unknown" for entry in entries if not any(covers(entry, path) for path in paths)]
-        why = [*missing, *unknown, str(error)][0]
+        other = f"it has other containers (for a state of Flax NNX, pass nnx.as_pure(state)): {error}"
+        why = [*missing, *unknown, other][0]
         raise ValueError(f"{name} must be a tree like the parameters, or a prefix of it: {why}") from error
 
 

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from normpre_optax.parameters.dims import MatrixDims, split_axes
+from normpre_optax.parameters.tree import whole_tree
 
 
 def mesh_of(arrays: Any) -> AbstractMesh | None:
@@ -100,23 +101,12 @@ def specs_from(paths: Sequence[str], params: Any, shardings: Any) -> list[Partit
             (replicated); or a function ``(params) -> tree``.
 
     Raises:
+        TypeError: if a leaf is something else.
         ValueError: if the tree does not match, or a sharding does not fit its parameter.
     """
-
-    def is_entry(x: Any) -> bool:
-        return x is None or isinstance(x, NamedSharding | PartitionSpec)
-
-    if callable(shardings) and not all(map(is_entry, jax.tree.leaves(shardings, is_leaf=is_entry))):
-        shardings = shardings(params)
-    odd = [x for x in jax.tree.leaves(shardings, is_leaf=is_entry) if not is_entry(x)]
-    if odd:
-        raise ValueError(f"shardings: every leaf must be a NamedSharding, PartitionSpec or None, got {odd[0]!r}")
-    try:
-        entries = jax.tree.broadcast(shardings, params, is_leaf=is_entry)
-    except ValueError as error:
-        hint = "in Flax NNX, use those of nnx.as_pure(nnx.state(model, nnx.Param))"
-        raise ValueError(f"shardings: does not match the parameters ({hint}): {str(error).splitlines()[0]}") from None
-    found = [getattr(x, "spec", x) or PartitionSpec() for x in jax.tree.leaves(entries, is_leaf=is_entry)]
+    kinds = (NamedSharding, PartitionSpec, type(None))
+    entries = whole_tree("shardings", shardings, params, kinds, "NamedSharding, PartitionSpec and None")
+    found = [getattr(x, "spec", x) or PartitionSpec() for x in jax.tree.leaves(entries, is_leaf=lambda x: x is None)]
     for path, x, spec in zip(paths, jax.tree.leaves(params), found, strict=True):
         if len(spec) > x.ndim:
             raise ValueError(f"shardings: {tuple(spec)} has more entries than parameter {path!r} of shape {x.shape}")

@@ -18,13 +18,13 @@ from flax import nnx
 from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
+from normpre_optax.learning_rates import _adamw_inputs
 from normpre_optax.parameters import presets
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape
 from normpre_optax.parameters.roles import row_norms_by_role
 from normpre_optax.parameters.rules import (
     Assignment,
     ParamSpec,
-    adamw_inputs,
     assign,
     decay_matrices_only,
     default_matrix_dims,
@@ -443,7 +443,7 @@ def test_specs_have_the_reason_and_the_inputs_for_adamw():
     found = assign(params, lambda path, leaf: None if "frozen" in path else default_matrix_dims(path, leaf))
     assert found["up"] == ParamSpec("up", (2, 3), IN_OUT, "(in, out)")
     assert found["frozen/kernel"].reason == "given by matrix_dims"
-    inputs = {path: adamw_inputs(spec) for path, spec in found.items() if spec.dims is None}
+    inputs = {path: _adamw_inputs(spec) for path, spec in found.items() if spec.dims is None}
     assert inputs == {"b": 1, "frozen/kernel": 2, "lm_head/weight": 4, "logits/kernel": 4}
 
 
