@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -13,7 +12,7 @@ from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.dims import matrix_shape, split_axes
 from normpre_optax.parameters.rules import Assignment, ParamSpec
 from normpre_optax.parameters.tree import block_depth, layer_depth, numbers, stack_depth
-from normpre_optax.parameters.vocabulary import words
+from normpre_optax.parameters.vocabulary import all_words, words
 
 
 def keeps(row_norms: Any) -> bool:
@@ -81,6 +80,6 @@ def _layers(spec: ParamSpec) -> int:
     """Return how many layers are stacked in a parameter: all batch axes but that of stacked experts."""
     batch = split_axes(len(spec.shape), spec.dims)[0] if spec.dims else ()
     sizes = sorted(spec.shape[axis] for axis in batch)
-    found = set(itertools.chain(*map(words, spec.path.split("/"))))
+    found = all_words(*spec.path.split("/"))
     experts = found & v.EXPERTS and "shared" not in found and not v.COUNTED_EXPERT.search(spec.path)
     return math.prod(sizes[:-1] if experts else sizes)

@@ -70,3 +70,8 @@ def words(part: str) -> tuple[str, ...]:
         (('rms', 'norm'), ('token', 'embedder'), ('ln',))
     """
     return tuple(word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part))
+
+
+def all_words(*parts: str) -> set[str]:
+    """Return the words of several parts."""
+    return {word for part in parts for word in words(part)}
