@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax.checks import PASS_PARAMS, check_numbers
+from normpre_optax.checks import PASS_PARAMS, check_choice, check_numbers
 from normpre_optax.linalg.precision import inverse_root
+from normpre_optax.options import numbers
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.parameters.explain import cautions
-from normpre_optax.parameters.roles import keeps, row_norms_of
-from normpre_optax.parameters.rules import assign
+from normpre_optax.parameters.roles import row_norms_by_role
+from normpre_optax.parameters.rules import Assignment, assign
 from normpre_optax.parameters.tree import leaf_paths
 from normpre_optax.stages.base import CountState, init_count, map_matrices, stage
 
@@ -76,6 +77,20 @@ def hyperball(
         return init_count(params)
 
     return _hyperball(learning_rate, None, norms_of, keeps(row_norms), matrix_dims, init)
+
+
+def keeps(row_norms: Any) -> bool:
+    """Return whether the option ``row_norms`` is "keep"; raise a ValueError for another word."""
+    if isinstance(row_norms, str):
+        check_choice("row_norms", row_norms, ("keep",))
+    return isinstance(row_norms, str)
+
+
+def row_norms_of(row_norms: Any, params: Any, found: Assignment) -> dict[str, Any]:
+    """Return the option ``row_norms`` by path; None and "keep" are by role."""
+    if row_norms is None or keeps(row_norms):
+        return row_norms_by_role(found)
+    return dict(zip(found, numbers("row_norms", row_norms, params), strict=True))
 
 
 def warn_of_a_rate_like_adams(learning_rate: Any, row_norms: Any, stacklevel: int) -> None:

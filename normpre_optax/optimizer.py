@@ -13,12 +13,11 @@ import numpy as np
 import optax
 
 from normpre_optax.checks import PASS_PARAMS, check_dtype_of
-from normpre_optax.hyperball import _hyperball, warn_of_a_rate_like_adams
-from normpre_optax.options import Number, checked, docstring, sections
+from normpre_optax.hyperball import _hyperball, keeps, row_norms_of, warn_of_a_rate_like_adams
+from normpre_optax.options import Number, checked, docstring, numbers, sections, whole_tree
 from normpre_optax.parameters.explain import cautions
-from normpre_optax.parameters.roles import keeps, row_norms_of
 from normpre_optax.parameters.rules import Assignment, assign
-from normpre_optax.parameters.tree import is_box, leaves, numbers, whole_tree
+from normpre_optax.parameters.tree import is_box, leaves
 from normpre_optax.sharding.placement import place_state, sharded_like, specs_from
 from normpre_optax.stages.base import at_least_float32
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signatures and docstrings of optimizers: shared options are described once, misspelled ones are errors."""
+"""Options of optimizers: shared ones are described once, misspelled ones are errors, and some are trees."""
 
 import difflib
 import functools
@@ -11,7 +11,8 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 import jax
 
-from normpre_optax.checks import check_choice, check_numbers
+from normpre_optax.checks import TREES, check_choice, check_number, check_numbers
+from normpre_optax.parameters.tree import leaf_paths
 
 Number = jax.typing.ArrayLike
 Coefficients = Literal["muon", "you", "polar_express"] | Sequence
@@ -155,3 +156,30 @@ def static_args(factory: Callable[..., Any]) -> frozenset[str]:
     parameters = inspect.signature(factory).parameters
     numbers = {name for name, p in parameters.items() if p.annotation is float or jax.Array in get_args(p.annotation)}
     return frozenset(parameters.keys() - numbers)
+
+
+def whole_tree(name: str, given: Any, params: Any, kinds: tuple, what: str) -> Any:
+    """Return an option that is a tree, or a function that returns one, for all parameters."""
+    is_leaf = lambda x: x is None and type(None) in kinds  # noqa: E731
+    is_tree = lambda tree: all(isinstance(x, kinds) for x in jax.tree.leaves(tree, is_leaf=is_leaf))  # noqa: E731
+    tree = given(params) if callable(given) and not is_tree(given) else given  # an Equinox module is callable
+    if not is_tree(tree):
+        raise TypeError(f"{name} must be a tree of {what} or a function (params) -> tree, got {tree!r}")
+    try:
+        return jax.tree.broadcast(tree, params, is_leaf=is_leaf)
+    except (ValueError, TypeError) as error:
+        paths, entries = leaf_paths(params), leaf_paths(tree)
+        covers = lambda entry, path: f"{path}/".startswith(f"{entry}/")  # noqa: E731
+        missing = [f"{path!r} is missing" for path in paths if not any(covers(entry, path) for entry in entries)]
+        unknown = [f"{entry!r} is unknown" for entry in entries if not any(covers(entry, path) for path in paths)]
+        other = f"it has other containers (for a state of Flax NNX, pass nnx.as_pure(state)): {error}"
+        why = [*missing, *unknown, other][0]
+        raise ValueError(f"{name} must be a tree like the parameters, or a prefix of it: {why}") from error
+
+
+def numbers(name: str, given: Any, params: Any) -> list[Any]:
+    """Return an option that is a tree of numbers, or a function that returns one, as a list with one per parameter."""
+    found = jax.tree.leaves(whole_tree(name, given, params, get_args(jax.typing.ArrayLike), "numbers"))
+    for path, x in zip(leaf_paths(params), found, strict=True):
+        check_number(f"{name} of {path!r}", x, *TREES[name])
+    return found

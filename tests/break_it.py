@@ -101,11 +101,12 @@ FAULTS = {name: Fault(*fault) for name, fault in {  # name: file, old, new, test
     "keep_forgets_the_norm": ("hyperball.py", "norm, jnp.sqrt(ww)) if keep else norm", "norm, norm)"),
     "norms_of_the_other_side": ("hyperball.py", "for axis in outputs) ** 0.5", "for axis in inputs) ** 0.5"),
     "experts_count_as_layers": ("parameters/roles.py", "sizes[:-1] if experts else sizes", "sizes"),
-    "mask_ignored": ("parameters/tree.py", "jax.tree.broadcast(tree, params)", "jax.tree.map(lambda _: True, params)",
+    "mask_ignored": ("options.py", "jax.tree.broadcast(tree, params, is_leaf=is_leaf)",
+        "jax.tree.map(lambda _: True, params)",
         "tests/test_algorithm.py -k mask"),
     "updates_stay_float32": ("optimizer.py", "lambda u, p: u.astype(jnp.asarray(p).dtype), new, params",
         "lambda u, p: u, new, params", "tests/test_properties.py -k dtypes"),
-    "numbers_unchecked": ("parameters/tree.py", "x, *TREES[name]", "1, *TREES[name]", "tests/test_hyperball.py"),
+    "numbers_unchecked": ("options.py", "x, *TREES[name]", "1, *TREES[name]", "tests/test_hyperball.py"),
     "multipliers_ignored": ("optimizer.py", "[times[path] * u for path, u in", "[u for path, u in",
         "tests/test_learning_rates.py"),
     "adams_other_b2": ("optimizer.py", "adam_b2: Number = 0.95,", "adam_b2: Number = 0.999,", "tests/test_api.py"),
@@ -118,7 +119,12 @@ FAULTS = {name: Fault(*fault) for name, fault in {  # name: file, old, new, test
     "any_momentum": ("checks.py", '"b2", "adam_b1", "adam_b2"), (0, 1))', '"b2", "adam_b1", "adam_b2"), (0, 9))',
         "tests/test_api.py"),
     "wide_models_learn_faster": ("learning_rates.py", "math.sqrt(n * max(m, n) / m)", "math.sqrt(m * max(m, n) / n)"),
-    "algorithm_without_the_tangent": ("algorithm.py", "normalize_tangent(tangent,", 'normalize_tangent("none",'),
+    "normpre_without_the_tangent": ("algorithm.py", "(tangent, orientation),  # X_t, Psi_t\n        precondition,",
+        '("none", orientation),\n        precondition,'),
+    "normpre_g_without_the_tangent": ("algorithm.py", "(tangent, orientation),  # X_t, Psi_t\n        precondition_g",
+        '("none", orientation),\n        precondition_g'),
+    "normpre_l_without_the_tangent": ("algorithm.py", "(tangent, orientation),  # X_t, Psi_t\n        precondition_l",
+        '("none", orientation),\n        precondition_l'),
 }.items()}
 # fmt: on
 

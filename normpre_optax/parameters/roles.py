@@ -5,28 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
 
-from normpre_optax.checks import check_choice
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.dims import matrix_shape, split_axes
 from normpre_optax.parameters.rules import Assignment, ParamSpec
-from normpre_optax.parameters.tree import block_depth, layer_depth, numbers, stack_depth
+from normpre_optax.parameters.tree import block_depth, layer_depth, stack_depth
 from normpre_optax.parameters.vocabulary import all_words, words
-
-
-def keeps(row_norms: Any) -> bool:
-    """Return whether the option ``row_norms`` is "keep"; raise a ValueError for another word."""
-    if isinstance(row_norms, str):
-        check_choice("row_norms", row_norms, ("keep",))
-    return isinstance(row_norms, str)
-
-
-def row_norms_of(row_norms: Any, params: Any, found: Assignment) -> dict[str, Any]:
-    """Return the option ``row_norms`` by path; None and "keep" are by role."""
-    if row_norms is None or keeps(row_norms):
-        return row_norms_by_role(found)
-    return dict(zip(found, numbers("row_norms", row_norms, params), strict=True))
 
 
 def row_norms_by_role(found: Assignment) -> dict[str, float]:

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ import numpy as np
 import optax
 from jax import tree_util
 
-from normpre_optax.checks import TREES, check_number
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.vocabulary import words
 
@@ -287,30 +286,3 @@ def without_boxes(tree: Any) -> Any:
         return next(iter(jax.tree.leaves(node)), optax.MaskedNode()) if is_box(node) else node
 
     return jax.tree.map(array, tree, is_leaf=is_box)
-
-
-def whole_tree(name: str, given: Any, params: Any, kinds: tuple, what: str) -> Any:
-    """Return an option that is a tree, or a function that returns one, for all parameters."""
-    is_leaf = lambda x: x is None and type(None) in kinds  # noqa: E731
-    is_tree = lambda tree: all(isinstance(x, kinds) for x in jax.tree.leaves(tree, is_leaf=is_leaf))  # noqa: E731
-    tree = given(params) if callable(given) and not is_tree(given) else given  # an Equinox module is callable
-    if not is_tree(tree):
-        raise TypeError(f"{name} must be a tree of {what} or a function (params) -> tree, got {tree!r}")
-    try:
-        return jax.tree.broadcast(tree, params, is_leaf=is_leaf)
-    except (ValueError, TypeError) as error:
-        paths, entries = leaf_paths(params), leaf_paths(tree)
-        covers = lambda entry, path: f"{path}/".startswith(f"{entry}/")  # noqa: E731
-        missing = [f"{path!r} is missing" for path in paths if not any(covers(entry, path) for entry in entries)]
-        unknown = [f"{entry!r} is unknown" for entry in entries if not any(covers(entry, path) for path in paths)]
-        other = f"it has other containers (for a state of Flax NNX, pass nnx.as_pure(state)): {error}"
-        why = [*missing, *unknown, other][0]
-        raise ValueError(f"{name} must be a tree like the parameters, or a prefix of it: {why}") from error
-
-
-def numbers(name: str, given: Any, params: Any) -> list[Any]:
-    """Return an option that is a tree of numbers, or a function that returns one, as a list with one per parameter."""
-    found = jax.tree.leaves(whole_tree(name, given, params, get_args(jax.typing.ArrayLike), "numbers"))
-    for path, x in zip(leaf_paths(params), found, strict=True):
-        check_number(f"{name} of {path!r}", x, *TREES[name])
-    return found

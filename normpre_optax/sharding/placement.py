@@ -11,8 +11,8 @@ import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from normpre_optax.options import whole_tree
 from normpre_optax.parameters.dims import MatrixDims, split_axes
-from normpre_optax.parameters.tree import whole_tree
 
 
 def mesh_of(arrays: Any) -> AbstractMesh | None:

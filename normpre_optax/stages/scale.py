@@ -116,11 +116,8 @@ def scale_by_row_moment(
     """
     check_numbers(b2=b2, eps=eps)
 
-    def squares(updates: Any, found: Any) -> list[jax.Array]:
-        return [rows for rows, _ in mean_squares(updates, found)]
-
     def init(params):
-        zeros = squares(jax.tree.map(jnp.zeros_like, params), assigned(params, None, matrix_dims))
+        zeros, _ = mean_squares(jax.tree.map(jnp.zeros_like, params), assigned(params, None, matrix_dims))
         return RowMomentState(without_boxes(jax.tree.structure(params).unflatten(zeros)))
 
     def scaled(o: jax.Array, w: Any, dims: MatrixDims, moment: jax.Array) -> jax.Array:
@@ -131,7 +128,7 @@ def scale_by_row_moment(
 
     def step(updates, state, params, matrix_dims):
         found = assigned(updates, params, matrix_dims)
-        moment = average(state.moment, squares(updates, found), b2)
+        moment = average(state.moment, mean_squares(updates, found)[0], b2)
         return map_matrices(scaled, updates, params, found, moment), RowMomentState(moment)
 
     return stage(step, init, matrix_dims)
