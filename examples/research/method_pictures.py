@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of the method: what each stage of NormPre does to small matrices, drawn with the library's own functions.
 
-``python -m examples.research.method_pictures`` draws four figures into ``docs/pictures``: six rows in the plane from
+``python -m examples.research.method_pictures`` draws five figures into ``docs/pictures``: six rows in the plane from
 stage to stage, the singular values of a larger matrix, the entries of one whose rows and columns are normalized in
-turn, and what the tangent modes leave of a row. ``docs/method.md`` explains them.
+turn, what the tangent modes leave of a row, and what the metric of ``normpre_h`` changes. ``docs/method.md`` explains
+them.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ import numpy as np
 import optax
 
 from examples.research import diagnostics
-from normpre_optax import precondition_globally, precondition_locally
+from normpre_optax import precondition_globally, precondition_locally, with_metric
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -284,11 +285,52 @@ def draw_radial() -> Figure:
     return figure
 
 
+def metric() -> Mapping[str, Array]:
+    """A 16 x 24 gradient and two updates of it: Muon's, and that in the metric of ``normpre_h`` after one like it.
+
+    Returns:
+        Name to (16, 24).
+
+    Example:
+        >>> np.linalg.norm(metric()["Muon"], axis=1).round(3).tolist() == 16 * [1.0]
+        True
+    """
+    gradient = correlated(16, 24)
+    exact = precondition_globally(ns_steps=None)
+    tx, given = with_metric(exact), jnp.asarray(gradient)
+    _, state = tx.update(given, tx.init(given))
+    return {
+        "gradient": gradient,
+        "Muon": applied(exact, gradient),
+        "normpre_h": np.asarray(tx.update(given, state)[0]),
+    }
+
+
+def draw_metric() -> Figure:
+    """Size of the update of every row and column over the size of its gradient."""
+    found = metric()
+    figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.2), sharey=True)
+    for ax, (name, along) in zip(axes, {"rows": 1, "columns": 0}.items(), strict=True):
+        sizes = {key: np.linalg.norm(x, axis=along) for key, x in found.items()}
+        sizes = {key: size / np.sqrt(np.mean(size**2)) for key, size in sizes.items()}
+        for key, color in (("Muon", QUIET), ("normpre_h", ROWS)):
+            ax.scatter(sizes["gradient"], sizes[key], color=color, s=18, label=key)
+        ax.set(xscale="log", xlabel=f"size of the gradient, {name}", ylim=(0, 1.8))
+        ax.set_xticks([0.2, 0.5, 1, 2], ["0.2", "0.5", "1", "2"])
+        ax.minorticks_off()
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("size of the update")
+    axes[0].legend(frameon=False, fontsize=8, loc="lower left")
+    figure.tight_layout()
+    return figure
+
+
 PICTURES = {
     "rows_in_the_plane": draw_plane,
     "singular_values": draw_spectra,
     "alternation": draw_alternation,
     "radial_factor": draw_radial,
+    "metric": draw_metric,
 }
 
 

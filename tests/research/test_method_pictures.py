@@ -43,3 +43,8 @@ def test_the_pictures_show_what_the_page_says():
     assert np.all((bars["G"] > 0.6) & (bars["G"] < 1.25))
     assert bars["Psi"][2] > 1, "a mode above one that the budget leaves alone"
     assert np.linalg.norm(bars["M"]) == pytest.approx(np.linalg.norm(bars["Psi"]), rel=1e-5)
+
+    sizes = {name: np.linalg.norm(x, axis=1) for name, x in method_pictures.metric().items()}
+    np.testing.assert_allclose(sizes["Muon"], 1, rtol=1e-5)
+    large = sizes["gradient"] > np.sqrt(np.mean(sizes["gradient"] ** 2))
+    assert sizes["normpre_h"][large].max() < sizes["normpre_h"][~large].min()
