@@ -31,7 +31,7 @@ from rich.progress import track
 
 from examples.research import ahead, hlo, report, shapes
 from examples.research.machine_cost import MACHINES, meter
-from normpre_optax import MatrixDims, muon, normpre_g, normpre_l
+from normpre_optax import MatrixDims, muon, normpre_g, normpre_h, normpre_l
 
 NODE = 8  # GPUs that share a fast network
 BASELINE = "optax_muon"
@@ -56,6 +56,7 @@ OPTIMIZERS = {
     "adamw": (functools.partial(optax.adamw, 1e-3),),
     BASELINE: (functools.partial(optax.contrib.muon, 1e-3, muon_weight_dimension_numbers=optax_dims),),
     "muon": (functools.partial(muon, 1e-3, matrix_dims=last_two),),
+    "normpre_h": (functools.partial(normpre_h, 1.6e-2, adam_learning_rate=1e-3, matrix_dims=last_two),),
     "normpre_g": oriented(normpre_g),
     "normpre_l": oriented(normpre_l),
 }
