@@ -13,19 +13,12 @@ import optax
 from normpre_optax.checks import check_dtype_of
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.roles import row_norms_by_role
-from normpre_optax.parameters.rules import (
-    Assignment,
-    Reading,
-    assign,
-    default_matrix_dims,
-    default_reading,
-    reader,
-    warn_if_flattened,
-)
+from normpre_optax.parameters.rules import Assignment, Reading, assign, default_matrix_dims, default_reading, reader
 from normpre_optax.parameters.tree import Leaf, leaves, named_leaves, repeated
 
 _VOCABULARY = "has an axis of the vocabulary size"
-
+_NO_MATRIX = "no parameter is a matrix, so all use AdamW; explain(params) shows why"
+_VECTOR = "the parameters are one vector without a name, updated by AdamW; optax.flatten hides the matrices: remove it"
 
 _Row = namedtuple("_Row", "path leaf group matrices reason")
 
@@ -91,7 +84,8 @@ def cautions(found: Assignment, params: Any, by_role: bool = True) -> Iterator[s
     """
     names = {path.rpartition("/")[2] for path, spec in found.items() if spec.dims}
     if found and not names:
-        yield warn_if_flattened(found) or "no parameter is a matrix, so all use AdamW; explain(params) shows why"
+        vector = [(spec.path, len(spec.shape)) for spec in found.values()] == [("", 1)]  # as inside optax.flatten
+        yield _VECTOR if vector else _NO_MATRIX
     holes = named_leaves(params, lambda x: x is None or isinstance(x, optax.MaskedNode)) if by_role and names else ()
     for path, hole, *_ in holes:  # None may also be what a model does not have, such as a bias
         masked = isinstance(hole, optax.MaskedNode) or (hole is None and path.rpartition("/")[2] in names)

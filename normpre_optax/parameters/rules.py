@@ -447,10 +447,3 @@ def adamw_inputs(spec: ParamSpec) -> int:
     if spec.reason.startswith("output head") and len(spec.shape) == 2:
         return max(1, spec.shape["weight" in words(spec.path.split("/")[-1])])
     return 1
-
-
-def warn_if_flattened(assignment: Assignment) -> str:
-    """Return a warning if the parameters are one vector without a name, as inside ``optax.flatten``; else ""."""
-    if [(path, len(spec.shape)) for path, spec in assignment.items()] != [("", 1)]:
-        return ""
-    return "the parameters are one vector without a name, updated by AdamW; optax.flatten hides the matrices: remove it"
