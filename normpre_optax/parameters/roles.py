@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -81,6 +80,6 @@ def _layers(spec: ParamSpec) -> int:
     """Return how many layers are stacked in a parameter: all batch axes but that of stacked experts."""
     batch = split_axes(len(spec.shape), spec.dims)[0] if spec.dims else ()
     sizes = sorted(spec.shape[axis] for axis in batch)
-    found = set(itertools.chain(*map(words, spec.path.split("/"))))
+    found = {*words(spec.path)}
     experts = found & v.EXPERTS and "shared" not in found and not v.COUNTED_EXPERT.search(spec.path)
     return math.prod(sizes[:-1] if experts else sizes)

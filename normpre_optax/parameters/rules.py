@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -137,7 +136,7 @@ def default_reading(path: str, leaf: Any) -> Reading:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return None, f"{leaf.dtype}, not {'real ' * jnp.issubdtype(leaf.dtype, jnp.complexfloating)}floating point"
     reason = tree.vector_kind(parts, leaf)
-    found = set(itertools.chain(*map(words, (*parts, leaf.class_name, *map(str, leaf.names or ())))))
+    found = set().union(*map(words, (*parts, leaf.class_name, *map(str, leaf.names or ()))))
     for trigger, role in _ADAMW:
         if not reason and (trigger & found if isinstance(trigger, set) else trigger.search(path)):
             reason = role if isinstance(role, str) else role(parts, leaf)
@@ -191,7 +190,7 @@ def _router(parts: list[str], leaf: Leaf) -> str:
     """Return "router" for a router by name, or for a gate next to experts or in a mixture, but not next to ``up``."""
     depth = layer_depth(parts)
     layer, above = {*words(parts[depth - 1])}, {*words(parts[depth - 2] if depth > 1 else "")}
-    beside = set(itertools.chain(*map(words, tree.names_below(leaf, parts[: depth - 1]))))
+    beside = set().union(*map(words, tree.names_below(leaf, parts[: depth - 1])))
     gate = layer & v.GATES and not beside & {"up", "down"}
     mixture = layer & v.EXPERTS or (layer <= v.GATES and ("moe" in above or beside & v.EXPERTS))
     return "router" if (layer | above) & v.ROUTERS or (gate and mixture) else ""
@@ -199,7 +198,7 @@ def _router(parts: list[str], leaf: Leaf) -> str:
 
 def _depthwise(parts: list[str], leaf: Leaf) -> str:
     """Return the reason for (taps, channels) without a word for a dense layer, or for a single input channel."""
-    layer = set(itertools.chain(*map(words, parts[layer_depth(parts) - 1 :])))
+    layer = set().union(*map(words, parts[layer_depth(parts) - 1 :]))
     layers, ndim = leaf.layers or 0, len(leaf.shape)
     one_input = ndim - layers > 2 and leaf.shape[layers + 1 if "weight" in words(parts[-1]) else -2] == 1
     depthwise = not layer & v.DENSE if ndim == 2 else one_input
@@ -225,7 +224,7 @@ _ADAMW: tuple[tuple[re.Pattern[str] | set[str], str | Callable[[list[str], Leaf]
 def _in_attention(parts: list[str], leaf: Leaf) -> bool:
     above = parts[: layer_depth(parts) - 1]
     beside = {name.lower() for name in tree.names_below(leaf, above)}
-    return len(v.QUERIES & beside) > 1 or bool(v.ATTENTION & set(itertools.chain(*map(words, above))))
+    return len(v.QUERIES & beside) > 1 or any(v.ATTENTION.intersection(words(part)) for part in above)
 
 
 def _attention_role(parts: list[str], leaf: Leaf) -> str:
@@ -332,8 +331,7 @@ def _named_axes(names: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[int, ...
 
 def _unknown_order(parts: list[str], leaf: Leaf) -> str:
     """Return why the axis order of a convolution or of stacked experts is unknown; else ""."""
-    found = set(itertools.chain(*map(words, (*parts, leaf.class_name))))
-    if "conv" in found:
+    if any("conv" in words(part) for part in (*parts, leaf.class_name)):
         return "a convolution can be flattened in several ways"
     if is_stack_of_experts("/".join(parts), leaf):
         return "experts may be stacked along any axis; presets.experts_in_front reads (expert, in, out)"
@@ -343,9 +341,8 @@ def _unknown_order(parts: list[str], leaf: Leaf) -> str:
 def is_stack_of_experts(path: str, leaf: Leaf) -> bool:
     """Return whether a parameter may hold several experts: by its name, or because a router is beside it."""
     above = path.rpartition("/")[0]
-    beside = set(itertools.chain(*(words(other.removeprefix(above)) for other in getattr(leaf, "near", ()))))
-    named = v.EXPERTS.intersection(words(path)) and not v.COUNTED_EXPERT.search(path)
-    return bool(named or v.ROUTERS & beside)
+    beside = any(v.ROUTERS.intersection(words(other.removeprefix(above))) for other in getattr(leaf, "near", ()))
+    return beside or bool(v.EXPERTS.intersection(words(path)) and not v.COUNTED_EXPERT.search(path))
 
 
 def reader(params: Any, matrix_dims: Any) -> Callable[[str, Leaf], Reading]:

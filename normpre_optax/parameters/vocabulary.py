@@ -62,7 +62,7 @@ HEAD_AXES = {"heads", "kv", "head", "dim", "size", "q", "qkv", "per", "group"}
 
 @functools.cache
 def words(part: str) -> tuple[str, ...]:
-    """Split a part of a path into lower-case words, at anything but letters and in camel case.
+    """Split a path, or a part of one, into lower-case words, at anything but letters and in camel case.
 
     Example:
         >>> from normpre_optax.parameters.vocabulary import words
