@@ -90,10 +90,8 @@ def cautions(found: Assignment, params: Any, by_role: bool = True) -> Iterator[s
     for path, hole, *_ in holes:  # None may also be what a model does not have, such as a bias
         masked = isinstance(hole, optax.MaskedNode) or (hole is None and path.rpartition("/")[2] in names)
         if masked and default_matrix_dims(path, Leaf((2, 3), jnp.float32)):
-            yield (
-                f"masked matrices, such as {path!r}, are not counted in the row norms that Hyperball sets: pass "
-                "row_norms=, or freeze after the optimizer: optax.chain(optimizer, optax.freeze(mask))"
-            )
+            fix = "pass row_norms=, or freeze after the optimizer: optax.chain(optimizer, optax.freeze(mask))"
+            yield f"masked matrices, such as {path!r}, are not counted in the row norms that Hyperball sets: {fix}"
             return
 
 
@@ -103,13 +101,11 @@ def _row(path: str, leaf: Leaf, read: Callable[[str, Leaf], Reading]) -> _Row:
         check_dtype_of(path, leaf.dtype)
     except (ValueError, TypeError) as error:
         return _Row(path, leaf, "ERROR", Counter(), getattr(error, "short", str(error)))
-    if dims is None:
-        return _Row(path, leaf, "adamw", Counter(), reason)
     matrices = Counter[tuple[int, int]]()
-    for _, one, shape in blocks_of(leaf.shape, dims):
-        count, *sizes = matrix_shape(shape, one)
-        matrices[sizes[0], sizes[1]] += count
-    return _Row(path, leaf, "matrix", matrices, reason)
+    for _, one, shape in blocks_of(leaf.shape, dims) if dims else ():
+        count, outputs, inputs = matrix_shape(shape, one)
+        matrices[outputs, inputs] += count
+    return _Row(path, leaf, "matrix" if dims else "adamw", matrices, reason)
 
 
 def _vocabulary_sizes(rows: list[_Row]) -> set[int]:
