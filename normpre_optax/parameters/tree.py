@@ -235,11 +235,8 @@ def _different_starts(group: dict[str, Leaf], count: int) -> str:
     return differ if len(starts) > 1 else ""
 
 
-Row = tuple[str, tuple[str, ...], Any]  # common name of some parameters, their paths, and their entry in a table
-
-
-def repeated(table: Mapping[str, Any]) -> list[Row]:
-    """Join the parameters of layers that have equal entries.
+def repeated(table: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...], Any]]:
+    """Join the parameters of layers that have equal entries: return their common name, their paths, and the entry.
 
     A layer is a part of a path that is a number, or a name with a number at its end: of a layer, a block, an expert, or
     a Linen class.
