@@ -278,19 +278,18 @@ def _wrong_bias(path: str, leaf: Leaf, dims: MatrixDims) -> str:
 
 def _read_matrix(path: str, parts: list[str], leaf: Leaf) -> Reading:
     """Return the axes of a leaf with two or more axes: first those of layers, by names or leaves nearby."""
-    ndim, weight, layers, note, why = len(leaf.shape), "weight" in words(parts[-1]), leaf.layers or 0, "", ""
+    weight, layers, why = "weight" in words(parts[-1]), leaf.layers or 0, ""
     named = f"axes named ({', '.join(map(str, leaf.names or ()))})"
-    rest, heads = _named_axes(leaf.names) if leaf.names else ((), ())
-    if rest:
-        note = named
-    elif ndim > 2 or not any(map(words, parts)):
+    rest, heads = _named_axes(leaf.names or ())
+    note = named if rest else ""
+    if not note and (leaf.ndim > 2 or not any(map(words, parts))):
         why = _unknown_order(parts, leaf) or leaf.layers_error
         layers = int(tree.stack_depth(parts) is not None) if leaf.layers is None else layers
         if layers and leaf.names and leaf.names[0] is not None:
             why = why or f"it looks stacked, but its {named.replace('axes', 'axes are')}"
     if why:
         raise UncoveredError((path, leaf.shape, why))
-    rest = rest or tuple(range(layers, ndim))
+    rest = rest or tuple(range(layers, leaf.ndim))
     if len(rest) < 2:
         return None, f"stacked vector, {note}" if note else "stacked vector"
     if not note and len(rest) > 2 and sum(leaf.shape[axis] > 1 for axis in rest) < 2:
@@ -381,9 +380,8 @@ def _given(path: str, leaf: Leaf, value: Any) -> Reading:
 
 def _tree_reader(params: Any, dims: Any) -> Callable[[str, Leaf], Reading]:
     """Return the function that finds a parameter's entry in a tree, or a prefix of one, by its path."""
-    wrong, entries = "matrix_dims does not match the parameters", {}
-    for path, value, *_ in tree.named_leaves(dims, _is_entry):
-        entries[path] = as_matrix_dims(path, value)
+    wrong = "matrix_dims does not match the parameters"
+    entries = {path: as_matrix_dims(path, value) for path, value, *_ in tree.named_leaves(dims, _is_entry)}
 
     def nearest(path: str) -> str:
         while path and path not in entries:
