@@ -75,11 +75,6 @@ def with_metric(
     check_transformation("spectral", spectral)
     inner = optax.with_extra_args_support(spectral)
 
-    def squares(gradients: Any, params: Any, dims: Any) -> tuple[list[jax.Array], ...]:
-        """Return the mean squares of the rows of every parameter, and of the columns."""
-        found = mean_squares(gradients, assigned(gradients, params, dims))
-        return [rows for rows, _ in found], [columns for _, columns in found]
-
     def scaled(u: jax.Array, w: Any, dims: MatrixDims, rows: jax.Array, columns: jax.Array) -> jax.Array:
         mean = jnp.mean(rows, split_axes(u.ndim, dims)[1], keepdims=True)  # that of the columns is the same
         for squares in (rows, columns):
@@ -88,9 +83,8 @@ def with_metric(
         return u
 
     def init(params):
-        rows, columns = squares(jax.tree.map(jnp.zeros_like, params), params, matrix_dims)
-        tree = lambda leaves: without_boxes(jax.tree.structure(params).unflatten(leaves))  # noqa: E731
-        return MetricState(tree(rows), tree(columns), inner.init(params))
+        rows, columns = mean_squares(jax.tree.map(jnp.zeros_like, params), assigned(params, None, matrix_dims))
+        return MetricState(rows, columns, inner.init(params))
 
     def update(updates, state, params=None, *, matrix_dims=matrix_dims, gradients=None, **extra_args):
         def run(updates, state, params, gradients):
@@ -99,7 +93,7 @@ def with_metric(
             u = within_metric(updates)
             extra = {**extra_args, "matrix_dims": dims, "gradients": gradients}
             t, spectral_state = inner.update(u, state.spectral, params, **extra)
-            rows, columns = map(average, state[:2], squares(gradients, params, dims), (decay, decay))
+            rows, columns = average(state[:2], mean_squares(gradients, dims), decay)
             return within_metric(t), MetricState(rows, columns, spectral_state)
 
         args = updates, state, params, updates if gradients is None else gradients
@@ -108,17 +102,17 @@ def with_metric(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def average(old: Any, new: list[jax.Array], decay: jax.typing.ArrayLike) -> Any:
-    """Return ``decay old + (1 - decay) new`` for a tree and the list of its new leaves."""
-    leaves, treedef = jax.tree.flatten(old)
-    return treedef.unflatten([replicated(decay * o + (1 - decay) * n) for o, n in zip(leaves, new, strict=True)])
+def average(old: Any, new: Any, decay: jax.typing.ArrayLike) -> Any:
+    """Return ``decay old + (1 - decay) new`` of two trees."""
+    return jax.tree.map(lambda o, n: replicated(decay * o + (1 - decay) * n), old, new)
 
 
-def mean_squares(gradients: Any, found: Assignment) -> list[tuple[jax.Array, jax.Array]]:
-    """Return the mean squares of the rows of every parameter, and those of the columns of each output block."""
-    each: Any = zip(jax.tree.leaves(gradients), found.values(), strict=True)
-    whole = [Block(s.path, s.dims, spec_of(g, s.sharding), g, None, []) for g, s in each]
-    return by_shape(_mean_squares, whole)
+def mean_squares(gradients: Any, found: Assignment) -> tuple[Any, Any]:
+    """Return trees of the mean squares of the rows of every parameter, and of the columns of each output block."""
+    leaves, treedef = jax.tree.flatten(without_boxes(gradients))
+    each: Any = zip(leaves, found.values(), strict=True)
+    new = by_shape(_mean_squares, [Block(s.path, s.dims, spec_of(g, s.sharding), g, None, []) for g, s in each])
+    return treedef.unflatten([rows for rows, _ in new]), treedef.unflatten([columns for _, columns in new])
 
 
 def _mean_squares(g: jax.Array, w: Any, dims: MatrixDims) -> tuple[jax.Array, jax.Array]:
