@@ -214,8 +214,7 @@ def _to_owners(team: Team, lines: list[jax.Array], at: dict[str, Any], sizes: di
 
     pieces = math.prod(team.grid)
     outgoing = jnp.stack([packed(own) for own in team.owned]).reshape(-1, pieces, team.length, LANES)
-    outgoing = outgoing[_flat(at, sizes, team.copies)] if team.copies else outgoing[0]
-    return _all_to_all(outgoing, team)
+    return _all_to_all(outgoing[_flat(at, sizes, team.copies)], team)
 
 
 def _all_to_all(lines: jax.Array, team: Team) -> jax.Array:
@@ -250,7 +249,7 @@ def _computed(compute: Callable, kind: Any, shards: Any, teams: list[Team], dtyp
 def _to_holders(team: Team, buffer: jax.Array, shards: Sequence[Shard], sizes: dict[str, int]) -> dict[int, jax.Array]:
     """Return results to the devices of the pieces: this device's stack of every parameter of the team."""
     buffer = _all_to_all(buffer, team)
-    if math.prod(sizes[a] for a in team.copies) > 1:
+    if team.copies:
         buffer = jax.lax.all_gather(buffer, team.copies)
     found: dict[tuple[int, int], jax.Array] = {}
     for lines, own in zip(buffer.reshape(len(team.owned), team.length, LANES), team.owned, strict=True):
