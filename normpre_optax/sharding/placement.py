@@ -29,14 +29,12 @@ def mesh_of(arrays: Any) -> AbstractMesh | None:
         if mesh is not None and own != mesh:
             raise ValueError(f"parameters are on two meshes, {mesh} and {own}: put all of them on one")
         mesh = own
-    if mesh is None or AxisType.Manual not in mesh.axis_types:
+    if mesh is None or not mesh.manual_axes:
         return mesh
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    manual = [name for name, kind in kinds.items() if kind == AxisType.Manual]
-    if AxisType.Explicit in mesh.axis_types:
+    if mesh.explicit_axes:
         raise ValueError(
-            f"update was called inside jax.shard_map over the axes {manual} of a mesh whose other axes are Explicit: "
-            "use jax.shard_map over all axes of the mesh, or give the other axes the type AxisType.Auto"
+            f"update was called inside jax.shard_map over the axes {list(mesh.manual_axes)} of a mesh whose other axes "
+            "are Explicit: use jax.shard_map over all axes of the mesh, or give the other axes the type AxisType.Auto"
         )
     return None
 
@@ -203,5 +201,4 @@ def place_state(tx: optax.GradientTransformation, state: Any, params: Any) -> An
         return jax.device_put(s, NamedSharding(mesh, PartitionSpec(*spec)))
 
     everywhere = functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec()))
-    whole = lambda _: True  # noqa: E731
-    return optax.tree.map_params(tx, place, state, params, transform_non_params=everywhere, is_leaf=whole)
+    return optax.tree.map_params(tx, place, state, params, transform_non_params=everywhere, is_leaf=lambda _: True)
