@@ -21,14 +21,11 @@ def mesh_of(arrays: Any) -> AbstractMesh | None:
         ValueError: if some axes of the mesh are Manual (in ``jax.shard_map``) and others Explicit, or the arrays
             are on several meshes.
     """
-    mesh = None
-    for x in jax.tree.leaves(arrays):
-        own = jax.typeof(x).sharding.mesh
-        if own.empty or (own.size == 1 and AxisType.Explicit not in own.axis_types):
-            continue
-        if mesh is not None and own != mesh:
-            raise ValueError(f"parameters are on two meshes, {mesh} and {own}: put all of them on one")
-        mesh = own
+    found = dict.fromkeys(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
+    meshes = [mesh for mesh in found if mesh.size > 1 or mesh.explicit_axes]
+    if len(meshes) > 1:
+        raise ValueError(f"parameters are on two meshes, {meshes[0]} and {meshes[1]}: put all of them on one")
+    mesh = next(iter(meshes), None)
     if mesh is None or not mesh.manual_axes:
         return mesh
     if mesh.explicit_axes:
