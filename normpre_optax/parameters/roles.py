@@ -52,10 +52,9 @@ def residual_outputs(found: Assignment) -> set[str]:
     alone writes; one that has it on both sides does if its name says so.
     """
     shapes = _shapes(found)
-    sizes = {size for shape in shapes.values() for size in shape}
     others = [spec.shape for spec in found.values() if spec.reason.startswith(("norm", "embedding"))]
     count = Counter(size for shape in (*shapes.values(), *others) for size in {*shape})
-    width = min(sizes, key=lambda size: (-count[size], size), default=0)
+    width = min(set().union(*shapes.values()), key=lambda size: (-count[size], size), default=0)
     writes = lambda path, n: _is_named_output(path) if n == width else _is_inside(path)  # noqa: E731
     return {path for path, (m, n) in shapes.items() if m == width and writes(path, n)}
 
