@@ -151,9 +151,8 @@ def with_adamw(
             known[form] = found, jax.eval_shape(optimizer(found, params).init, weights)
         found, own = known[form]
         state = _like("state", state, own, CREATOR)
-        tx = optimizer(found, params)
         updates = jax.tree.map(lambda u, p: at_least_float32(sharded_like(jnp.asarray(u), p)), updates, params)
-        new, state = tx.update(updates, state, weights, **extra_args)
+        new, state = optimizer(found, params).update(updates, state, weights, **extra_args)
         return jax.tree.map(lambda u, p: u.astype(jnp.asarray(p).dtype), new, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
