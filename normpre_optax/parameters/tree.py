@@ -14,7 +14,6 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import tree_util
 
 from normpre_optax.checks import TREES, check_number
@@ -271,15 +270,6 @@ def _label(names: tuple[str, ...]) -> str:
     runs = [[n for _, n in run] for _, run in itertools.groupby(numbers, lambda pair: pair[1] - pair[0])]
     found = ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
     return f"{stem}{{{found}}}"
-
-
-def without_boxes(tree: Any) -> Any:
-    """Return the tree with each box replaced by its array, or by ``MaskedNode`` if it has none."""
-
-    def array(node: Any) -> Any:
-        return next(iter(jax.tree.leaves(node)), optax.MaskedNode()) if is_box(node) else node
-
-    return jax.tree.map(array, tree, is_leaf=is_box)
 
 
 def whole_tree(name: str, given: Any, params: Any, kinds: tuple, what: str) -> Any:

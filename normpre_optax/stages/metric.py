@@ -11,7 +11,7 @@ from normpre_optax.checks import check_numbers
 from normpre_optax.linalg.precision import at_least_float32, by_platform
 from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
 from normpre_optax.parameters.rules import Assignment
-from normpre_optax.parameters.tree import without_boxes
+from normpre_optax.parameters.tree import is_box
 from normpre_optax.sharding.placement import replicated, spec_of
 from normpre_optax.stages.base import Block, assigned, by_shape, check_transformation, map_matrices
 
@@ -105,6 +105,15 @@ def with_metric(
 def average(old: Any, new: Any, decay: jax.typing.ArrayLike) -> Any:
     """Return ``decay old + (1 - decay) new`` of two trees."""
     return jax.tree.map(lambda o, n: replicated(decay * o + (1 - decay) * n), old, new)
+
+
+def without_boxes(tree: Any) -> Any:
+    """Return the tree with each box replaced by its array, or by ``MaskedNode`` if it has none."""
+
+    def array(node: Any) -> Any:
+        return next(iter(jax.tree.leaves(node)), optax.MaskedNode()) if is_box(node) else node
+
+    return jax.tree.map(array, tree, is_leaf=is_box)
 
 
 def mean_squares(gradients: Any, found: Assignment) -> tuple[Any, Any]:
