@@ -91,10 +91,9 @@ def with_metric(
             dims = assigned(updates, params, matrix_dims)
             within_metric = lambda u: map_matrices(scaled, u, params, dims, *state[:2], stacked=True)  # noqa: E731
             u = within_metric(updates)
-            extra = {**extra_args, "matrix_dims": dims, "gradients": gradients}
-            t, spectral_state = inner.update(u, state.spectral, params, **extra)
+            t, new = inner.update(u, state.spectral, params, matrix_dims=dims, gradients=gradients, **extra_args)
             rows, columns = average(state[:2], mean_squares(gradients, dims), decay)
-            return within_metric(t), MetricState(rows, columns, spectral_state)
+            return within_metric(t), MetricState(rows, columns, new)
 
         args = updates, state, params, updates if gradients is None else gradients
         return by_platform(run, *args)(*args)
