@@ -22,9 +22,8 @@ SCHEDULES = {"learning_rate", "adam_learning_rate", "weight_decay", "adam_weight
 # Ranges [least, below) of numbers, by the name of the option.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("momentum", "b2", "adam_b1", "adam_b2"), (0, 1)),
-    **dict.fromkeys(SCHEDULES, (0, math.inf)),
+    **dict.fromkeys(SCHEDULES | {"strength", "metric_strength", "eps"}, (0, math.inf)),
     **dict.fromkeys(("fast", "slow", "slow_momentum", "slow_weight", "gradient_share", "decay"), (0, 1)),
-    **dict.fromkeys(("strength", "metric_strength", "eps"), (0, math.inf)),
     "clip": (1, math.inf),
     **dict.fromkeys(("rms", "relative_threshold", "adam_eps"), (1e-15, 1e15)),
 }

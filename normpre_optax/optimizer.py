@@ -150,9 +150,8 @@ def with_adamw(
             known[form] = found, jax.eval_shape(optimizer(found, params).init, weights)
         found, own = known[form]
         state = _like("state", state, own, CREATOR)
-        tx = optimizer(found, params)
         updates = jax.tree.map(lambda u, p: at_least_float32(sharded_like(jnp.asarray(u), p)), updates, params)
-        new, state = tx.update(updates, state, weights, **extra_args)
+        new, state = optimizer(found, params).update(updates, state, weights, **extra_args)
         return jax.tree.map(lambda u, p: u.astype(jnp.asarray(p).dtype), new, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -214,9 +213,9 @@ def complete(
     def optimizer(**options: Any) -> optax.GradientTransformationExtraArgs:
         of_direction = {name: value for name, value in options.items() if name in own and name != "matrix_dims"}
         for option in {"rms", "convention"} & of_direction.keys() if options.get("norm_control") == "hyperball" else ():
-            if isinstance(value := options[option], jax.Array) or value == own[option].default:
-                continue  # optax.inject_hyperparams passes defaults too
-            raise ValueError(f'{option} has no effect with norm_control="hyperball", which sets the size of steps')
+            # optax.inject_hyperparams passes defaults too, as arrays if they are numbers.
+            if not isinstance(options[option], jax.Array) and options[option] != own[option].default:
+                raise ValueError(f'{option} has no effect with norm_control="hyperball", which sets the size of steps')
         of_rest = {name: value for name, value in options.items() if name in rest or name in positional}
         return with_adamw(functools.partial(direction, **of_direction), **(fixed | of_rest))
 

@@ -90,11 +90,10 @@ def checked(factory: Callable[P, T], signature: inspect.Signature | None = None)
     @functools.wraps(factory)
     def complete(*args: P.args, **kwargs: P.kwargs) -> T:
         create: Any = factory
-        options: Any = kwargs
-        for name in options.keys() - parameters.keys():
+        for name in kwargs.keys() - parameters.keys():
             raise TypeError(f"{factory.__name__}() has no option {name!r}: {_hint(name, parameters)}")
         try:
-            options = signature.bind(*args, **options).arguments
+            options = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{factory.__name__}(): {error}") from None
         check_numbers(**options)
@@ -133,8 +132,8 @@ def docstring(found: dict[str, str], names: Iterable[str]) -> str:
         for name in names
         if name in ARGS and not re.search(rf"^    {name}: ", described, re.MULTILINE)
     ]
-    found = {"": "", "Args": "", "Returns": ARGS["Returns"]} | found
-    found["Args"] = "\n".join([described.rstrip(), *lines] if described else lines)
+    args = "\n".join(filter(None, [described.rstrip(), *lines]))
+    found = {"": "", "Returns": ARGS["Returns"]} | found | {"Args": args}
     order = ("Args", "Returns", "Raises", "Example", "References")
     return "\n\n".join([found[""], *(f"{name}:\n{found[name]}" for name in order if found.get(name))])
 

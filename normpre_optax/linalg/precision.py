@@ -6,13 +6,13 @@ the platform's usual float32 product: one bfloat16 pass on a TPU, TF32 on a GPU,
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 # The platform inside of `on`. It is part of the key of jax's caches, so programs of two platforms are never mixed up.
@@ -187,9 +187,8 @@ def solve_together(f: Callable, problems: Sequence[tuple[jax.Array, ...]], stack
         leads = [problems[i][0].shape[:-2] for i in members]
         parts = zip(*([x.reshape(-1, *x.shape[-2:]) for x in problems[i]] for i in members), strict=True)
         solved = stacked(f)(*(jnp.concatenate(xs) for xs in parts))
-        ends = np.cumsum([math.prod(lead) for lead in leads])
-        for i, lead, end in zip(members, leads, ends, strict=True):
-            start = end - math.prod(lead)
+        ends = itertools.accumulate(map(math.prod, leads), initial=0)
+        for i, lead, (start, end) in zip(members, leads, itertools.pairwise(ends), strict=True):
             results[i] = jax.tree.map(lambda x, a=start, b=end, lead=lead: x[a:b].reshape(*lead, *x.shape[1:]), solved)
     return results
 

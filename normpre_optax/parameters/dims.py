@@ -73,10 +73,8 @@ def as_matrix_dims(path: str, value: Any) -> MatrixDims | None:
         return value
     if isinstance(value, MuonDimensionNumbers):
         return MatrixDims(value.reduction_axis, value.output_axis)  # pyright: ignore[reportArgumentType]
-    raise TypeError(
-        f"matrix_dims for parameter {path!r} must be MatrixDims, optax.contrib.MuonDimensionNumbers or None, "
-        f"got {value!r}"
-    )
+    kinds = "MatrixDims, optax.contrib.MuonDimensionNumbers or None"
+    raise TypeError(f"matrix_dims for parameter {path!r} must be {kinds}, got {value!r}")
 
 
 def check_dims(path: str, shape: tuple[int, ...], dims: MatrixDims) -> None:

@@ -13,18 +13,12 @@ import optax
 from normpre_optax.checks import check_dtype_of
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.roles import row_norms_by_role
-from normpre_optax.parameters.rules import (
-    Assignment,
-    Reading,
-    assign,
-    default_matrix_dims,
-    default_reading,
-    reader,
-)
+from normpre_optax.parameters.rules import Assignment, Reading, assign, default_matrix_dims, default_reading, reader
 from normpre_optax.parameters.tree import Leaf, leaves, named_leaves, repeated
 
 _VOCABULARY = "has an axis of the vocabulary size"
-
+_NO_MATRIX = "no parameter is a matrix, so all use AdamW; explain(params) shows why"
+_VECTOR = "the parameters are one vector without a name, updated by AdamW; optax.flatten hides the matrices: remove it"
 
 _Row = namedtuple("_Row", "path leaf group matrices reason")
 
@@ -90,17 +84,14 @@ def cautions(found: Assignment, params: Any, by_role: bool = True) -> Iterator[s
     """
     names = {path.rpartition("/")[2] for path, spec in found.items() if spec.dims}
     if found and not names:
-        flat = [*found] == [""] and len(found[""].shape) == 1  # as inside optax.flatten
-        hidden = "the parameters are one vector without a name: optax.flatten hides the matrices, remove it"
-        yield hidden if flat else "no parameter is a matrix, so all use AdamW; explain(params) shows why"
+        vector = [(spec.path, len(spec.shape)) for spec in found.values()] == [("", 1)]  # as inside optax.flatten
+        yield _VECTOR if vector else _NO_MATRIX
     holes = named_leaves(params, lambda x: x is None or isinstance(x, optax.MaskedNode)) if by_role and names else ()
     for path, hole, *_ in holes:  # None may also be what a model does not have, such as a bias
         masked = isinstance(hole, optax.MaskedNode) or (hole is None and path.rpartition("/")[2] in names)
         if masked and default_matrix_dims(path, Leaf((2, 3), jnp.float32)):
-            yield (
-                f"masked matrices, such as {path!r}, are not counted in the row norms that Hyperball sets: pass "
-                "row_norms=, or freeze after the optimizer: optax.chain(optimizer, optax.freeze(mask))"
-            )
+            fix = "pass row_norms=, or freeze after the optimizer: optax.chain(optimizer, optax.freeze(mask))"
+            yield f"masked matrices, such as {path!r}, are not counted in the row norms that Hyperball sets: {fix}"
             return
 
 
@@ -110,13 +101,11 @@ def _row(path: str, leaf: Leaf, read: Callable[[str, Leaf], Reading]) -> _Row:
         check_dtype_of(path, leaf.dtype)
     except (ValueError, TypeError) as error:
         return _Row(path, leaf, "ERROR", Counter(), getattr(error, "short", str(error)))
-    if dims is None:
-        return _Row(path, leaf, "adamw", Counter(), reason)
     matrices = Counter[tuple[int, int]]()
-    for _, one, shape in blocks_of(leaf.shape, dims):
-        count, *sizes = matrix_shape(shape, one)
-        matrices[sizes[0], sizes[1]] += count
-    return _Row(path, leaf, "matrix", matrices, reason)
+    for _, one, shape in blocks_of(leaf.shape, dims) if dims else ():
+        count, outputs, inputs = matrix_shape(shape, one)
+        matrices[outputs, inputs] += count
+    return _Row(path, leaf, "matrix" if dims else "adamw", matrices, reason)
 
 
 def _vocabulary_sizes(rows: list[_Row]) -> set[int]:

@@ -10,7 +10,7 @@ from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.dims import matrix_shape, split_axes
 from normpre_optax.parameters.rules import Assignment, ParamSpec
 from normpre_optax.parameters.tree import block_depth, layer_depth, stack_depth
-from normpre_optax.parameters.vocabulary import all_words, words
+from normpre_optax.parameters.vocabulary import words
 
 
 def row_norms_by_role(found: Assignment) -> dict[str, float]:
@@ -36,10 +36,9 @@ def residual_outputs(found: Assignment) -> set[str]:
     alone writes; one that has it on both sides does if its name says so.
     """
     shapes = _shapes(found)
-    sizes = {size for shape in shapes.values() for size in shape}
     others = [spec.shape for spec in found.values() if spec.reason.startswith(("norm", "embedding"))]
     count = Counter(size for shape in (*shapes.values(), *others) for size in {*shape})
-    width = min(sizes, key=lambda size: (-count[size], size), default=0)
+    width = min(set().union(*shapes.values()), key=lambda size: (-count[size], size), default=0)
     writes = lambda path, n: _is_named_output(path) if n == width else _is_inside(path)  # noqa: E731
     return {path for path, (m, n) in shapes.items() if m == width and writes(path, n)}
 
@@ -64,6 +63,6 @@ def _layers(spec: ParamSpec) -> int:
     """Return how many layers are stacked in a parameter: all batch axes but that of stacked experts."""
     batch = split_axes(len(spec.shape), spec.dims)[0] if spec.dims else ()
     sizes = sorted(spec.shape[axis] for axis in batch)
-    found = all_words(*spec.path.split("/"))
+    found = {*words(spec.path)}
     experts = found & v.EXPERTS and "shared" not in found and not v.COUNTED_EXPERT.search(spec.path)
     return math.prod(sizes[:-1] if experts else sizes)

@@ -19,7 +19,7 @@ from normpre_optax.parameters import tree
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, check_dims, matrix_shape, split_axes
 from normpre_optax.parameters.tree import Leaf, layer_depth
-from normpre_optax.parameters.vocabulary import all_words, words
+from normpre_optax.parameters.vocabulary import words
 
 Reading = tuple[MatrixDims | None, str]  # the axes, or None for AdamW, and the reason
 GIVEN = "given by matrix_dims"
@@ -136,7 +136,7 @@ def default_reading(path: str, leaf: Any) -> Reading:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return None, f"{leaf.dtype}, not {'real ' * jnp.issubdtype(leaf.dtype, jnp.complexfloating)}floating point"
     reason = tree.vector_kind(parts, leaf)
-    found = all_words(*parts, leaf.class_name, *map(str, leaf.names or ()))
+    found = set().union(*map(words, (*parts, leaf.class_name, *map(str, leaf.names or ()))))
     for trigger, role in _ADAMW:
         if not reason and (trigger & found if isinstance(trigger, set) else trigger.search(path)):
             reason = role if isinstance(role, str) else role(parts, leaf)
@@ -190,7 +190,7 @@ def _router(parts: list[str], leaf: Leaf) -> str:
     """Return "router" for a router by name, or for a gate next to experts or in a mixture, but not next to ``up``."""
     depth = layer_depth(parts)
     layer, above = {*words(parts[depth - 1])}, {*words(parts[depth - 2] if depth > 1 else "")}
-    beside = all_words(*tree.names_below(leaf, parts[: depth - 1]))
+    beside = set().union(*map(words, tree.names_below(leaf, parts[: depth - 1])))
     gate = layer & v.GATES and not beside & {"up", "down"}
     mixture = layer & v.EXPERTS or (layer <= v.GATES and ("moe" in above or beside & v.EXPERTS))
     return "router" if (layer | above) & v.ROUTERS or (gate and mixture) else ""
@@ -198,7 +198,7 @@ def _router(parts: list[str], leaf: Leaf) -> str:
 
 def _depthwise(parts: list[str], leaf: Leaf) -> str:
     """Return the reason for (taps, channels) without a word for a dense layer, or for a single input channel."""
-    layer = all_words(*parts[layer_depth(parts) - 1 :])
+    layer = set().union(*map(words, parts[layer_depth(parts) - 1 :]))
     layers, ndim = leaf.layers or 0, len(leaf.shape)
     one_input = ndim - layers > 2 and leaf.shape[layers + 1 if "weight" in words(parts[-1]) else -2] == 1
     depthwise = not layer & v.DENSE if ndim == 2 else one_input
@@ -224,7 +224,7 @@ _ADAMW: tuple[tuple[re.Pattern[str] | set[str], str | Callable[[list[str], Leaf]
 def _in_attention(parts: list[str], leaf: Leaf) -> bool:
     above = parts[: layer_depth(parts) - 1]
     beside = {name.lower() for name in tree.names_below(leaf, above)}
-    return len(v.QUERIES & beside) > 1 or bool(v.ATTENTION & all_words(*above))
+    return len(v.QUERIES & beside) > 1 or any(v.ATTENTION.intersection(words(part)) for part in above)
 
 
 def _attention_role(parts: list[str], leaf: Leaf) -> str:
@@ -278,19 +278,18 @@ def _wrong_bias(path: str, leaf: Leaf, dims: MatrixDims) -> str:
 
 def _read_matrix(path: str, parts: list[str], leaf: Leaf) -> Reading:
     """Return the axes of a leaf with two or more axes: first those of layers, by names or leaves nearby."""
-    ndim, weight, layers, note, why = len(leaf.shape), "weight" in words(parts[-1]), leaf.layers or 0, "", ""
+    weight, layers, why = "weight" in words(parts[-1]), leaf.layers or 0, ""
     named = f"axes named ({', '.join(map(str, leaf.names or ()))})"
-    rest, heads = _named_axes(leaf.names) if leaf.names else ((), ())
-    if rest:
-        note = named
-    elif ndim > 2 or not any(map(words, parts)):
+    rest, heads = _named_axes(leaf.names or ())
+    note = named if rest else ""
+    if not note and (leaf.ndim > 2 or not any(map(words, parts))):
         why = _unknown_order(parts, leaf) or leaf.layers_error
         layers = int(tree.stack_depth(parts) is not None) if leaf.layers is None else layers
         if layers and leaf.names and leaf.names[0] is not None:
             why = why or f"it looks stacked, but its {named.replace('axes', 'axes are')}"
     if why:
         raise UncoveredError((path, leaf.shape, why))
-    rest = rest or tuple(range(layers, ndim))
+    rest = rest or tuple(range(layers, leaf.ndim))
     if len(rest) < 2:
         return None, f"stacked vector, {note}" if note else "stacked vector"
     if not note and len(rest) > 2 and sum(leaf.shape[axis] > 1 for axis in rest) < 2:
@@ -331,7 +330,7 @@ def _named_axes(names: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[int, ...
 
 def _unknown_order(parts: list[str], leaf: Leaf) -> str:
     """Return why the axis order of a convolution or of stacked experts is unknown; else ""."""
-    if "conv" in all_words(*parts, leaf.class_name):
+    if any("conv" in words(part) for part in (*parts, leaf.class_name)):
         return "a convolution can be flattened in several ways"
     if is_stack_of_experts("/".join(parts), leaf):
         return "experts may be stacked along any axis; presets.experts_in_front reads (expert, in, out)"
@@ -341,9 +340,8 @@ def _unknown_order(parts: list[str], leaf: Leaf) -> str:
 def is_stack_of_experts(path: str, leaf: Leaf) -> bool:
     """Return whether a parameter may hold several experts: by its name, or because a router is beside it."""
     above = path.rpartition("/")[0]
-    beside = all_words(*(other.removeprefix(above) for other in getattr(leaf, "near", ())))
-    named = v.EXPERTS.intersection(words(path)) and not v.COUNTED_EXPERT.search(path)
-    return bool(named or v.ROUTERS & beside)
+    beside = any(v.ROUTERS.intersection(words(other.removeprefix(above))) for other in getattr(leaf, "near", ()))
+    return beside or bool(v.EXPERTS.intersection(words(path)) and not v.COUNTED_EXPERT.search(path))
 
 
 def reader(params: Any, matrix_dims: Any) -> Callable[[str, Leaf], Reading]:
@@ -382,9 +380,8 @@ def _given(path: str, leaf: Leaf, value: Any) -> Reading:
 
 def _tree_reader(params: Any, dims: Any) -> Callable[[str, Leaf], Reading]:
     """Return the function that finds a parameter's entry in a tree, or a prefix of one, by its path."""
-    wrong, entries = "matrix_dims does not match the parameters", {}
-    for path, value, *_ in tree.named_leaves(dims, _is_entry):
-        entries[path] = as_matrix_dims(path, value)
+    wrong = "matrix_dims does not match the parameters"
+    entries = {path: as_matrix_dims(path, value) for path, value, *_ in tree.named_leaves(dims, _is_entry)}
 
     def nearest(path: str) -> str:
         while path and path not in entries:

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import tree_util
 
 from normpre_optax.parameters import vocabulary as v
@@ -76,24 +75,23 @@ def named_leaves(
     A path is "/"-joined names, also those in tuple keys. It is the same with and without a box, or another container of
     one array below a name like "weight".
     """
-    found, names = [], []
+    found = []
     for keys, node in tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: is_leaf(node) or is_box(node))[0]:
         inner = tree_util.tree_flatten_with_path(node, is_leaf=is_leaf)[0] if is_box(node) else [((), node)]
         for inner_keys, leaf in inner:
-            found.append((leaf, node if is_box(node) else None, keys))
-            names.append([])
+            parts: list[str] = []
             for key in keys + inner_keys * (len(inner) > 1):
                 own = getattr(key, "key", None)
                 # Dots are those of PyTorch's state_dict.
-                own = map(str, own) if isinstance(own, tuple) else tree_util.keystr((key,), simple=True).split(".")
-                names[-1] += own
-    below = Counter("/".join(parts[:depth]) for parts in names for depth in range(1, len(parts)))
-    for parts, entry in zip(names, found, strict=True):
+                parts += map(str, own) if isinstance(own, tuple) else tree_util.keystr((key,), simple=True).split(".")
+            found.append((parts, leaf, node if is_box(node) else None, keys))
+    below = Counter("/".join(parts[:depth]) for parts, *_ in found for depth in range(1, len(parts)))
+    for parts, leaf, box, keys in found:
         ends = [i + 1 for i, part in enumerate(parts[:-1]) if part.lower() in v.WEIGHTS and parts[-1] not in v.WEIGHTS]
         if len(parts) > 1 and parts[-1] in ("value", "raw_value") and not v.ATTENTION.intersection(words(parts[-2])):
             ends.append(len(parts) - 1)
         end = next((end for end in ends if below["/".join(parts[:end])] == 1), len(parts))
-        yield "/".join(parts[:end]), *entry
+        yield "/".join(parts[:end]), leaf, box, keys
 
 
 def leaf_paths(tree: Any) -> list[str]:
@@ -120,7 +118,9 @@ def leaves(params: Any) -> dict[str, Leaf]:
             raise TypeError(f"parameter {path!r} is {array!r}, which is not an array. {arrays}")
         if array.dtype == bool or jnp.issubdtype(array.dtype, jax.dtypes.extended):
             raise TypeError(f"parameter {path!r} has dtype {array.dtype}: remove masks and random keys")
-        names = None if box is None else _axis_names(box, len(array.shape))
+        # The names of axes, in boxes of Linen and of Haliax.
+        names = getattr(box, "names", None) or tuple(getattr(axis, "name", None) for axis in getattr(box, "axes", ()))
+        names = names if isinstance(names, tuple) and len(names) == len(array.shape) > 0 else None
         owner = _class_name(params, keys) if keys and isinstance(keys[-1], tree_util.GetAttrKey) else ""
         found[path] = Leaf(tuple(array.shape), array.dtype, names, owner)
         parts = path.split("/")
@@ -136,11 +136,6 @@ def leaves(params: Any) -> dict[str, Leaf]:
         if len(found) > 1 and not any(map(words, parts)):
             leaf.layers_error = "its path has no name, so it may be an embedding, an output head or a hidden matrix"
     return found
-
-
-def _axis_names(box: Any, ndim: int) -> tuple[Any, ...] | None:
-    names = getattr(box, "names", None) or tuple(getattr(axis, "name", None) for axis in getattr(box, "axes", ()))
-    return names if isinstance(names, tuple) and len(names) == ndim > 0 else None
 
 
 def _class_name(node: Any, keys: tuple[Any, ...]) -> str:
@@ -234,11 +229,8 @@ def _different_starts(group: dict[str, Leaf], count: int) -> str:
     return differ if len(starts) > 1 else ""
 
 
-Row = tuple[str, tuple[str, ...], Any]  # common name of some parameters, their paths, and their entry in a table
-
-
-def repeated(table: Mapping[str, Any]) -> list[Row]:
-    """Join the parameters of layers that have equal entries.
+def repeated(table: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...], Any]]:
+    """Join the parameters of layers that have equal entries: return their common name, their paths, and the entry.
 
     A layer is a part of a path that is a number, or a name with a number at its end: of a layer, a block, an expert, or
     a Linen class.
@@ -277,12 +269,3 @@ def _label(names: tuple[str, ...]) -> str:
     runs = [[n for _, n in run] for _, run in itertools.groupby(numbers, lambda pair: pair[1] - pair[0])]
     found = ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
     return f"{stem}{{{found}}}"
-
-
-def without_boxes(tree: Any) -> Any:
-    """Return the tree with each box replaced by its array, or by ``MaskedNode`` if it has none."""
-
-    def array(node: Any) -> Any:
-        return next(iter(jax.tree.leaves(node)), optax.MaskedNode()) if is_box(node) else node
-
-    return jax.tree.map(array, tree, is_leaf=is_box)

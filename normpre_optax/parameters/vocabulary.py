@@ -62,7 +62,7 @@ HEAD_AXES = {"heads", "kv", "head", "dim", "size", "q", "qkv", "per", "group"}
 
 @functools.cache
 def words(part: str) -> tuple[str, ...]:
-    """Split a part of a path into lower-case words, at anything but letters and in camel case.
+    """Split a path, or a part of one, into lower-case words, at anything but letters and in camel case.
 
     Example:
         >>> from normpre_optax.parameters.vocabulary import words
@@ -70,8 +70,3 @@ def words(part: str) -> tuple[str, ...]:
         (('rms', 'norm'), ('token', 'embedder'), ('ln',))
     """
     return tuple(word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part))
-
-
-def all_words(*parts: str) -> set[str]:
-    """Return the words of several parts."""
-    return {word for part in parts for word in words(part)}

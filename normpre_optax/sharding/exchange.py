@@ -161,14 +161,13 @@ def plan(sizes: dict[str, int], shards: Sequence[Shard]) -> list[Team]:
 def _plan(sizes: dict[str, int], shards: Sequence[Shard], sharing: frozenset[str]) -> tuple[tuple, list[Team]]:
     """Return (cost, teams) if copies along ``sharing`` share the work; cost is (largest load, communicated lines)."""
     loads = np.zeros(tuple(sizes.values()))
-    teams: dict[Hashable, Team] = {}
-    lengths: dict[Hashable, np.ndarray] = {}
+    teams: dict[Hashable, tuple[Team, np.ndarray]] = {}
     for i in sorted(range(len(shards)), key=lambda i: (-shards[i].work, shards[i].shape, i)):
         shard = shards[i]
         copies = tuple(a for a in sizes if a in sharing and a not in shard.batch + shard.pieces)
         key, count = (shard.batch, shard.pieces, shard.grid), math.prod(sizes[a] for a in copies + shard.pieces)
-        team = teams.setdefault(key, Team([], copies, shard.pieces, shard.grid, [[] for _ in range(count)], 0))
-        length = lengths.setdefault(key, np.zeros(count, int))
+        new = Team([], copies, shard.pieces, shard.grid, [[] for _ in range(count)], 0)
+        team, length = teams.setdefault(key, (new, np.zeros(count, int)))
         team.members.append(i)
         # Loads by owner and other devices: the load of an owner is that of the busiest device with its index.
         others = tuple(a for a in sizes if a not in copies + shard.pieces)
@@ -179,7 +178,7 @@ def _plan(sizes: dict[str, int], shards: Sequence[Shard], sharing: frozenset[str
             team.owned[owner].append((i, j))
             length[owner] += shard.lines
             by_place[np.unravel_index(owner, by_place.shape[: len(copies + shard.pieces)])] += shard.work
-    found = [team._replace(length=int(lengths[key].max())) for key, team in teams.items()]
+    found = [team._replace(length=int(length.max())) for team, length in teams.values()]
     for team in found:
         for own in team.owned:
             own.sort(key=lambda item: (shards[item[0]].shape, item))
@@ -214,8 +213,7 @@ def _to_owners(team: Team, lines: list[jax.Array], at: dict[str, Any], sizes: di
 
     pieces = math.prod(team.grid)
     outgoing = jnp.stack([packed(own) for own in team.owned]).reshape(-1, pieces, team.length, LANES)
-    outgoing = outgoing[_flat(at, sizes, team.copies)] if team.copies else outgoing[0]
-    return _all_to_all(outgoing, team)
+    return _all_to_all(outgoing[_flat(at, sizes, team.copies)], team)
 
 
 def _all_to_all(lines: jax.Array, team: Team) -> jax.Array:
@@ -250,7 +248,7 @@ def _computed(compute: Callable, kind: Any, shards: Any, teams: list[Team], dtyp
 def _to_holders(team: Team, buffer: jax.Array, shards: Sequence[Shard], sizes: dict[str, int]) -> dict[int, jax.Array]:
     """Return results to the devices of the pieces: this device's stack of every parameter of the team."""
     buffer = _all_to_all(buffer, team)
-    if math.prod(sizes[a] for a in team.copies) > 1:
+    if team.copies:
         buffer = jax.lax.all_gather(buffer, team.copies)
     found: dict[tuple[int, int], jax.Array] = {}
     for lines, own in zip(buffer.reshape(len(team.owned), team.length, LANES), team.owned, strict=True):

@@ -22,22 +22,17 @@ def mesh_of(arrays: Any) -> AbstractMesh | None:
         ValueError: if some axes of the mesh are Manual (in ``jax.shard_map``) and others Explicit, or the arrays
             are on several meshes.
     """
-    mesh = None
-    for x in jax.tree.leaves(arrays):
-        own = jax.typeof(x).sharding.mesh
-        if own.empty or (own.size == 1 and AxisType.Explicit not in own.axis_types):
-            continue
-        if mesh is not None and own != mesh:
-            raise ValueError(f"parameters are on two meshes, {mesh} and {own}: put all of them on one")
-        mesh = own
-    if mesh is None or AxisType.Manual not in mesh.axis_types:
+    found = dict.fromkeys(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
+    meshes = [mesh for mesh in found if mesh.size > 1 or mesh.explicit_axes]
+    if len(meshes) > 1:
+        raise ValueError(f"parameters are on two meshes, {meshes[0]} and {meshes[1]}: put all of them on one")
+    mesh = next(iter(meshes), None)
+    if mesh is None or not mesh.manual_axes:
         return mesh
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    manual = [name for name, kind in kinds.items() if kind == AxisType.Manual]
-    if AxisType.Explicit in mesh.axis_types:
+    if mesh.explicit_axes:
         raise ValueError(
-            f"update was called inside jax.shard_map over the axes {manual} of a mesh whose other axes are Explicit: "
-            "use jax.shard_map over all axes of the mesh, or give the other axes the type AxisType.Auto"
+            f"update was called inside jax.shard_map over the axes {list(mesh.manual_axes)} of a mesh whose other axes "
+            "are Explicit: use jax.shard_map over all axes of the mesh, or give the other axes the type AxisType.Auto"
         )
     return None
 
@@ -193,5 +188,4 @@ def place_state(tx: optax.GradientTransformation, state: Any, params: Any) -> An
         return jax.device_put(s, NamedSharding(mesh, PartitionSpec(*spec)))
 
     everywhere = functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec()))
-    whole = lambda _: True  # noqa: E731
-    return optax.tree.map_params(tx, place, state, params, transform_non_params=everywhere, is_leaf=whole)
+    return optax.tree.map_params(tx, place, state, params, transform_non_params=everywhere, is_leaf=lambda _: True)

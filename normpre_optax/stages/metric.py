@@ -11,7 +11,7 @@ from normpre_optax.checks import check_numbers
 from normpre_optax.linalg.precision import at_least_float32, by_platform
 from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
 from normpre_optax.parameters.rules import Assignment
-from normpre_optax.parameters.tree import without_boxes
+from normpre_optax.parameters.tree import is_box
 from normpre_optax.sharding.placement import replicated, spec_of
 from normpre_optax.stages.base import Block, assigned, by_shape, check_transformation, map_matrices
 
@@ -84,18 +84,16 @@ def with_metric(
 
     def init(params):
         rows, columns = mean_squares(jax.tree.map(jnp.zeros_like, params), assigned(params, None, matrix_dims))
-        tree = lambda leaves: without_boxes(jax.tree.structure(params).unflatten(leaves))  # noqa: E731
-        return MetricState(tree(rows), tree(columns), inner.init(params))
+        return MetricState(rows, columns, inner.init(params))
 
     def update(updates, state, params=None, *, matrix_dims=matrix_dims, gradients=None, **extra_args):
         def run(updates, state, params, gradients):
             dims = assigned(updates, params, matrix_dims)
             within_metric = lambda u: map_matrices(scaled, u, params, dims, *state[:2], stacked=True)  # noqa: E731
             u = within_metric(updates)
-            extra = {**extra_args, "matrix_dims": dims, "gradients": gradients}
-            t, spectral_state = inner.update(u, state.spectral, params, **extra)
-            rows, columns = map(average, state[:2], mean_squares(gradients, dims), (decay, decay))
-            return within_metric(t), MetricState(rows, columns, spectral_state)
+            t, new = inner.update(u, state.spectral, params, matrix_dims=dims, gradients=gradients, **extra_args)
+            rows, columns = average(state[:2], mean_squares(gradients, dims), decay)
+            return within_metric(t), MetricState(rows, columns, new)
 
         args = updates, state, params, updates if gradients is None else gradients
         return by_platform(run, *args)(*args)
@@ -103,18 +101,26 @@ def with_metric(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def average(old: Any, new: list[jax.Array], decay: jax.typing.ArrayLike) -> Any:
-    """Return ``decay old + (1 - decay) new`` for a tree and the list of its new leaves."""
-    leaves, treedef = jax.tree.flatten(old)
-    return treedef.unflatten([replicated(decay * o + (1 - decay) * n) for o, n in zip(leaves, new, strict=True)])
+def average(old: Any, new: Any, decay: jax.typing.ArrayLike) -> Any:
+    """Return ``decay old + (1 - decay) new`` of two trees."""
+    return jax.tree.map(lambda o, n: replicated(decay * o + (1 - decay) * n), old, new)
 
 
-def mean_squares(gradients: Any, found: Assignment) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the mean squares of the rows of every parameter, and those of the columns of each output block."""
-    each: Any = zip(jax.tree.leaves(gradients), found.values(), strict=True)
-    whole = [Block(s.path, s.dims, spec_of(g, s.sharding), g, None, []) for g, s in each]
-    squares = by_shape(_mean_squares, whole)
-    return [rows for rows, _ in squares], [columns for _, columns in squares]
+def without_boxes(tree: Any) -> Any:
+    """Return the tree with each box replaced by its array, or by ``MaskedNode`` if it has none."""
+
+    def array(node: Any) -> Any:
+        return next(iter(jax.tree.leaves(node)), optax.MaskedNode()) if is_box(node) else node
+
+    return jax.tree.map(array, tree, is_leaf=is_box)
+
+
+def mean_squares(gradients: Any, found: Assignment) -> tuple[Any, Any]:
+    """Return trees of the mean squares of the rows of every parameter, and of the columns of each output block."""
+    leaves, treedef = jax.tree.flatten(without_boxes(gradients))
+    each: Any = zip(leaves, found.values(), strict=True)
+    new = by_shape(_mean_squares, [Block(s.path, s.dims, spec_of(g, s.sharding), g, None, []) for g, s in each])
+    return treedef.unflatten([rows for rows, _ in new]), treedef.unflatten([columns for _, columns in new])
 
 
 def _mean_squares(g: jax.Array, w: Any, dims: MatrixDims) -> tuple[jax.Array, jax.Array]:

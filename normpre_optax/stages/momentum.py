@@ -70,8 +70,7 @@ def two_momenta(
         w: Any = slow_weight(state.count) if callable(slow_weight) else slow_weight * (1 - slow**t) ** 4
         m1, m2 = (optax.tree.update_moment(updates, m, b, 1) for m, b in ((state.fast, fast), (state.slow, slow)))
         s1, s2 = ((1 - gradient_share) * share / (1 - b**t) for share, b in ((1 - w, fast), (w, slow)))
-        mix = lambda g, m1, m2: (gradient_share * g + s1 * m1 + s2 * m2).astype(g.dtype)  # noqa: E731
-        new = jax.tree.map(mix, updates, m1, m2)
+        new = jax.tree.map(lambda g, a, b: (gradient_share * g + s1 * a + s2 * b).astype(g.dtype), updates, m1, m2)
         return new, TwoMomentaState(count, *(optax.tree.cast(m, accumulator_dtype) for m in (m1, m2)))
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -12,10 +12,10 @@ import optax
 
 from normpre_optax.checks import PASS_PARAMS, check_choice, check_function
 from normpre_optax.linalg import rows
-from normpre_optax.linalg.precision import by_platform, grouped, platform
+from normpre_optax.linalg.precision import grouped, platform
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.sharding.placement import mesh_of
-from normpre_optax.stages.base import CountState, init_count, per_parameter, split_blocks
+from normpre_optax.stages.base import CountState, init_count, per_parameter, split_blocks, stage
 
 Tangent = Literal["relaxed", "strict", "none"]
 Orientation = Literal["alternating", "rows", "columns", "both"]
@@ -62,7 +62,7 @@ def normalize_tangent(
     check_choice("first", first, get_args(Side))
     check_function("norm", norm, "(entries) -> number")
 
-    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **_):
+    def step(updates, state, params, matrix_dims):
         if params is None and tangent != "none":
             raise ValueError(NO_PARAMS)
         sides: tuple = ("rows", "columns") if orientation == "both" else (orientation,)
@@ -71,12 +71,11 @@ def normalize_tangent(
             blocks, rebuilt = split_blocks(updates, None if tangent == "none" else params, matrix_dims)
             axes = tuple(split_axes(block.u.ndim, block.dims)[:0:-1] for block in blocks)  # (inputs, outputs)
             specs = tuple(block.sharding for block in blocks)
-            run = functools.partial(_unit_tangents, axes, specs, norm, side, tangent)
-            args = [block.u for block in blocks], [block.w for block in blocks], by_rows
-            updates = rebuilt(by_platform(run, *args)(*args))
+            us, ws = [block.u for block in blocks], [block.w for block in blocks]
+            updates = rebuilt(_unit_tangents(axes, specs, norm, side, tangent, us, ws, by_rows))
         return updates, CountState(optax.safe_increment(state.count))
 
-    return optax.GradientTransformationExtraArgs(init_count, update)
+    return stage(step, init_count, matrix_dims)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), inline=True)

@@ -12,7 +12,6 @@ import optax
 from normpre_optax.checks import check_function, check_numbers
 from normpre_optax.linalg.precision import inverse_root
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, split_axes
-from normpre_optax.parameters.tree import without_boxes
 from normpre_optax.stages.base import assigned, map_matrices, per_parameter, stage
 from normpre_optax.stages.metric import average, mean_squares
 
@@ -117,8 +116,8 @@ def scale_by_row_moment(
     check_numbers(b2=b2, eps=eps)
 
     def init(params):
-        zeros, _ = mean_squares(jax.tree.map(jnp.zeros_like, params), assigned(params, None, matrix_dims))
-        return RowMomentState(without_boxes(jax.tree.structure(params).unflatten(zeros)))
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return RowMomentState(mean_squares(zeros, assigned(params, None, matrix_dims))[0])
 
     def scaled(o: jax.Array, w: Any, dims: MatrixDims, moment: jax.Array) -> jax.Array:
         _, outputs, inputs = split_axes(o.ndim, dims)

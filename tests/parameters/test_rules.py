@@ -29,7 +29,8 @@ from normpre_optax.parameters.rules import (
     decay_matrices_only,
     default_matrix_dims,
 )
-from normpre_optax.parameters.tree import leaf_paths, without_boxes
+from normpre_optax.parameters.tree import leaf_paths
+from normpre_optax.stages.metric import without_boxes
 from tests import cases
 from tests.parameters.tables import (
     FROM_HEADS,
