@@ -57,7 +57,8 @@ class MatrixDims:
                 values = tuple(operator.index(x) for x in values)
             except TypeError:
                 raise TypeError(f"MatrixDims: {name} must be an int or a tuple of ints, got {value!r}") from None
-            object.__setattr__(self, name, values[0] if len(values) == 1 else values)
+            sizes = name == "output_blocks" and isinstance(value, Iterable)  # (6,) is one block of six rows
+            object.__setattr__(self, name, values if sizes or len(values) != 1 else values[0])
             if not values:
                 raise ValueError(f"MatrixDims: {name} is empty; a matrix has at least one input and one output axis")
         axes = jax.tree.leaves((self.inputs, self.outputs))

@@ -54,6 +54,8 @@ def stack_by_loops(x, dims):
 
 @hypothesis.given(layouts())
 @hypothesis.example(((2, 3), MatrixDims(inputs=0, outputs=1)))  # Flax's y = x @ kernel: a row is a column of the kernel
+@hypothesis.example(((2, 6), MatrixDims(inputs=0, outputs=1, output_blocks=(6,))))
+@hypothesis.example(((2, 6), MatrixDims(inputs=0, outputs=1, output_blocks=(4, 2))))
 def test_stack_is_the_definition_and_has_an_exact_inverse(layout):
     shape, dims = layout
     x = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
@@ -72,7 +74,7 @@ def test_stack_is_the_definition_and_has_an_exact_inverse(layout):
 
 def test_dims_are_leaves_and_hashable_and_muons_are_accepted():
     assert jax.tree.leaves({"a": MatrixDims(0, 1)}) == [MatrixDims(0, 1)]
-    assert len({MatrixDims(0, 1), MatrixDims(np.int64(0), 1), MatrixDims(1, 0), MatrixDims(0, 1, (1,))}) == 2
+    assert len({MatrixDims(0, 1), MatrixDims(np.int64(0), (1,)), MatrixDims(1, 0), MatrixDims([0], 1, 1)}) == 2
     assert MatrixDims([0, 1], 2, [4, 2]) == MatrixDims((0, 1), 2, (4, 2))
     numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=(0, 1), output_axis=2)
     assert as_matrix_dims("w", numbers) == MatrixDims(inputs=(0, 1), outputs=2)
@@ -103,6 +105,7 @@ def test_wrong_dims_are_refused_at_construction(arguments, error, message):
     ((3, 4, 5), MatrixDims((0, -3), 1), r"inputs=\(0, -3\) and outputs=1 name an axis twice"),
     ((3, 2, 4), MatrixDims(0, (1, 2), 4), "output_blocks=4 does not divide axis 1 of size 2"),
     ((3, 4), MatrixDims(0, 1, (2, 1)), r"output_blocks=\(2, 1\) must add up to its 4 outputs"),
+    ((3, 4), MatrixDims(0, 1, (2,)), r"output_blocks=\(2,\) must add up to its 4 outputs"),
     ((3, 2, 4), MatrixDims(0, (1, 2), (6, 2)), "must add up to its 8 outputs, in multiples of 4"),
 )
 def test_dims_that_do_not_fit_a_shape_name_the_parameter(shape, dims, message):
