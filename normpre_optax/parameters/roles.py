@@ -32,14 +32,14 @@ def row_norms_by_role(found: Assignment) -> dict[str, float]:
 def residual_outputs(found: Assignment) -> set[str]:
     """Return the paths of matrices that write into the residual stream: of attention and of the feed-forward layers.
 
-    The width is the size that most matrices, norms and embeddings have. Inside a layer, a matrix that has it as outputs
-    alone writes; one that has it on both sides does if its name says so.
+    The width is the size that most matrices, norms and embeddings have. A matrix with that many outputs writes if its name says
+    so, or if it is inside a layer and has another number of inputs.
     """
     shapes = _shapes(found)
     others = [spec.shape for spec in found.values() if spec.reason.startswith(("norm", "embedding"))]
     count = Counter(size for shape in (*shapes.values(), *others) for size in {*shape})
     width = min(set().union(*shapes.values()), key=lambda size: (-count[size], size), default=0)
-    writes = lambda path, n: _is_named_output(path) if n == width else _is_inside(path)  # noqa: E731
+    writes = lambda path, n: _is_named_output(path) or (n != width and _is_inside(path))  # noqa: E731
     return {path for path, (m, n) in shapes.items() if m == width and writes(path, n)}
 
 

@@ -39,6 +39,10 @@ def test_the_matrices_that_write_are_found_and_counted(key):
     "leaves outputs",
     ("up/{0,1}/kernel 8x32; down/{0,1}/kernel 32x8; attention/{0,1}/out/kernel 2x4x8", {"down", "attention"}),
     ("Block_0/Dense_0/kernel 8x32; Block_0/Dense_1/kernel 32x8", {"Block_0"}),
+    (
+        "TransformerMLP_{0,1}/dense_in/kernel 8x24; TransformerMLP_{0,1}/dense_out/kernel 24x8",
+        {"TransformerMLP_0", "TransformerMLP_1"},
+    ),
     ("input/kernel 20x8; layers/{0,1}/w 8x8", set()),  # neither a place inside a layer nor a name
     ("layers/{0,1}/w1 8x8; layers/{0,1}/w2 8x8", {"layers"}),
     ("up/{0,1}/w 8x32; to_out/0/w 8x8; mha/linear/w 8x8; dense/w 8x8; w_out/w 8x8", {"to_out", "mha", "w_out"}),
