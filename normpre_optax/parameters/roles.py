@@ -32,8 +32,8 @@ def row_norms_by_role(found: Assignment) -> dict[str, float]:
 def residual_outputs(found: Assignment) -> set[str]:
     """Return the paths of matrices that write into the residual stream: of attention and of the feed-forward layers.
 
-    The width is the size that most matrices, norms and embeddings have. A matrix with that many outputs writes if its name says
-    so, or if it is inside a layer and has another number of inputs.
+    The width is the size that most matrices, norms and embeddings have. A matrix with that many outputs writes if its
+    name says so, or if it is inside a layer and has another number of inputs.
     """
     shapes = _shapes(found)
     others = [spec.shape for spec in found.values() if spec.reason.startswith(("norm", "embedding"))]
