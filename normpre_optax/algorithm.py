@@ -96,10 +96,15 @@ def scale_by_normpre_g(
     References:
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition, "NormPre-G".
     """
-    return direction(
-        optax.trace(momentum, nesterov, mu_dtype),  # M_t
-        normalize_tangent(tangent, orientation),  # X_t, Psi_t
-        precondition_globally(ns_steps, ns_coefficients, compute_dtype, rms, ns_scale),  # T_t, R_k(T_t)
+    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, rms, ns_scale)  # T_t, R_k(T_t)
+    return scale_by_normpre(
+        spectral,
+        momentum=momentum,
+        nesterov=nesterov,
+        tangent=tangent,
+        orientation=orientation,
+        rms=None,
+        mu_dtype=mu_dtype,
         matrix_dims=matrix_dims,
     )
 
@@ -141,11 +146,17 @@ def scale_by_normpre_l(
     References:
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition, "NormPre-L" and Algorithm 2.
     """
-    spectral = rank, oversample, power_iterations, method, seed, compute_dtype, relative_threshold, rms
-    return direction(
-        optax.trace(momentum, nesterov, mu_dtype),  # M_t
-        normalize_tangent(tangent, orientation),  # X_t, Psi_t
-        precondition_locally(*spectral),  # T_t, R_k(T_t)
+    spectral = precondition_locally(  # T_t, R_k(T_t)
+        rank, oversample, power_iterations, method, seed, compute_dtype, relative_threshold, rms
+    )
+    return scale_by_normpre(
+        spectral,
+        momentum=momentum,
+        nesterov=nesterov,
+        tangent=tangent,
+        orientation=orientation,
+        rms=None,
+        mu_dtype=mu_dtype,
         matrix_dims=matrix_dims,
     )
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 import jax
 
 from normpre_optax.checks import TREES, check_choice, check_number, check_numbers
-from normpre_optax.parameters.tree import leaf_paths
+from normpre_optax.parameters.tree import leaf_paths, named_leaves
 
 Number = jax.typing.ArrayLike
 Coefficients = Literal["muon", "you", "polar_express"] | Sequence
@@ -167,7 +167,7 @@ def whole_tree(name: str, given: Any, params: Any, kinds: tuple, what: str) -> A
     try:
         return jax.tree.broadcast(tree, params, is_leaf=is_leaf)
     except (ValueError, TypeError) as error:
-        paths, entries = leaf_paths(params), leaf_paths(tree)
+        paths, entries = leaf_paths(params), [path for path, *_ in named_leaves(tree, is_leaf)]
         covers = lambda entry, path: f"{path}/".startswith(f"{entry}/")  # noqa: E731
         missing = [f"{path!r} is missing" for path in paths if not any(covers(entry, path) for entry in entries)]
         unknown = [f"{entry!r} is unknown" for entry in entries if not any(covers(entry, path) for path in paths)]

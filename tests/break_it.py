@@ -119,12 +119,7 @@ FAULTS = {name: Fault(*fault) for name, fault in {  # name: file, old, new, test
     "any_momentum": ("checks.py", '"b2", "adam_b1", "adam_b2"), (0, 1))', '"b2", "adam_b1", "adam_b2"), (0, 9))',
         "tests/test_api.py"),
     "wide_models_learn_faster": ("learning_rates.py", "math.sqrt(n * max(m, n) / m)", "math.sqrt(m * max(m, n) / n)"),
-    "normpre_without_the_tangent": ("algorithm.py", "(tangent, orientation),  # X_t, Psi_t\n        precondition,",
-        '("none", orientation),\n        precondition,'),
-    "normpre_g_without_the_tangent": ("algorithm.py", "(tangent, orientation),  # X_t, Psi_t\n        precondition_g",
-        '("none", orientation),\n        precondition_g'),
-    "normpre_l_without_the_tangent": ("algorithm.py", "(tangent, orientation),  # X_t, Psi_t\n        precondition_l",
-        '("none", orientation),\n        precondition_l'),
+    "algorithm_without_the_tangent": ("algorithm.py", "normalize_tangent(tangent,", 'normalize_tangent("none",'),
 }.items()}
 # fmt: on
 

@@ -67,8 +67,9 @@ def numerics(options: Options) -> dict[str, Any]:
 
     rows: dict[str, dict] = {}
     result = {"device": jax.devices()[0].device_kind, "rows": rows}
-    recommended = {"normpre_h": functools.partial(normpre_h, adam_learning_rate=RATE)}
-    for name, factory in (recommended | families()).items():
+    factories = {"normpre_h": functools.partial(normpre_h, adam_learning_rate=RATE)}
+    factories |= {name: functools.partial(factory, weight_decay=0.0) for name, factory in families().items()}
+    for name, factory in factories.items():
         with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
             truth = second_update(factory, np.float64)
         rows[name] = {}
