@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How spectral functions are executed: loop, stack, parameter by parameter, or on a mesh. ``WAYS`` is the table.
+"""Where and how spectral functions are executed. ``MOVES`` and ``WAYS`` are the tables; the first condition decides.
 
-The spectral stage is the only one that works on whole matrices. ``spectral`` takes the first way whose condition holds.
-Most ways are functions ``(f, stacks, job)`` of stacks of matrices; those for meshes with known shardings are functions
-``(job)``. The spectral functions are in ``spectral.py``.
+The spectral stage is the only one that works on whole matrices. On a mesh, a move ``(job)`` passes parameters to other
+devices or another kind of axes, and decides there again. A way ``(f, stacks, job)`` computes stacks of matrices: in a
+loop, by shape, or parameter by parameter. The spectral functions are in ``spectral.py``.
 """
 
 import dataclasses
@@ -32,9 +32,11 @@ class Stack:
 
     Attributes:
         x: ``(..., out, in)``, or ``(..., in, out)`` if ``transposed``.
-        ids: uint32 ``(..., 1, 2)``: identifies the draws of each matrix, see ``sketch.matrix_ids``; or None.
+        ids: uint32 ``(..., 1, 2)``: identifies the draws of each matrix, see ``sketch.matrix_ids``; or None. The axis
+            of one makes it a stack of matrices, too.
         transposed: whether rows of ``x`` are inputs.
-        placed: on a mesh, where the matrices are; only stacks in the same place are joined.
+        placed: on a mesh, the sharding and whether it leaves the matrices on all devices; stacks of equal ones are
+            joined.
     """
 
     x: jax.Array
@@ -44,7 +46,7 @@ class Stack:
 
 
 class Job(NamedTuple):
-    """A spectral function, the parameters that it is applied to, and where they are."""
+    """A spectral function, the blocks of parameters that it is applied to, and where they are."""
 
     f: Any
     blocks: list[jax.Array]
@@ -52,9 +54,9 @@ class Job(NamedTuple):
     dims: Sequence[MatrixDims]
     specs: Sequence[Any]  # shardings; None is unknown
     known: bool  # whether all shardings are known
-    mesh: Any  # None: one device
-    used: Any  # the mesh axes that share the work
-    operands: tuple[Any, dict]  # step and numbers
+    mesh: Any  # None is one device
+    used: Any  # ``AxesInUse`` of the mesh
+    operands: tuple[Any, dict]  # the step, and numbers such as ``rms``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class EachMatrix:
     f: Callable
     options: tuple[tuple[str, Any], ...] = ()
     rounded: bool = False  # whether a TPU rounds matrices to bfloat16 in the first product
-    distributed = True
+    whole_matrices = True
     draws = False
 
     def __call__(self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None) -> list[jax.Array]:
@@ -77,10 +79,15 @@ def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.Gradie
     """Return the stage that applies a spectral function to the matrices of all parameters.
 
     Args:
-        f: the function; two equal functions share compiled code.
+        f: function ``(stacks, step, solve, **numbers)`` that returns an array per ``Stack``; two equal ones share
+            compiled code. ``solve`` is ``precision.solve_together``, or the same on a mesh. Its attributes:
+            ``whole_matrices`` says whether a device must have whole matrices, which are then exchanged; else XLA shards
+            its products. ``draws`` says whether it is random: it then gets the step, and stacks with ``ids``. Functions
+            of whole matrices cannot be. ``rounded`` says whether matrices may be communicated in bfloat16 on a TPU.
         matrix_dims: see ``normpre_g``; ``direction`` overrides it.
         **numbers: are passed to ``f`` and may be traced, such as ``rms``.
     """
+    assert not (f.whole_matrices and f.draws)  # a matrix on its owner has no ids
 
     def update(updates, state, params=None, *, matrix_dims=matrix_dims, **_):
         blocks, rebuilt = split_blocks(updates, params, matrix_dims)
@@ -89,20 +96,19 @@ def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.Gradie
         new = by_platform(run, *args)(*args) if blocks else []
         return rebuilt(new), CountState(optax.safe_increment(state.count)) if f.draws else state
 
-    init = init_count if f.draws else lambda params: optax.EmptyState()
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init_count if f.draws else lambda params: optax.EmptyState(), update)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict) -> list[jax.Array]:
-    """Apply ``f`` to blocks, in the first way whose condition holds."""
-    names, dims, specs = zip(*known, strict=True)
+def _run(f: Any, each: tuple, blocks: list[jax.Array], step: Any, numbers: dict) -> list[jax.Array]:
+    """Apply ``f`` to blocks; ``each`` has their names, dims and shardings."""
+    names, dims, specs = zip(*each, strict=True)
     mesh = mesh_of(blocks)
     used = None if mesh is None else axes_in_use(mesh, names, blocks, dims, specs)
     job = Job(f, blocks, names, dims, specs, None not in specs, mesh, used, (step, numbers))
-    way = next(way for condition, way in WAYS if condition(job))
-    if way in (_on_owners, _with_auto_axes):
-        return way(job)
+    for condition, move in MOVES if mesh is not None else ():
+        if condition(job):
+            return move(job)
     transposed = [is_stored_transposed(x.ndim, d) for x, d in zip(blocks, dims, strict=True)]
     stacks = []
     for x, d, t, name in zip(blocks, dims, transposed, names, strict=True):
@@ -110,11 +116,42 @@ def _run(f: Any, known: tuple, blocks: list[jax.Array], step: Any, numbers: dict
         lead = matrices.shape[:-2]
         ids = matrix_ids(name, math.prod(lead)).reshape(*lead, 1, 2) if f.draws else None
         stacks.append(Stack(matrices, ids, t))
+    way = next(way for condition, way in WAYS if condition(job))
     new = way(functools.partial(f, step=step, **numbers), stacks, job)
     return [from_matrices(y, d, x.shape, t) for y, d, x, t in zip(new, dims, blocks, transposed, strict=True)]
 
 
-def _stacked(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]:
+def _on_owners(job: Job) -> list[jax.Array]:
+    def compute(xs: list[jax.Array], operands: Any) -> list[jax.Array]:
+        f, here = functools.partial(job.f, step=operands[0], **operands[1]), job._replace(mesh=None)
+        way = next(way for condition, way in WAYS if condition(here))
+        return way(f, [Stack(x) for x in xs], here)
+
+    return exchange(compute, job.operands, job.blocks, job.dims, job.specs, job.mesh, job.f.rounded)
+
+
+def _with_auto_axes(job: Job) -> list[jax.Array]:
+    each = tuple(zip(job.names, job.dims, job.specs, strict=True))
+    return in_auto_axes(functools.partial(_run, job.f, each), job.mesh, list(job.specs))(job.blocks, *job.operands)
+
+
+MOVES: tuple[tuple[Callable[[Job], Any], Callable[[Job], list[jax.Array]]], ...] = (
+    # Known shardings: each device collects whole matrices, and computes its share of them.
+    (lambda job: job.f.whole_matrices and job.known and job.used.all, _on_owners),
+    # The same with copies of all parameters; but a TPU computes all matrices in less time than it gathers them. On a
+    # mesh of one device, there is nothing to share.
+    (lambda job: job.f.whole_matrices and job.known and job.mesh.size > 1 and platform() != "tpu", _on_owners),
+    # XLA plans the communication. With Explicit axes, which all parameters have or none, it would ask for the sharding
+    # of every result.
+    (lambda job: spec_of(job.blocks[0]) is not None, _with_auto_axes),
+)
+
+
+def _separately(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]:
+    return f(stacks)
+
+
+def _by_shape(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]:
     keys = [(stack.x.shape, stack.x.dtype, stack.transposed, stack.placed) for stack in stacks]
     joined, places = join(stacks, keys)
     if job.mesh is None and platform() == "cpu":
@@ -125,51 +162,31 @@ def _stacked(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]:
     return [new[number][k] for number, k in places]
 
 
-def _on_owners(job: Job) -> list[jax.Array]:
-    def compute(xs: list[jax.Array], operands: Any) -> list[jax.Array]:
-        f = functools.partial(job.f, step=operands[0], **operands[1])
-        here = job._replace(mesh=None)
-        way = next(way for condition, way in WAYS if condition(here))
-        return way(f, [Stack(x) for x in xs], here)
-
-    return exchange(compute, job.operands, job.blocks, job.dims, job.specs, job.mesh, job.f.rounded)
-
-
-def _with_auto_axes(job: Job) -> list[jax.Array]:
-    known = tuple(zip(job.names, job.dims, job.specs, strict=True))
-    return in_auto_axes(functools.partial(_run, job.f, known), job.mesh, list(job.specs))(job.blocks, *job.operands)
-
-
 def _sharded(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]:
+    # A parameter whose sharding is unknown is in a place of its own.
     places = zip(job.specs if job.known else range(len(stacks)), job.used.shared, strict=True)
     stacks = [dataclasses.replace(stack, placed=placed) for stack, placed in zip(stacks, places, strict=True)]
 
     def solved(joined: list[Stack]) -> list[jax.Array]:
         return f(joined, solve=functools.partial(solve_shared, [s.placed[1] for s in joined], axes=job.used.matrices))
 
-    return _stacked(solved, stacks, job)
+    return _by_shape(solved, stacks, job)
 
 
 def _over_devices(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]:
     return over_devices(lambda x: f([Stack(x)])[0], [stack.x for stack in stacks], job.mesh)
 
 
-_one_by_one = lambda f, stacks, job: f(stacks)  # noqa: E731
-WAYS: tuple[tuple[Callable[[Job], Any], Callable], ...] = (
-    # One TPU: parameter by parameter, so that a matrix stays on the chip (see ``base.in_groups``).
-    (lambda job: job.mesh is None and platform() == "tpu", _one_by_one),
+WAYS: tuple[tuple[Callable[[Job], Any], Callable[[Callable, list[Stack], Job], list[jax.Array]]], ...] = (
+    # One TPU: parameter by parameter, so that a matrix stays on the chip (see ``base.in_groups``). On an owner, the
+    # stacks are those that arrived.
+    (lambda job: job.mesh is None and platform() == "tpu", _separately),
     # One GPU: one stack per shape, because it pays for every kernel. One CPU: a loop over the stack.
-    (lambda job: job.mesh is None, _stacked),
-    # Known shardings: each device collects whole matrices, and computes its share of them.
-    (lambda job: job.f.distributed and job.known and job.used.all, _on_owners),
-    # The same with copies of all parameters; but a TPU computes all matrices in less time than it gathers them.
-    (lambda job: job.f.distributed and job.known and job.mesh.size > 1 and platform() != "tpu", _on_owners),
-    # Below, XLA plans the communication. With Explicit axes, it would ask for the sharding of every result.
-    (lambda job: spec_of(job.blocks[0]) is not None, _with_auto_axes),
+    (lambda job: job.mesh is None, _by_shape),
     # Matrices stay sharded; thin factors are communicated, and small problems shared.
-    (lambda job: not job.f.distributed, _sharded),
+    (lambda job: not job.f.whole_matrices, _sharded),
     # Unknown shardings: the stack of a shape is sharded over its matrices.
     (lambda job: not job.known, _over_devices),
-    # A TPU with copies of all parameters.
-    (lambda job: True, _one_by_one),
+    # TPUs with copies of all parameters: each computes all.
+    (lambda job: True, _separately),
 )

@@ -33,7 +33,7 @@ class ClipLeading:
     seed: int
     compute_dtype: Any
     relative: bool
-    distributed = False
+    whole_matrices = False
     draws = True
 
     def __call__(
@@ -41,34 +41,37 @@ class ClipLeading:
     ) -> list[jax.Array]:
         """Clip every matrix; all small problems are solved together."""
         dtype = None if self.compute_dtype == "narrow" else self.compute_dtype  # None is narrow here
-        dtype = stacks[0].x.dtype if self.method == "exact" else dtype
-        xs, dtype = narrowed([stack.x for stack in stacks], dtype)
+        # On a GPU, Psi itself is rounded, also where it is added below.
+        xs, dtype = narrowed([s.x for s in stacks], stacks[0].x.dtype if self.method == "exact" else dtype)
         # The smaller dimension is worked on; for a square matrix, the outputs.
         tall = [(x.shape[-2], s.transposed) > (x.shape[-1], False) for x, s in zip(xs, stacks, strict=True)]
         wide = [x.mT if is_tall else x for x, is_tall in zip(xs, tall, strict=True)]
-        squares = [sketch.sum_of_squares(x) for x in xs]
-        each = (self.clipping(x.shape[-2], s, threshold) for x, s in zip(wide, squares, strict=True))
+        totals = [sketch.sum_of_squares(x) for x in xs]
+        each = (self.clipping(x.shape[-2], total, threshold) for x, total in zip(wide, totals, strict=True))
         clippings, sizes = zip(*each, strict=True)
         if self.method == "exact":
             found = [batched(sketch.clip_exactly, x.ndim)(x, c) for x, c in zip(wide, clippings, strict=True)]
         else:
             omegas = [
-                sketch.draws(self.seed, step, stack.ids[..., 0, :], (size, x.shape[-1])).astype(s.dtype)
-                for stack, x, size, s in zip(stacks, wide, sizes, squares, strict=True)
+                sketch.draws(self.seed, step, s.ids[..., 0, :], (size, x.shape[-1])).astype(total.dtype)
+                for s, x, size, total in zip(stacks, wide, sizes, totals, strict=True)
             ]
             products = self.method == "products"
             found = sketch.clip_by_sketch(wide, omegas, clippings, self.power_iterations, products, dtype, solve)
         new = []
-        for x, is_tall, s, (left, right, kept) in zip(xs, tall, squares, found, strict=True):
+        for x, is_tall, total, (left, right, kept) in zip(xs, tall, totals, found, strict=True):
             a, b = (right, left) if is_tall else (left, right)
-            t = x.astype(s.dtype) + product(a.mT, b, dtype)
+            t = x.astype(total.dtype) + product(a.mT, b, dtype)
             if rms is not None:  # ||T||^2 is known from small matrices
                 t = t * (rms * (x.shape[-2] * x.shape[-1]) ** 0.5 * inverse_root(kept))
             new.append(t)
         return new
 
     def clipping(self, side: int, total: jax.Array, threshold: Any) -> tuple[sketch.Clipping, int]:
-        """Return what is clipped of matrices with this smaller side and sum of squares, and their sketch's size."""
+        """Return what is clipped of matrices with this smaller side and sum of squares, and their sketch's size.
+
+        The rank is how many singular values may be clipped, the size how many directions the sketch has.
+        """
         rank = min(self.rank, side) if isinstance(self.rank, int) else max(1, round(self.rank * side))
         most = max(1, side - 1) if self.relative else side  # one remains
         rank, products = min(rank, most), self.method == "products"
