@@ -179,8 +179,7 @@ def main(options: Compare) -> None:
         if not best:
             raise RunError("no arm finished: every learning rate was too high, or see the reasons above")
         study.run([Arm(name, rate, first + i) for i in range(1, options.seeds) for name, rate in best.items()])
-        content = study.facts(shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]]))
-        content["arms"] = study.records()
+        content = study.facts(shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]])) | {"arms": study.records()}
         folder = study.folder / "report"
         folder.mkdir(exist_ok=True)
         study.console.print(f"\n{write(folder, content)}\nReport, data and figures: {folder}/")

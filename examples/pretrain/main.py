@@ -19,8 +19,7 @@ from .processes import Stopped
 
 def options_of(kind: type) -> Callable[[Sequence[str]], Any]:
     """A function that reads the options ``kind``."""
-    program = f"python -m examples.pretrain {kind.__name__.lower()}"
-    return lambda arguments: tyro.cli(kind, args=list(arguments), prog=program)
+    return lambda args: tyro.cli(kind, args=list(args), prog=f"python -m examples.pretrain {kind.__name__.lower()}")
 
 
 # Name: what it does, how its arguments are read, where it is.

@@ -244,10 +244,9 @@ class Trainer:
         seconds, tokens = (now - clock) / len(values), self.config.batch_size * self.config.model.context
         first = done - len(values)
         rates = self.learning_rates[first:done]
-        speed = round(tokens / seconds, 1)
         records: list[dict[str, Any]] = [
             {"step": step, **{name: float(value) for name, value in x._asdict().items()}}
-            | {"learning_rate": float(rate), "tokens_per_second": speed}
+            | {"learning_rate": float(rate), "tokens_per_second": round(tokens / seconds, 1)}
             for step, (x, rate) in enumerate(zip(values, rates, strict=True), first + 1)
         ]
         log.write(records)

@@ -329,7 +329,8 @@ ARROWS = [arrow(new) for new in (pyarrow.ipc.new_file, pyarrow.ipc.new_stream)]
 DIFFICULT = {  # name: (content, the error or "", what is reported without one or with --skip-bad, documents)
     "bom.txt": (b"\xef\xbb\xbftext\n", "", "", ["text\n"]),
     "crlf.txt": (b"one\r\ntwo\rthree\n", "", "", ["one\r\ntwo\rthree\n"]),
-    "empty.txt": (b" \n", "", "", []),
+    "blank.txt": (b" \n", "", "blank, left out", []),
+    "blank.jsonl": (rows({"text": " "}) + b"\n", "", "left out (lines: 2, the first is 1)", []),
     "latin.txt": (b"caf\xe9", r"latin.txt as UTF-8 text .* with iconv, .* --skip-bad", "not UTF-8, skipped", []),
     "utf16.txt": ("text".encode("utf-16"), "utf16.txt as UTF-8", "not UTF-8, skipped", []),
     "bom.jsonl": (b"\xef\xbb\xbf" + rows({"text": "one\r\ntwo"}), "", "", ["one\r\ntwo"]),
@@ -341,7 +342,7 @@ DIFFICULT = {  # name: (content, the error or "", what is reported without one o
     "rows.jsonl": (rows(GOOD, [1], {}, {"text": 1}, "{"), "line 2", "'text', skipped (lines: 3", ["good"]),
     "number.jsonl": (rows({"text": 17}), r"line 1: no text in the field 'text' \(it has the type int", "skipped", []),
     "field.jsonl": (rows({"a": "", "b": ""}), r"\(there are: a, b; choose one with --field\)", "skipped", []),
-    "null.jsonl": (rows(GOOD, {"text": None}), "", "null in the field 'text', left out (lines: 1", ["good"]),
+    "null.jsonl": (rows(GOOD, {"text": None}), "", "null or blank in the field 'text', left out (lines: 1", ["good"]),
     "half.jsonl": (rows({"text": "a \ud83d b"}), "", 'half a surrogate pair, replaced by "?"', ["a ? b"]),
     "wide.jsonl.zst": (WIDE, r"wide\.jsonl\.zst .*: .* `zstd -d --long=31 wide\.jsonl\.zst`", None, []),
     "broken.parquet": (b"PAR1", r"cannot read broken\.parquet", None, []),
@@ -355,7 +356,7 @@ DIFFICULT = {  # name: (content, the error or "", what is reported without one o
     "null.parquet": (
         parquet(text=["good", None]),
         "",
-        "null in the field 'text', left out (rows: 1, the first is 2)",
+        "null or blank in the field 'text', left out (rows: 1, the first is 2)",
         ["good"],
     ),
     "number.parquet": (parquet(text=[7]), r"row 1: no text in the field 'text' \(it has the type int", "(rows: 1", []),
@@ -602,6 +603,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(tmp_path, monkeypatch):
         ("text", "a.jsonl", "--cut", "99999999999999999999"): r"--cut must be in 1\.\.2147483647, got",
         ("c4", "--train-documents", "0"): "--train-documents must be at least 1",
         ("python", "--validation-files", "a.jsonl"): "--validation-files has no effect on Python files",
+        ("text", "a.txt", "--validation-files", "b", "--validation_files=c"): "given twice: name all files and folders",
         ("pile", "--validation-percent", "51"): "--validation-percent must be in 0.001..50",
         ("jsonl", "a.jsonl", "--vocabulary", "256"): r"--vocabulary must be in 257",
     }.items():

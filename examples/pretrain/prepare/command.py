@@ -138,6 +138,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     if name not in CORPORA:
         raise RunError(f"prepare must be followed by one of {', '.join(CORPORA)}, got {name!r}")
+    if sum(option.replace("_", "-").startswith("--validation-files") for option in options) > 1:
+        raise RunError("--validation-files is given twice: name all files and folders after one")
     program = f"python -m examples.pretrain prepare {name}"
     corpus = tyro.cli(Corpus, default=CORPORA[name][1], args=options, prog=program)
     stopping: list[int] = []

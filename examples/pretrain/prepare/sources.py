@@ -109,8 +109,8 @@ class Problems:
 
 def summary(left_out: LeftOut) -> str:
     """What searches left out, in one line."""
-    counts = Counter(left_out.values()).most_common()
-    return f"left out: {', '.join(f'{kind} {count:,}' for kind, count in counts) or 'nothing'}"
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in Counter(left_out.values()).most_common())
+    return f"left out: {kinds or 'nothing'}"
 
 
 class HubStream(Stream):
@@ -168,8 +168,7 @@ def one_line(error: BaseException) -> str:
 
 def fraction(text: str, purpose: bytes = b"split") -> float:
     """A number in [0, 1) that depends on the text and the purpose alone."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8, person=purpose).digest()
-    return int.from_bytes(digest, "big") / 2**64
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=purpose).digest(), "big") / 2**64
 
 
 def sample(read: Callable[[], Iterable[str]], size: int = SAMPLE_BYTES) -> Iterator[str]:
@@ -291,7 +290,11 @@ def read_plain(path: Path, cut: int | None, problems: Problems) -> Iterator[str]
     """
     with reading(path, problems) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         try:
-            yield from [text.read()] if cut is None else pieces(text, cut)
+            for document in [text.read()] if cut is None else pieces(text, cut):
+                if document.strip():
+                    yield document
+                else:
+                    problems.note("blank, left out")
         except UnicodeDecodeError as error:
             if not problems.skip:
                 way_out = "convert it with iconv, or skip such files with --skip-bad"
@@ -328,7 +331,7 @@ def read_records(path: Path, field: str, problems: Problems) -> Iterator[str]:
             problems.bad("one JSON array, not one object a line", f"`jq -c '.[]' {path}` writes its elements as lines")
         else:
             file.read(3 * file.peek(3).startswith(b"\xef\xbb\xbf"))
-            # An empty line is an empty document, and is left out like one.
+            # An empty line is a blank text.
             yield from texts_of(file, field, problems, lambda x: {field: ""} if x.isspace() else json.loads(x.decode()))
 
 
@@ -361,7 +364,7 @@ def reading(path: Path, problems: Problems, *known: bytes) -> Iterator[Any]:
 
 
 def texts_of(rows: Iterable[Any], field: str, problems: Problems, parse: Any = lambda row: row) -> Iterator[str]:
-    """The texts of records. null is left out and reported."""
+    """The texts of records. null and blank texts are left out and reported."""
     what = f"no text in the field {field!r}"
     for problems.number, record in enumerate(rows, 1):
         try:
@@ -373,10 +376,10 @@ def texts_of(rows: Iterable[Any], field: str, problems: Problems, parse: Any = l
             problems.bad(what, f"the line is not an object, but of type {type(row).__name__}")
         elif field not in row:
             problems.bad(what, f"there are: {', '.join(map(str, row))}; choose one with --field")
-        elif row[field] is None:
-            problems.note(f"null in the field {field!r}, left out")
-        elif not isinstance(row[field], str):
+        elif not isinstance(row[field], str | None):
             problems.bad(what, f"it has the type {type(row[field]).__name__}")
+        elif not (row[field] or "").strip():
+            problems.note(f"null or blank in the field {field!r}, left out")
         else:
             text = row[field].encode("utf-8", "replace").decode()
             if text != row[field]:

@@ -182,15 +182,14 @@ def token_dtype(vocabulary: int) -> np.dtype:
 
 
 def batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Documents in lists of a size that fits into memory, blank ones left out; takes none in advance."""
-    batch, taken, characters = list[str](), 0, 0
+    """Documents in lists of a size that fits into memory; takes none in advance."""
+    batch, characters = list[str](), 0
     for text in texts:
-        taken += 1
+        batch.append(text)
         characters += len(text)
-        batch += [text] if text.strip() else []
-        if taken >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
-            batch, taken, characters = [], 0, 0
+            batch, characters = [], 0
     yield batch
 
 
