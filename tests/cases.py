@@ -124,7 +124,7 @@ def gradients(steps, seed=1, shapes=SHAPES):
 @functools.cache
 def omega(seed, step, path, index, shape, width):
     """Omega (larger dimension, l) of a matrix of this (out, in) shape, from the library's draws, in float64."""
-    ids = sketch.matrix_ids(path, index + 1)[index]
+    ids = sketch.matrix_ids(path, (index + 1,))[index]
     drawn = sketch.draws(seed, step, jnp.asarray(ids), (min(*shape, width), max(shape)))
     return np.asarray(drawn, np.float64).T
 

@@ -195,7 +195,7 @@ def draws(seed: int, step: jax.typing.ArrayLike, ids: jax.Array, shape: tuple[in
 
     Example:
         >>> from normpre_optax.linalg.sketch import draws, matrix_ids
-        >>> draws(0, 0, matrix_ids("up/kernel", 5), (2, 6)).shape
+        >>> draws(0, 0, matrix_ids("up/kernel", (5,)), (2, 6)).shape
         (5, 2, 6)
     """
     # Threefry is the one generator whose draws do not depend on the sharding.
@@ -207,9 +207,10 @@ def draws(seed: int, step: jax.typing.ArrayLike, ids: jax.Array, shape: tuple[in
     return jnp.vectorize(draw, signature="(i)->(l,n)")(ids)
 
 
-def matrix_ids(path: str, batch: int) -> np.ndarray:
-    """Return uint32 ``(batch, 2)``: crc32 of a parameter's path, and the batch index of each of its matrices."""
-    return np.stack([np.full(batch, zlib.crc32(path.encode()), np.uint32), np.arange(batch, dtype=np.uint32)], axis=-1)
+def matrix_ids(path: str, batch: tuple[int, ...]) -> np.ndarray:
+    """Return uint32 ``(*batch, 2)``: crc32 of a parameter's path, and the index of each of its matrices."""
+    index = np.arange(np.prod(batch, dtype=int), dtype=np.uint32).reshape(batch)
+    return np.stack([np.full_like(index, zlib.crc32(path.encode())), index], axis=-1)
 
 
 def sum_of_squares(x: jax.Array) -> jax.Array:

@@ -36,9 +36,12 @@ def experts_in_front(path: str, leaf: Any) -> MatrixDims | None:
         >>> presets.experts_in_front("mlp/experts/down_proj", jnp.zeros((4, 32, 8)))
         MatrixDims(inputs=-2, outputs=-1, output_blocks=1)
     """
-    if is_stack_of_experts(path, leaf) and leaf.ndim > 2 and "bias" not in path:
+    try:
+        return default_matrix_dims(path, leaf)
+    except ValueError:
+        if not is_stack_of_experts(path, leaf):
+            raise
         return MatrixDims(inputs=-2, outputs=-1)
-    return default_matrix_dims(path, leaf)
 
 
 def maxtext(path: str, leaf: Any) -> MatrixDims | None:

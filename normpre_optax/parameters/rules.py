@@ -338,9 +338,10 @@ def _unknown_order(parts: list[str], leaf: Leaf) -> str:
 
 
 def is_stack_of_experts(path: str, leaf: Leaf) -> bool:
-    """Return whether a parameter may hold several experts: by its name, or because a router is beside it."""
+    """Return whether a parameter may hold several experts: by its name or, outside of attention, a router beside it."""
     above = path.rpartition("/")[0]
     beside = any(v.ROUTERS.intersection(words(other.removeprefix(above))) for other in getattr(leaf, "near", ()))
+    beside = beside and not _attention_role(path.split("/"), leaf)
     return beside or bool(v.EXPERTS.intersection(words(path)) and not v.COUNTED_EXPERT.search(path))
 
 

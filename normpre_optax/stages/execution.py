@@ -8,7 +8,6 @@ loop, by shape, or parameter by parameter. The spectral functions are in ``spect
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -50,7 +49,7 @@ class Job(NamedTuple):
 
     f: Any
     blocks: list[jax.Array]
-    names: Sequence[str]
+    each: tuple  # name, dims and sharding of every block
     dims: Sequence[MatrixDims]
     specs: Sequence[Any]  # shardings; None is unknown
     known: bool  # whether all shardings are known
@@ -80,14 +79,14 @@ def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.Gradie
 
     Args:
         f: function ``(stacks, step, solve, **numbers)`` that returns an array per ``Stack``; two equal ones share
-            compiled code. ``solve`` is ``precision.solve_together``, or the same on a mesh. Its attributes:
-            ``whole_matrices`` says whether a device must have whole matrices, which are then exchanged; else XLA shards
-            its products. ``draws`` says whether it is random: it then gets the step, and stacks with ``ids``. Functions
-            of whole matrices cannot be. ``rounded`` says whether matrices may be communicated in bfloat16 on a TPU.
+            compiled code. ``solve`` is ``precision.solve_together``, or the same on a mesh. Its attributes are:
+            ``whole_matrices``: whether a device needs whole matrices, which are then exchanged; else XLA shards its
+            products. ``draws``: whether it is random; it then gets the step, and stacks with ``ids``. Functions of
+            whole matrices cannot be: a matrix on its owner has no ids. ``rounded``: whether matrices may be
+            communicated in bfloat16 on a TPU.
         matrix_dims: see ``normpre_g``; ``direction`` overrides it.
         **numbers: are passed to ``f`` and may be traced, such as ``rms``.
     """
-    assert not (f.whole_matrices and f.draws)  # a matrix on its owner has no ids
 
     def update(updates, state, params=None, *, matrix_dims=matrix_dims, **_):
         blocks, rebuilt = split_blocks(updates, params, matrix_dims)
@@ -105,7 +104,7 @@ def _run(f: Any, each: tuple, blocks: list[jax.Array], step: Any, numbers: dict)
     names, dims, specs = zip(*each, strict=True)
     mesh = mesh_of(blocks)
     used = None if mesh is None else axes_in_use(mesh, names, blocks, dims, specs)
-    job = Job(f, blocks, names, dims, specs, None not in specs, mesh, used, (step, numbers))
+    job = Job(f, blocks, each, dims, specs, None not in specs, mesh, used, (step, numbers))
     for condition, move in MOVES if mesh is not None else ():
         if condition(job):
             return move(job)
@@ -113,8 +112,7 @@ def _run(f: Any, each: tuple, blocks: list[jax.Array], step: Any, numbers: dict)
     stacks = []
     for x, d, t, name in zip(blocks, dims, transposed, names, strict=True):
         matrices = to_matrices(x, d, t, flat=False)
-        lead = matrices.shape[:-2]
-        ids = matrix_ids(name, math.prod(lead)).reshape(*lead, 1, 2) if f.draws else None
+        ids = matrix_ids(name, matrices.shape[:-2])[..., None, :] if f.draws else None
         stacks.append(Stack(matrices, ids, t))
     way = next(way for condition, way in WAYS if condition(job))
     new = way(functools.partial(f, step=step, **numbers), stacks, job)
@@ -131,8 +129,7 @@ def _on_owners(job: Job) -> list[jax.Array]:
 
 
 def _with_auto_axes(job: Job) -> list[jax.Array]:
-    each = tuple(zip(job.names, job.dims, job.specs, strict=True))
-    return in_auto_axes(functools.partial(_run, job.f, each), job.mesh, list(job.specs))(job.blocks, *job.operands)
+    return in_auto_axes(functools.partial(_run, job.f, job.each), job.mesh, list(job.specs))(job.blocks, *job.operands)
 
 
 MOVES: tuple[tuple[Callable[[Job], Any], Callable[[Job], list[jax.Array]]], ...] = (

@@ -183,13 +183,13 @@ def test_draws_never_change():
 
 
 def test_draws_computed_together_are_those_of_each_matrix():
-    ids = jnp.asarray(sketch.matrix_ids("a", 6)).reshape(3, 2, 2)
+    ids = jnp.asarray(sketch.matrix_ids("a", (3, 2)))
     drawn = sketch.draws(3, 5, ids, (2, 6))
     assert drawn.shape == (3, 2, 2, 6)
     for place in np.ndindex(3, 2):
         # One stream of bits for each matrix, but two programs may round its logarithm by a unit apart.
         np.testing.assert_allclose(drawn[place], sketch.draws(3, 5, ids[place], (2, 6)), rtol=4 * EPS32)
-    others = [jnp.asarray(sketch.matrix_ids("b", 6)).reshape(3, 2, 2), ids[::-1]]
+    others = [jnp.asarray(sketch.matrix_ids("b", (3, 2))), ids[::-1]]
     unlike = [sketch.draws(3, 5, x, (2, 6)) for x in others] + [
         sketch.draws(s, t, ids, (2, 6)) for s, t in ((3, 6), (4, 5))
     ]

@@ -319,6 +319,23 @@ def test_experts_beside_a_router_are_errors_that_recommend_the_preset():
     assert chosen(tree(text), presets.experts_in_front) == {k: front(dims) for k, dims in dims_of(text).items()}
 
 
+def test_the_preset_of_experts_reads_only_what_the_default_rule_does_not():
+    """Routers and norms of stacked layers, and attention kernels beside a router."""
+    text = """
+        router/kernel 8x4; q_proj/kernel 8x2x4; k_proj/kernel 8x2x4; o_proj/kernel 2x4x8; norm/w 1x8
+        mlp: router/kernel 8x4; norm/scale 8; gate_proj 4x8x32
+    """
+    scanned = {"layers": jax.tree.map(lambda x: array(3, *x.shape), tree(text))}
+    for params, layers in ((tree(text), 0), (scanned, 1)):
+        found = {path.removeprefix("layers/"): dims for path, dims in chosen(params, presets.experts_in_front).items()}
+        matrices = {path: dims for path, dims in found.items() if dims}
+        assert matrices == {
+            **dict.fromkeys(("q_proj/kernel", "k_proj/kernel"), MatrixDims(layers, (layers + 1, layers + 2))),
+            "o_proj/kernel": MatrixDims((layers, layers + 1), layers + 2),
+            "mlp/gate_proj": MatrixDims(-2, -1),
+        }
+
+
 # Paths and leaves.
 
 
