@@ -100,7 +100,7 @@ def default_matrix_dims(path: str, leaf: Any) -> MatrixDims | None:
     The first matching line applies:
 
     1. AdamW by name: biases, norms and scales, positional tables, output heads, embeddings, routers, LoRA pairs, rates
-       of state spaces, depthwise convolutions. AdamW by shape: fewer than two axes.
+       of state spaces, depthwise convolutions. AdamW by shape: fewer than two axes larger than one.
     2. Named axes (Linen, Haliax): names of layers and experts are batch axes, names of heads are flattened.
     3. Layer axes in front, by the biases and norms nearby or by a name such as ``layers``: batch axes.
     4. Two axes: (out, in) if the last name is ``weight``, else (in, out). The shapes decide for GPT-2's
@@ -292,7 +292,7 @@ def _read_matrix(path: str, parts: list[str], leaf: Leaf) -> Reading:
     rest = rest or tuple(range(layers, leaf.ndim))
     if len(rest) < 2:
         return None, f"stacked vector, {note}" if note else "stacked vector"
-    if not note and len(rest) > 2 and sum(leaf.shape[axis] > 1 for axis in rest) < 2:
+    if not note and sum(leaf.shape[axis] > 1 for axis in rest) < 2:
         return None, "vector"
     role = _attention_role(parts, leaf) if len(rest) > 2 else ""
     if len(rest) == 2:

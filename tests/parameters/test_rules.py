@@ -70,7 +70,7 @@ ADAMW = """
     vocab_mixer/kernel 8x8; layers/0/mixer/A_log 32x4; layers/0/attn/lambda_q1 4x8
     layers/0/mixer/conv1d/weight 32x1x4; layers/0/mixer/conv1d/kernel 4x1x32; layers/0/mixer/short_conv/kernel 4x32
     layers/0/att/time_mix_k 1x1x8; nothing 0x8; shared/weight 100x8; dense/lora_kernel_a 8x2; dense/lora_kernel_b 2x32
-    score/weight 2x8; registers 4x8; soft_prompt 20x8; latents 64x8
+    score/weight 2x8; registers 4x8; soft_prompt 20x8; latents 64x8; layers/0/up/weight_g 32x1; up/per_channel 1x8
 """
 REFUSED = """
     w 4x8x16; k 4x8x16; layers/layer_0/mlp/kernel 4x8x16; layers_0/mlp/kernel 4x8x16; out/kernel 4x8x32
