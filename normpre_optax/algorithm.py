@@ -97,16 +97,8 @@ def scale_by_normpre_g(
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition, "NormPre-G".
     """
     spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, rms, ns_scale)  # T_t, R_k(T_t)
-    return scale_by_normpre(
-        spectral,
-        momentum=momentum,
-        nesterov=nesterov,
-        tangent=tangent,
-        orientation=orientation,
-        rms=None,
-        mu_dtype=mu_dtype,
-        matrix_dims=matrix_dims,
-    )
+    own: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "tangent": tangent, "orientation": orientation}
+    return scale_by_normpre(spectral, rms=None, mu_dtype=mu_dtype, matrix_dims=matrix_dims, **own)
 
 
 @checked
@@ -149,16 +141,8 @@ def scale_by_normpre_l(
     spectral = precondition_locally(  # T_t, R_k(T_t)
         rank, oversample, power_iterations, method, seed, compute_dtype, relative_threshold, rms
     )
-    return scale_by_normpre(
-        spectral,
-        momentum=momentum,
-        nesterov=nesterov,
-        tangent=tangent,
-        orientation=orientation,
-        rms=None,
-        mu_dtype=mu_dtype,
-        matrix_dims=matrix_dims,
-    )
+    own: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "tangent": tangent, "orientation": orientation}
+    return scale_by_normpre(spectral, rms=None, mu_dtype=mu_dtype, matrix_dims=matrix_dims, **own)
 
 
 normpre = complete(scale_by_normpre, example="1e-3, npo.precondition_locally(rank=8)")

@@ -32,7 +32,7 @@ def hyperball(
 
     ``W <- R N(N(W) - lr N(U))``, where ``N`` divides a matrix (out, in) by its Frobenius norm and
     ``R = row_norm sqrt(out)``. The first update sets the norms, so neither the initial norm nor the scale of the update
-    ``U`` has an effect. There is no weight decay.
+    ``U`` has an effect. A matrix whose update is zero stays as it is. There is no weight decay.
 
     Args:
         learning_rate: size of a step relative to the weights, number or schedule.
@@ -94,7 +94,7 @@ def row_norms_of(row_norms: Any, params: Any, found: Assignment) -> dict[str, An
 
 
 def warn_of_a_rate_like_adams(learning_rate: Any, row_norms: Any, stacklevel: int) -> None:
-    """Warn if the peak of the learning rate looks like AdamW's: steps would be about ten times too small."""
+    """Warn if the peak of the learning rate looks like AdamW's, about ten times too small, or is larger than 1/2."""
     peak = 0.0
     if callable(learning_rate):
         with contextlib.suppress(Exception):  # a schedule may fail outside a training run
@@ -102,10 +102,12 @@ def warn_of_a_rate_like_adams(learning_rate: Any, row_norms: Any, stacklevel: in
             peak = max(float(schedule(step)) for step in (0, *(2**k for k in range(21))))
     elif not isinstance(learning_rate, jax.Array):  # from optax.inject_hyperparams: the learning rate of one step
         peak = float(learning_rate)
-    if not keeps(row_norms) and 0 < peak < _ADAMS:  # fine-tuning has small steps
+    small = not keeps(row_norms) and 0 < peak < _ADAMS  # fine-tuning has small steps
+    if small or peak > 0.5:
+        like = ", like AdamW's" if small else ", more than half of the weights"
         warnings.warn(
-            f"hyperball: the learning rate is at most {peak:.2g}, like AdamW's. Here it is the size of a step relative "
-            "to the weights, see learning_rate_by_length; adam_learning_rate= is that of the AdamW group",
+            f"hyperball: the learning rate is at most {peak:.2g}{like}. Here it is the size of a step relative to the "
+            "weights, see learning_rate_by_length; adam_learning_rate= is that of the AdamW group",
             stacklevel=stacklevel,
         )
 
@@ -133,6 +135,6 @@ def _step(keep: bool, u: jax.Array, w: jax.Array, dims: MatrixDims, row_norm: An
     ww, wu, uu = (jnp.sum(x, outputs + inputs, keepdims=True) for x in (w * w, w * u, u * u))
     a, b = inverse_root(ww), jnp.asarray(rate, u.dtype) * inverse_root(uu)  # N(W) - lr N(U) = a W - b U
     norm = jnp.asarray(row_norm, u.dtype) * math.prod(u.shape[axis] for axis in outputs) ** 0.5
-    norm = jnp.where(ww == 0, norm, jnp.sqrt(ww)) if keep else norm
+    norm = jnp.where((uu == 0) | ((ww != 0) & keep), jnp.sqrt(ww), norm)
     back = norm * inverse_root(a**2 * ww - 2 * a * b * wu + b**2 * uu)
     return (back * a - 1) * w - back * b * u

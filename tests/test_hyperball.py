@@ -47,14 +47,15 @@ def test_steps_follow_the_published_rule(alone):
 
 @pytest.mark.parametrize("size", [0.0, 1e-12, 1.0, 1e12])
 def test_the_initial_norm_has_no_effect(size):
-    """A zero matrix takes the direction of its first step; a zero gradient only sets the norm."""
+    """A zero matrix takes the direction of its first step; a zero update changes nothing, not even the norm."""
     tx, start = npo.hyperball(0.1, row_norms=0.5), {"kernel": size * jnp.eye(4)}
-    for u, direction in ((np.ones((4, 4)), np.eye(4) / 2 - 0.1 / 4), (np.zeros((4, 4)), np.eye(4))):
-        direction = direction if size else -u
-        updates = cases.first_update(tx, {"kernel": jnp.float32(u)}, start)
-        new = np.float64(start["kernel"]) + np.float64(updates["kernel"])
-        expected = direction / max(np.linalg.norm(direction), 1e-30)
-        np.testing.assert_allclose(new, expected, atol=3e-7 * max(1, size))  # float32 cancels 1e12 to 1
+    updates = cases.first_update(tx, {"kernel": jnp.ones((4, 4))}, start)
+    new = np.float64(start["kernel"]) + np.float64(updates["kernel"])
+    direction = np.eye(4) / 2 - 0.1 / 4 if size else -np.ones((4, 4))
+    expected = direction / np.linalg.norm(direction)
+    np.testing.assert_allclose(new, expected, atol=3e-7 * max(1, size))  # float32 cancels 1e12 to 1
+    unchanged = cases.first_update(tx, {"kernel": jnp.zeros((4, 4))}, start)["kernel"]
+    np.testing.assert_allclose(unchanged, 0, atol=1e-7 * size)  # the root of a square, rounded
 
 
 def test_keep_keeps_the_norm_of_every_matrix():
@@ -106,6 +107,8 @@ def test_a_learning_rate_of_adamw_is_named():
             with pytest.warns(UserWarning, match=r"the learning rate is at most \S+, like AdamW's") as seen:
                 make(rate)
             assert seen[0].filename == __file__  # the line that a user can change
+    with pytest.warns(UserWarning, match=r"at most 1, more than half of the weights"):
+        npo.normpre_h(1.0, 1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for rate in (1e-2, 0.0, warmup(0.0, 1.6e-2, 80, 800), lambda step: 1 / 0, jnp.float32(1e-4)):

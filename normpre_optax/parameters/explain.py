@@ -14,7 +14,7 @@ from normpre_optax.checks import check_dtype_of
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.roles import row_norms_by_role
 from normpre_optax.parameters.rules import Assignment, Reading, assign, default_matrix_dims, default_reading, reader
-from normpre_optax.parameters.tree import Leaf, leaves, named_leaves, repeated
+from normpre_optax.parameters.tree import MAX_ASPECT_RATIO, Leaf, leaves, named_leaves, repeated
 
 _VOCABULARY = "has an axis of the vocabulary size"
 _NO_MATRIX = "no parameter is a matrix, so all use AdamW; explain(params) shows why"
@@ -138,5 +138,8 @@ def _row_norms(found: Assignment) -> Iterator[str]:
 def _notes(rows: list[_Row]) -> Iterator[str]:
     if any("' in '" in row.reason for row in rows):
         yield "the quoted word alone decided the group; its name may mean something else"
+    for row in rows:
+        if row.group == "matrix" and max(shape := max(row.matrices)) > MAX_ASPECT_RATIO * min(shape):
+            yield f"{row.path!r} has an aspect ratio above {MAX_ASPECT_RATIO}: if it is a table, return None in a rule"
     if any(row.reason.endswith(_VOCABULARY) for row in rows):
         yield f"a matrix that {_VOCABULARY} may be an output head; if it is one, return None for it in a rule"

@@ -41,6 +41,10 @@ def experts_in_front(path: str, leaf: Any) -> MatrixDims | None:
     except ValueError:
         if not is_stack_of_experts(path, leaf):
             raise
+        down = getattr(leaf, "near", {}).get(path.replace("gate_up", "down"), leaf)
+        if down is not leaf and down.shape[-1] != leaf.shape[-2]:
+            sizes = f"{path!r} of shape {leaf.shape} and its down projection of shape {down.shape}"
+            raise ValueError(f"presets.experts_in_front: {sizes} are not (expert, in, out)") from None
         return MatrixDims(inputs=-2, outputs=-1)
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.dims import matrix_shape, split_axes
 from normpre_optax.parameters.rules import Assignment, ParamSpec
-from normpre_optax.parameters.tree import block_depth, layer_depth, stack_depth
+from normpre_optax.parameters.tree import block_depth, layer_depth, layer_name, stack_depth
 from normpre_optax.parameters.vocabulary import words
 
 
@@ -33,13 +33,13 @@ def residual_outputs(found: Assignment) -> set[str]:
     """Return the paths of matrices that write into the residual stream: of attention and of the feed-forward layers.
 
     The width is the size that most matrices, norms and embeddings have. A matrix with that many outputs writes if its
-    name says so, or if it is inside a layer and has another number of inputs.
+    name says so, or if it is inside a layer, has another number of inputs, and no name of a query or an up projection.
     """
     shapes = _shapes(found)
     others = [spec.shape for spec in found.values() if spec.reason.startswith(("norm", "embedding"))]
     count = Counter(size for shape in (*shapes.values(), *others) for size in {*shape})
     width = min(set().union(*shapes.values()), key=lambda size: (-count[size], size), default=0)
-    writes = lambda path, n: _is_named_output(path) or (n != width and _is_inside(path))  # noqa: E731
+    writes = lambda path, n: _is_named_output(path) or (n != width and _is_inside(path) and not _reads(path))  # noqa: E731
     return {path for path, (m, n) in shapes.items() if m == width and writes(path, n)}
 
 
@@ -50,6 +50,11 @@ def _shapes(found: Assignment) -> dict[str, tuple[int, int]]:
 def _is_inside(path: str) -> bool:
     parts = path.split("/")
     return block_depth(parts) > 0 or stack_depth(parts) is not None or any(map(str.isdigit, parts))
+
+
+def _reads(path: str) -> bool:
+    name = layer_name(path.split("/"))
+    return bool(v.READERS.intersection(words(name)) or (name in v.QUERIES and v.ATTENTION.intersection(words(path))))
 
 
 def _is_named_output(path: str) -> bool:

@@ -23,7 +23,6 @@ from normpre_optax.parameters.vocabulary import words
 
 Reading = tuple[MatrixDims | None, str]  # the axes, or None for AdamW, and the reason
 GIVEN = "given by matrix_dims"
-_MAX_ASPECT_RATIO = 64  # of a three-axis attention kernel; a kernel with heads in front would exceed it
 
 
 class ParamSpec(NamedTuple):
@@ -313,7 +312,7 @@ def _read_matrix(path: str, parts: list[str], leaf: Leaf) -> Reading:
         return swapped if wrong and not _wrong_bias(path, leaf, swapped) else dims, note
     if wrong:
         why = f"it looks stacked, but not on axis 0 ({wrong})" if layers else f"a bias contradicts {layout} ({wrong})"
-    elif role and max(sides := matrix_shape(leaf.shape, dims)[1:]) > _MAX_ASPECT_RATIO * min(sides):
+    elif role and max(sides := matrix_shape(leaf.shape, dims)[1:]) > tree.MAX_ASPECT_RATIO * min(sides):
         why = f"{layout} would be a {sides[0]} x {sides[1]} matrix"
     if why:
         raise UncoveredError((path, leaf.shape, why))

@@ -20,6 +20,7 @@ from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.vocabulary import words
 
 _BOXES = {("flax", "Variable"), ("flax", "VariableState"), ("flax", "AxisMetadata"), ("haliax", "NamedArray")}
+MAX_ASPECT_RATIO = 64  # of hidden matrices; tables, and attention kernels read with the wrong axes, exceed it
 
 
 @dataclasses.dataclass

@@ -24,6 +24,8 @@ OUTPUTS = {"out", "output", "o", "o_proj", "out_proj", "output_proj", "proj", "c
 OUTPUTS |= {"attn_vec_einsum", "attn_out", "attention_output", "out_projection", "proj_out", "w_out", "out_lin"}
 SECOND_LAYERS = {"down", "down_proj", "linear2", "linear_2", "fc2", "w2", "w_2", "lin2", "fc_out", "dense_out"}
 SECOND_LAYERS |= {"dense_4h_to_h"}
+OUTPUTS |= {"to_add_out", "linear_proj", "resid_proj"}
+READERS = {"q", "k", "v", "query", "qkv", "kv", "up", "gate"}  # words of layers that never write
 GPT2 = {"c_attn", "q_attn", "c_fc", "c_proj"}  # (in, out) by Hugging Face's Conv1D, (out, in) by nanoGPT's Linear
 LAST_LAYERS = {"out", "output", "out_proj", "output_proj", "output_projection", "output_layer", "proj_out"}
 WHOLE_MODELS = {"params", "model", "transformer", "decoder", "lm", "net", "backbone", "module"}
@@ -51,7 +53,7 @@ NOT_HEADS = {"multi", "attn", "attention", "per", "dim", "pre"}
 PLAIN_AFTER = {"token", "tokens", "tok", "in", "out", "input", "output", "dense", "proj", "table", "positions", "layer"}
 PLAIN_AFTER |= EMBEDDINGS
 ROUTERS = {"router", "routers", "routing"}
-GATES = {"gate", "gating"}
+GATES = {"gate", "gating", "wg", "switch"}
 EXPERTS = {"expert", "experts", "moe"}
 DENSE = {"point", "pointwise", "pw", "proj", "projection", "dense", "linear", "qkv"}
 

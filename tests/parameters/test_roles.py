@@ -46,6 +46,8 @@ def test_the_matrices_that_write_are_found_and_counted(key):
     ("input/kernel 20x8; layers/{0,1}/w 8x8", set()),  # neither a place inside a layer nor a name
     ("layers/{0,1}/w1 8x8; layers/{0,1}/w2 8x8", {"layers"}),
     ("up/{0,1}/w 8x32; to_out/0/w 8x8; mha/linear/w 8x8; dense/w 8x8; w_out/w 8x8", {"to_out", "mha", "w_out"}),
+    # What reads another width does not write, although it has as many outputs as the residual stream.
+    ("layers/{0,1}/cross/to_k/w 12x8; layers/{0,1}/attn/key/w 12x8; layers/{0,1}/attn/q_b_proj/w 4x8", set()),
 )
 def test_small_models(leaves, outputs):
     assert {path.split("/")[0] for path in residual_outputs(assign(tree(leaves)))} == outputs

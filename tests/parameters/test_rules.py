@@ -319,6 +319,17 @@ def test_experts_beside_a_router_are_errors_that_recommend_the_preset():
     assert chosen(tree(text), presets.experts_in_front) == {k: front(dims) for k, dims in dims_of(text).items()}
 
 
+def test_fused_experts_in_the_other_order_are_an_error_of_the_preset():
+    """Hugging Face's Mixtral and Qwen3-MoE store (expert, out, in), gpt-oss (expert, in, out), under the same names."""
+    fused = "mlp/router/weight 4x8; mlp/experts/gate_up_proj {}; mlp/experts/down_proj {}"
+    found = chosen(tree(fused.format("4x8x32", "4x16x8")), presets.experts_in_front)
+    assert found == {"mlp/router/weight": None} | dict.fromkeys(
+        found.keys() - {"mlp/router/weight"}, MatrixDims(-2, -1)
+    )
+    with pytest.raises(ValueError, match=r"'mlp/experts/gate_up_proj' .* are not \(expert, in, out\)"):
+        assign(tree(fused.format("4x32x8 1>2", "4x8x16 1>2")), presets.experts_in_front)
+
+
 def test_the_preset_of_experts_reads_only_what_the_default_rule_does_not():
     """Routers and norms of stacked layers, and attention kernels beside a router."""
     text = """
