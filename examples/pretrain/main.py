@@ -44,6 +44,7 @@ def usage() -> str:
 def exit_status(run: Callable[[], Any], stopped: str = "stopped") -> int:
     """Run something; an error that the user can fix, or ``stopped`` at Ctrl-C, is one line."""
     status = 1
+    sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]  # names of files
     try:
         try:
             run()

@@ -67,6 +67,10 @@ def test_installed_packages_add_their_programs_and_not_their_tables(corpus, tmp_
     monkeypatch.setattr(sources, "site_packages", lambda: [site])
     added = set().union(*splits_of(corpus, installed=True)) - set().union(*splits_of(corpus))
     assert {text.split("(")[0] for text in added} == {f"def function_{number}" for number in range(20)}
+    read = [path for stream in sources.python_streams((corpus,), True, 20, {}) for path in stream.files]
+    assert site / "package/module_0.py" in read  # a resumed run compares these files
+    named = sources.python_streams([path for path in read if path.parent.name == "package"], False, 50, {})
+    assert all(len(stream.files) > 3 for stream in named)  # divided by their names
     packages = dataclasses.replace(command.CORPORA["python"][1], installed_packages=True)
     assert packages.folder.name.endswith("-packages-v2048")
 
@@ -97,7 +101,8 @@ def test_token_files_and_the_manifest_hold_the_documents(dataset, corpus):
         size = sum(len(text.encode()) for text in texts)
         assert lengths[tokens].sum() == size
         assert (tokens == end).sum() == len(texts)
-        assert dataset.manifest[split] == {"documents": len(texts), "bytes": size, "tokens": len(tokens)}
+        counts = {"documents": len(texts), "bytes": size, "tokens": len(tokens)}
+        assert dataset.manifest[split] == counts | {"documents without tokens": 0, "unknown tokens": 0}
         content = (dataset.folder / f"{split}.bin").read_bytes()
         assert dataset.manifest["sha256"][f"{split}.bin"] == hashlib.sha256(content).hexdigest()
     assert dataset.manifest["largest_token"] == max(int(dataset.train.max()), int(dataset.validation.max()))

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from examples.pretrain import data
 from examples.pretrain.prepare import command, sources, token_files
@@ -303,7 +303,7 @@ DEEP = '{"text": "", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
 def parquet(**columns: object) -> bytes:
     """The bytes of a Parquet file with these columns, in groups of 64 rows."""
     file = io.BytesIO()
-    options = {"row_group_size": 64, "use_dictionary": False, "compression": "none"}
+    options = {"row_group_size": 64, "use_dictionary": False, "compression": "none", "write_page_checksum": True}
     pyarrow.parquet.write_table(pyarrow.table(columns), file, **options)
     return file.getvalue()
 
@@ -331,8 +331,9 @@ DIFFICULT = {  # name: (content, the error or "", what is reported without one o
     "crlf.txt": (b"one\r\ntwo\rthree\n", "", "", ["one\r\ntwo\rthree\n"]),
     "blank.txt": (b" \n", "", "blank, left out", []),
     "blank.jsonl": (rows({"text": " "}) + b"\n", "", "left out (lines: 2, the first is 1)", []),
-    "latin.txt": (b"caf\xe9", r"latin.txt as UTF-8 text .* with iconv, .* --skip-bad", "not UTF-8, skipped", []),
-    "utf16.txt": ("text".encode("utf-16"), "utf16.txt as UTF-8", "not UTF-8, skipped", []),
+    "latin.txt": (b"caf\xe9", r"latin\.txt: not UTF-8 \(iconv .*\); --skip-bad", "not UTF-8, skipped", []),
+    "utf16.txt": ("text".encode("utf-16"), r"utf16\.txt: not UTF-8", "not UTF-8, skipped", []),
+    "empty.jsonl": (b"", "", "empty", []),
     "bom.jsonl": (b"\xef\xbb\xbf" + rows({"text": "one\r\ntwo"}), "", "", ["one\r\ntwo"]),
     "deep.jsonl": (rows(GOOD, DEEP), "deep.jsonl, line 2: not JSON .*recursion.*; --skip-bad", "first is 2)", ["good"]),
     "brackets.jsonl": (b"[" * 100_000, "line 1: not JSON", "not JSON, skipped (lines: 1, the first is 1)", []),
@@ -345,6 +346,7 @@ DIFFICULT = {  # name: (content, the error or "", what is reported without one o
     "null.jsonl": (rows(GOOD, {"text": None}), "", "null or blank in the field 'text', left out (lines: 1", ["good"]),
     "half.jsonl": (rows({"text": "a \ud83d b"}), "", 'half a surrogate pair, replaced by "?"', ["a ? b"]),
     "wide.jsonl.zst": (WIDE, r"wide\.jsonl\.zst .*: .* `zstd -d --long=31 wide\.jsonl\.zst`", None, []),
+    "sum.parquet": (parquet(text=["hello"]).replace(b"hello", b"hallo"), r"read sum\.parquet", None, []),
     "broken.parquet": (b"PAR1", r"cannot read broken\.parquet", None, []),
     "junk.parquet": (rows(GOOD), r"cannot read junk\.parquet \(.*not a parquet file", None, []),
     "row.parquet": (
@@ -435,7 +437,7 @@ def test_a_long_line_is_cut_at_spaces(tmp_path, out, capsys):
     assert list(sources.pieces(io.StringIO("ab"), 1)) == ["a", "b"]
     options = ("text", path, "--skip-bad", "--validation-percent", 20, "--vocabulary", 300, "--output", out, "--cut")
     dataset = run(*options, 500)
-    assert "long.txt: not UTF-8, skipped from there on\n" in capsys.readouterr().out
+    assert "long.txt: not UTF-8, skipped (parts: 1, the first is" in capsys.readouterr().out  # and no other part
     documents = decoded(dataset, "train") + decoded(dataset, "validation")
     assert 40 < len(documents) < len(pieces)
     assert set(documents) <= set(pieces)
@@ -577,6 +579,26 @@ def test_text_or_a_tokenizer_that_changed_is_not_continued(tmp_path, out, byte_l
     run(*options)
 
 
+def words_of(texts):
+    """A tokenizer of whole words, which removes digits."""
+    known = {word: number for number, word in enumerate(["[UNK]", "<|endoftext|>", *texts])}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizers.Whitespace(), normalizers.Replace(Regex("[0-9]"), "")
+    return tokenizer
+
+
+def test_what_a_tokenizer_does_not_know_is_reported(tmp_path, out, capsys):
+    words_of(["one", "two"]).save(str(tmp_path / "words.json"))
+    save(tmp_path / "a.jsonl", ["one two three four", "17", "one five"])
+    save(tmp_path / "v.jsonl", ["two six"])
+    options = ("--validation-files", tmp_path / "v.jsonl", "--tokenizer", tmp_path / "words.json", "--output", out)
+    dataset = run("jsonl", tmp_path / "a.jsonl", *options)
+    said = capsys.readouterr().out
+    assert "documents without tokens: 1\n" in said
+    assert "unknown tokens: 4\n" in said
+    assert dataset.manifest["train"]["unknown tokens"] == 3
+
+
 def test_a_tokenizer_that_drops_characters_is_refused(tmp_path, byte_level):
     for pre_tokenizer in (None, pre_tokenizers.Metaspace()):
         tokenizer = Tokenizer(models.BPE({"a": 0, "<|endoftext|>": 1, "\u2581": 2}, []))
@@ -592,6 +614,10 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(Path("a.jsonl"), TEXTS)
     Tokenizer(models.BPE()).save("endless.json")
+    words_of(["a"]).save("words.json")
+    gaps = Tokenizer(models.BPE({"a": 0, "\u0122": 1, "<|endoftext|>": 2}, []))  # byte-level, without most bytes
+    gaps.pre_tokenizer, gaps.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    gaps.save("gaps.json")
     for arguments, message in {
         ("texts", "nowhere"): "prepare must be followed by one of python, text, jsonl, openwebtext, c4, pile, got",
         ("text", "nowhere"): "nowhere does not exist",
@@ -604,6 +630,9 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(tmp_path, monkeypatch):
         ("c4", "--train-documents", "0"): "--train-documents must be at least 1",
         ("python", "--validation-files", "a.jsonl"): "--validation-files has no effect on Python files",
         ("text", "a.txt", "--validation-files", "b", "--validation_files=c"): "given twice: name all files and folders",
+        ("jsonl", "a.jsonl", "--tokenizer", "gaps.json"): r"gaps\.json drops characters",
+        ("jsonl", "a.jsonl", "--tokenizer", "words.json", "--end-token", "[UNK]"): r"'\[UNK\]' cannot end documents",
+        ("jsonl", "a.jsonl", "--tokenizer", "words.json", "--end-token", "a"): "'a' cannot end documents",
         ("pile", "--validation-percent", "51"): "--validation-percent must be in 0.001..50",
         ("jsonl", "a.jsonl", "--vocabulary", "256"): r"--vocabulary must be in 257",
     }.items():

@@ -3,7 +3,6 @@
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import platform
 import shutil
@@ -93,9 +92,9 @@ class Corpus:
 
     def local(self, files: Sequence[Path], held_out: float) -> Stream:
         """The documents of files."""
-        if self.name == "text":
-            return Stream(lambda: (x for path in files for x in read_plain(path, self.cut, self.problems)), held_out)
-        return Stream(lambda: (x for path in files for x in read_records(path, self.field, self.problems)), held_out)
+        one: Any = read_plain if self.name == "text" else read_records
+        option = self.cut if self.name == "text" else self.field
+        return Stream(lambda: (x for path in files for x in one(path, option, self.problems)), held_out, files)
 
     def hub(self, split: str, held_out: float) -> Stream:
         """The documents of a split on the hub."""
@@ -154,8 +153,8 @@ def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> N
     partial = folder.with_name(f".{folder.name}.partial")
     clear(folder, partial, corpus.overwrite)
     streams = corpus.streams()
-    files = itertools.chain(*corpus.files) if corpus.paths else ()
-    files = [*files, *[Path(corpus.tokenizer)] * Path(corpus.tokenizer).is_file()]
+    files = [path for stream in streams for path in stream.files]
+    files += [Path(corpus.tokenizer)] * Path(corpus.tokenizer).is_file()
     local = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     if corpus.paths:
         console.print(sources.summary(corpus.problems.left_out))
@@ -184,6 +183,9 @@ def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> N
     finally:
         for line in corpus.problems.lines():
             console.print(line)
+    for what in token_files.REPORTED:
+        if count := sum(split[what] for split in counts.values()):
+            console.print(f"{what}: {count:,}")
     train, validation = (f"{n['documents']:,} ({n['tokens']:,} tokens)" for n in counts.values())
     console.print(f"{folder}: documents {train} to train on, {validation} to validate on")
 

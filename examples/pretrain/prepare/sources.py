@@ -36,13 +36,13 @@ os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else its client prints a w
 
 
 class Stream:
-    """Documents of local files in a fixed order, and the share of them that is held out, chosen by a hash of the text.
+    """Documents of ``files`` in a fixed order, and the share of them that is held out, chosen by a hash of the text.
 
     The position is the number of documents taken: resuming reads past those.
     """
 
-    def __init__(self, read: Callable[[], Iterator[str]], held_out: float):
-        self.read, self.held_out = read, held_out
+    def __init__(self, read: Callable[[], Iterator[str]], held_out: float, files: Sequence[Path] = ()):
+        self.read, self.held_out, self.files = read, held_out, files
         self._done = 0
 
     @property
@@ -240,14 +240,15 @@ def python_streams(folders: Sequence[Path], installed: bool, percent: float, lef
     """
     files, seen = [], set[bytes]()
     for folder in folders or [Path(sysconfig.get_path("stdlib"))]:
-        files += [(path.relative_to(folder).as_posix(), path) for path in python_files(folder, seen, left_out)]
+        root = folder if folder.is_dir() else folder.parent
+        files += [(path.relative_to(root).as_posix(), path) for path in python_files(folder, seen, left_out)]
     for folder in site_packages() if installed else ():
         found = python_files(folder, seen, left_out, tables=False)
         files += [(f"site-packages/{path.relative_to(folder).as_posix()}", path) for path in found]
 
     def stream(held: bool) -> Stream:
         chosen = [path for name, path in files if (zlib.crc32(name.encode()) % 100 < percent) == held]
-        return Stream(lambda: map(read_source, chosen), float(held))
+        return Stream(lambda: map(read_source, chosen), float(held), chosen)
 
     return [stream(False), stream(True)]
 
@@ -286,20 +287,18 @@ def read_plain(path: Path, cut: int | None, problems: Problems) -> Iterator[str]
     """A text file as one document, or cut into documents of at most ``cut`` characters.
 
     Raises:
-        RunError: where it cannot be read, or is not UTF-8 and bad files are not skipped.
+        RunError: where it cannot be read, or is not UTF-8 and bad documents are not skipped.
     """
-    with reading(path, problems) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        try:
-            for document in [text.read()] if cut is None else pieces(text, cut):
-                if document.strip():
-                    yield document
-                else:
-                    problems.note("blank, left out")
-        except UnicodeDecodeError as error:
-            if not problems.skip:
-                way_out = "convert it with iconv, or skip such files with --skip-bad"
-                raise RunError(f"cannot read {path} as UTF-8 text ({one_line(error)}): {way_out}") from error
-            problems.note("not UTF-8, skipped" if cut is None else "not UTF-8, skipped from there on")
+    options: Any = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    with reading(path, problems) as file, io.TextIOWrapper(file, **options) as text:
+        problems.unit = "part"
+        for problems.number, document in enumerate(pieces(text, cut) if cut else [text.read()], bool(cut)):
+            if re.search("[\udc80-\udcff]", document):
+                problems.bad("not UTF-8", "iconv converts it")
+            elif document.strip():
+                yield document
+            else:
+                problems.note("blank, left out")
 
 
 def pieces(file: io.TextIOBase, size: int) -> Iterator[str]:
@@ -322,6 +321,8 @@ def read_records(path: Path, field: str, problems: Problems) -> Iterator[str]:
         RunError: where it cannot be read, or has bad records that are not skipped.
     """
     with reading(path, problems, PARQUET) as file:
+        if not file.peek(1):
+            problems.note("empty")
         if suffix_of(path).startswith((".csv", ".tsv")):
             raise RunError(f"{path} is a CSV file: {CONVERT.format('csv')}")
         if file.peek(4).startswith(PARQUET) or suffix_of(path) == ".parquet":
@@ -389,7 +390,7 @@ def texts_of(rows: Iterable[Any], field: str, problems: Problems, parse: Any = l
 
 def table_rows(file: Any, field: str) -> Iterator[Any]:
     """The rows of a Parquet file, of which only the column of the text is read if there is one."""
-    with require("pyarrow.parquet").ParquetFile(file) as table:
+    with require("pyarrow.parquet").ParquetFile(file, page_checksum_verification=True) as table:
         names = table.schema_arrow.names
         for batch in table.iter_batches(1024, columns=[field] if field in names else names):
             yield from batch.to_struct_array()

@@ -28,6 +28,7 @@ from ..processes import LOCK, lock
 from .sources import Stream, one_line, sample
 
 SPLITS, KINDS = ("train", "validation"), ("bin", "offsets")
+COUNTED, REPORTED = ("documents", "bytes", "tokens"), ("documents without tokens", "unknown tokens")
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 4_000_000
 STATE = "state.json"
@@ -96,6 +97,8 @@ class Writer:
         self.context: int | None = settings["context"] if settings.get("layout") == "documents" else None
         self.tokenizer = load_tokenizer(folder / "tokenizer.json")
         self.end = end_of_text(self.tokenizer, settings.get("end_token"))
+        model = json.loads(self.tokenizer.to_str())["model"]
+        self.unknown = model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))
         self.vocabulary = vocabulary_of(self.tokenizer)
         self.dtype = token_dtype(self.vocabulary)
         sizes = {f"{split}.bin": counts["tokens"] * self.dtype.itemsize for split, counts in self.counts.items()}
@@ -140,6 +143,8 @@ class Writer:
             if self.context:
                 offsets = counts["tokens"] + np.cumsum([0, *map(len, rows)], dtype="<i8")
                 self.files[f"{split}.offsets"].write(offsets[counts["documents"] > 0 :].tobytes())
+            counts["documents without tokens"] += encodings.count([])
+            counts["unknown tokens"] += sum(int(np.count_nonzero(row == self.unknown)) for row in rows)
             counts["documents"] += len(rows)
             counts["bytes"] += sum(len(text.encode()) for text, _ in kept)
             counts["tokens"] += sum(map(len, rows))
@@ -200,7 +205,7 @@ def read_state(partial: Path, settings: dict[str, Any]) -> dict[str, Any]:
         RunError: where it is damaged, or has text prepared with other settings.
     """
     file = partial / STATE
-    counts = {split: {"documents": 0, "bytes": 0, "tokens": 0} for split in SPLITS}
+    counts = {split: dict.fromkeys((*COUNTED, *REPORTED), 0) for split in SPLITS}
     new = {"settings": settings, "position": None, "splits": counts, "largest_token": 0}
     try:
         state = json.loads(file.read_text()) if file.exists() else new
@@ -292,14 +297,17 @@ def find_tokenizer(name: str, end: str | None = None) -> Tokenizer:
     try:
         local = path.exists() or path.suffix == ".json"
         tokenizer = Tokenizer.from_file(str(path)) if local else Tokenizer.from_pretrained(name)
-        unknown = tokenizer.encode("\ue000", add_special_tokens=False).tokens
+        unknown = tokenizer.encode("\U00012345", add_special_tokens=False).tokens  # a rare letter
     except Exception as error:  # `tokenizers` raises bare Exception
         way_out = "pass the path of a tokenizer.json, or a name on the Hugging Face hub and check the network"
         raise RunError(f"cannot load the tokenizer {name} ({one_line(error)}): {way_out}") from error
     switch_off(tokenizer)
     separator = tokenizer.id_to_token(end_of_text(tokenizer, end))
-    if {*unknown} <= {WORD_MARK}:
+    byte_gaps = is_byte_level(tokenizer) and not tokenizer.get_vocab().keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
+    if {*unknown} <= {WORD_MARK} or byte_gaps:
         raise RunError(f"the tokenizer {name} drops characters that it does not know, and has no token for them")
+    if len(separator) == 1 or separator == getattr(tokenizer.model, "unk_token", None):
+        raise RunError(f"{separator!r} cannot end documents, because it stands for text: choose another --end-token")
     tokenizer.add_special_tokens([separator])  # no text contains it from now on
     split_special_tokens(tokenizer)
     return tokenizer
@@ -327,13 +335,18 @@ def vocabulary_of(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether its pieces are written in characters that stand for bytes."""
+    return '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
+
+
 def byte_lengths(tokenizer: Tokenizer) -> np.ndarray:
     """Bytes of text (float64) that each token stands for; special tokens stand for none.
 
     Exact for byte-level tokenizers. For others an estimate: the piece in UTF-8, its word mark as one space.
     """
     added = tokenizer.get_added_tokens_decoder()
-    byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
+    byte_level = is_byte_level(tokenizer)
     lengths = np.zeros(vocabulary_of(tokenizer))
     for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
         if number in added:
