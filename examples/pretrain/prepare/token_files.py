@@ -302,7 +302,7 @@ def find_tokenizer(name: str, end: str | None = None) -> Tokenizer:
         way_out = "pass the path of a tokenizer.json, or a name on the Hugging Face hub and check the network"
         raise RunError(f"cannot load the tokenizer {name} ({one_line(error)}): {way_out}") from error
     switch_off(tokenizer)
-    separator = tokenizer.id_to_token(end_of_text(tokenizer, end))
+    separator: Any = tokenizer.id_to_token(end_of_text(tokenizer, end))
     byte_gaps = is_byte_level(tokenizer) and not tokenizer.get_vocab().keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
     if {*unknown} <= {WORD_MARK} or byte_gaps:
         raise RunError(f"the tokenizer {name} drops characters that it does not know, and has no token for them")
