@@ -33,9 +33,9 @@ class Stack:
         x: ``(..., out, in)``, or ``(..., in, out)`` if ``transposed``.
         ids: uint32 ``(..., 1, 2)``: identifies the draws of each matrix, see ``sketch.matrix_ids``; or None. The axis
             of one makes it a stack of matrices, too.
-        transposed: whether rows of ``x`` are inputs.
-        placed: on a mesh, the sharding and whether it leaves the matrices on all devices; stacks of equal ones are
-            joined.
+        transposed: whether rows of ``x`` are inputs; not known of exchanged matrices.
+        placed: on a mesh, the sharding (or a number, if unknown), and whether small problems are the same on all
+            devices; stacks of equal ones are joined.
     """
 
     x: jax.Array
@@ -49,12 +49,12 @@ class Job(NamedTuple):
 
     f: Any
     blocks: list[jax.Array]
-    each: tuple  # name, dims and sharding of every block
+    each: tuple  # name, dims and sharding of every block, static to start again
     dims: Sequence[MatrixDims]
     specs: Sequence[Any]  # shardings; None is unknown
     known: bool  # whether all shardings are known
     mesh: Any  # None is one device
-    used: Any  # ``AxesInUse`` of the mesh
+    used: Any  # ``AxesInUse`` of the mesh; None without
     operands: tuple[Any, dict]  # the step, and numbers such as ``rms``
 
 
@@ -64,7 +64,7 @@ class EachMatrix:
 
     f: Callable
     options: tuple[tuple[str, Any], ...] = ()
-    rounded: bool = False  # whether a TPU rounds matrices to bfloat16 in the first product
+    rounded: bool = False  # whether a TPU rounds its operands to bfloat16 by default
     whole_matrices = True
     draws = False
 
@@ -78,12 +78,13 @@ def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.Gradie
     """Return the stage that applies a spectral function to the matrices of all parameters.
 
     Args:
-        f: function ``(stacks, step, solve, **numbers)`` that returns an array per ``Stack``; two equal ones share
-            compiled code. ``solve`` is ``precision.solve_together``, or the same on a mesh. Its attributes are:
+        f: hashable function ``(stacks, step, solve, **numbers)`` that returns an array per ``Stack``, also of no stack
+            and of single matrices. It commutes with transposition; two equal ones share compiled code. ``solve`` is
+            passed on a mesh only and replaces ``precision.solve_together``, see ``sketch.clip_by_sketch``. Attributes:
             ``whole_matrices``: whether a device needs whole matrices, which are then exchanged; else XLA shards its
-            products. ``draws``: whether it is random; it then gets the step, and stacks with ``ids``. Functions of
-            whole matrices cannot be: a matrix on its owner has no ids. ``rounded``: whether matrices may be
-            communicated in bfloat16 on a TPU.
+            products. It then commutes with permutations of rows and columns, too, does not use ``Stack.transposed``,
+            and has ``rounded``: whether a TPU may exchange matrices and results in bfloat16. ``draws``: whether it is
+            random; it then gets the step, and stacks with ``ids``, which exchanged matrices do not have.
         matrix_dims: see ``normpre_g``; ``direction`` overrides it.
         **numbers: are passed to ``f`` and may be traced, such as ``rms``.
     """
@@ -100,7 +101,7 @@ def spectral(f: Any, *, matrix_dims: Any = None, **numbers: Any) -> optax.Gradie
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _run(f: Any, each: tuple, blocks: list[jax.Array], step: Any, numbers: dict) -> list[jax.Array]:
-    """Apply ``f`` to blocks; ``each`` has their names, dims and shardings."""
+    """Apply ``f`` to blocks; ``each`` has their names, dims and shardings. Jitted for updates outside of jit."""
     names, dims, specs = zip(*each, strict=True)
     mesh = mesh_of(blocks)
     used = None if mesh is None else axes_in_use(mesh, names, blocks, dims, specs)
@@ -121,7 +122,8 @@ def _run(f: Any, each: tuple, blocks: list[jax.Array], step: Any, numbers: dict)
 
 def _on_owners(job: Job) -> list[jax.Array]:
     def compute(xs: list[jax.Array], operands: Any) -> list[jax.Array]:
-        f, here = functools.partial(job.f, step=operands[0], **operands[1]), job._replace(mesh=None)
+        f = functools.partial(job.f, step=operands[0], **operands[1])
+        here = job._replace(mesh=None)  # an owner is one device
         way = next(way for condition, way in WAYS if condition(here))
         return way(f, [Stack(x) for x in xs], here)
 
@@ -138,13 +140,13 @@ MOVES: tuple[tuple[Callable[[Job], Any], Callable[[Job], list[jax.Array]]], ...]
     # The same with copies of all parameters; but a TPU computes all matrices in less time than it gathers them. On a
     # mesh of one device, there is nothing to share.
     (lambda job: job.f.whole_matrices and job.known and job.mesh.size > 1 and platform() != "tpu", _on_owners),
-    # XLA plans the communication. With Explicit axes, which all parameters have or none, it would ask for the sharding
-    # of every result.
+    # Explicit axes, which all parameters have or none: start again with Auto ones (of one device: no mesh). With
+    # Explicit ones, JAX would ask for the sharding of every result.
     (lambda job: spec_of(job.blocks[0]) is not None, _with_auto_axes),
 )
 
 
-def _separately(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]:
+def _unstacked(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]:
     return f(stacks)
 
 
@@ -175,15 +177,14 @@ def _over_devices(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]
 
 
 WAYS: tuple[tuple[Callable[[Job], Any], Callable[[Callable, list[Stack], Job], list[jax.Array]]], ...] = (
-    # One TPU: parameter by parameter, so that a matrix stays on the chip (see ``base.in_groups``). On an owner, the
-    # stacks are those that arrived.
-    (lambda job: job.mesh is None and platform() == "tpu", _separately),
+    # One TPU: no stacks, so that a matrix stays on the chip (see ``base.in_groups``). An owner has those that arrived.
+    (lambda job: job.mesh is None and platform() == "tpu", _unstacked),
     # One GPU: one stack per shape, because it pays for every kernel. One CPU: a loop over the stack.
     (lambda job: job.mesh is None, _by_shape),
-    # Matrices stay sharded; thin factors are communicated, and small problems shared.
+    # Matrices stay sharded; thin factors are communicated, and the small problems of sketches shared.
     (lambda job: not job.f.whole_matrices, _sharded),
     # Unknown shardings: the stack of a shape is sharded over its matrices.
     (lambda job: not job.known, _over_devices),
     # TPUs with copies of all parameters: each computes all.
-    (lambda job: True, _separately),
+    (lambda job: True, _unstacked),
 )

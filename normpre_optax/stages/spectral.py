@@ -39,10 +39,10 @@ class ClipLeading:
     def __call__(
         self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None, threshold: Any = 1.0
     ) -> list[jax.Array]:
-        """Clip every matrix; all small problems are solved together."""
-        dtype = None if self.compute_dtype == "narrow" else self.compute_dtype  # None is narrow here
-        # On a GPU, Psi itself is rounded, also where it is added below.
-        xs, dtype = narrowed([s.x for s in stacks], stacks[0].x.dtype if self.method == "exact" else dtype)
+        """Clip every matrix; the small problems of sketches are solved together."""
+        xs, dtype = [s.x for s in stacks], None if self.compute_dtype == "narrow" else self.compute_dtype
+        if self.method != "exact":
+            xs, dtype = narrowed(xs, dtype)  # where None is narrow; the rounded Psi is also what is added below
         # The smaller dimension is worked on; for a square matrix, the outputs.
         tall = [(x.shape[-2], s.transposed) > (x.shape[-1], False) for x, s in zip(xs, stacks, strict=True)]
         wide = [x.mT if is_tall else x for x, is_tall in zip(xs, tall, strict=True)]
@@ -61,7 +61,7 @@ class ClipLeading:
         new = []
         for x, is_tall, total, (left, right, kept) in zip(xs, tall, totals, found, strict=True):
             a, b = (right, left) if is_tall else (left, right)
-            t = x.astype(total.dtype) + product(a.mT, b, dtype)
+            t = x.astype(total.dtype) + product(a.mT, b, total.dtype if self.method == "exact" else dtype)
             if rms is not None:  # ||T||^2 is known from small matrices
                 t = t * (rms * (x.shape[-2] * x.shape[-1]) ** 0.5 * inverse_root(kept))
             new.append(t)
@@ -78,9 +78,9 @@ class ClipLeading:
         size = min(rank + self.oversample, most if products else side)
         rank = size if products else rank
         found = sketch.to_threshold(total, rank, threshold)
-        if self.relative and side == rank:  # one singular value, and none remains
+        if self.relative and side == rank:  # one singular value, none remains: its level is itself
             found = found._replace(least=total)
-        elif self.relative:
+        elif self.relative:  # ``least`` is the square of the multiple here
             found = found._replace(least=found.least * total * (_LEAST**2 / side), share=found.least / (side - rank))
         return found, size
 
@@ -109,7 +109,7 @@ def precondition_globally(
         matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
-        A stage. On a mesh, every matrix is computed on one device.
+        A stage. On a mesh, every matrix is computed on one device, or on several that have copies.
 
     Raises:
         TypeError: if ``ns_steps`` is traced.
