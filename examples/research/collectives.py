@@ -204,7 +204,9 @@ def draw(result: dict) -> Figure:
             for row, key in enumerate(("bytes", "flops")):
                 points = [(r["devices"], r[key]) for r in rows if r[key]]
                 if points:
-                    axes[row, column].loglog(*zip(*points, strict=True), marker="osv^DP"[i % 6], color=f"C{i}", label=name)
+                    axes[row, column].loglog(
+                        *zip(*points, strict=True), marker="osv^DP"[i % 6], color=f"C{i}", label=name
+                    )
         axes[0, column].set(title=model, ylabel="bytes communicated" if column == 0 else "")
         axes[1, column].set(xlabel="devices", ylabel="operations of products" if column == 0 else "")
     for ax in axes.flat:

@@ -39,7 +39,7 @@ def experts_in_front(path: str, leaf: Any) -> MatrixDims | None:
     try:
         return default_matrix_dims(path, leaf)
     except ValueError:
-        if not is_stack_of_experts(path, leaf):
+        if leaf.ndim < 3 or not is_stack_of_experts(path, leaf):
             raise
         down = getattr(leaf, "near", {}).get(path.replace("gate_up", "down"), leaf)
         if down is not leaf and down.shape[-1] != leaf.shape[-2]:

@@ -78,7 +78,11 @@ MASKED = "note: masked matrices, such as 'layers/0/down'"
     ("policy_head/dense_0/kernel 8x8; up/kernel 8x8", "output head ('head' in 'policy_head')", ONE),
     ("wte/embedding 9x8; embed_tokens/kernel 9x8; up/kernel 8x8", "embedding", ""),
     ("wte/embedding 9x8; ln/scale 8", "norm or scale", NONE),
-    ("word_vectors 650x8; up/kernel 8x8", "(in, out)", "note: 'word_vectors' has an aspect ratio above 64"),
+    (
+        "word_vectors 650x8; up/kernel 8x8",
+        "(in, out)",
+        "note: a matrix such as 'word_vectors', longer than 64:1, may be a table",
+    ),
     ({"layers": [{"up": array(4, 8), "down": None}, {"up": array(4, 8), "down": array(8, 4)}]}, "(in, out)", MASKED),
     ("Dense_0/kernel 8x50; Embed_0/embedding 50x8", "(in, out), has an axis of the vocabulary size", VOCABULARY),
     ("Dense_0/kernel 8x50; pos_embed/embedding 50x8", "(in, out)", ""),
