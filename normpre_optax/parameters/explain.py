@@ -140,6 +140,6 @@ def _notes(rows: list[_Row]) -> Iterator[str]:
         yield "the quoted word alone decided the group; its name may mean something else"
     is_long = lambda shape: max(shape) > MAX_ASPECT_RATIO * min(shape)  # noqa: E731
     for path in [row.path for row in rows if any(map(is_long, row.matrices))][:1]:
-        yield f"a matrix such as {path!r}, longer than {MAX_ASPECT_RATIO}:1, may be a table; if so, return None in a rule"
+        yield f"a matrix such as {path!r}, longer than {MAX_ASPECT_RATIO}:1, may be a table: return None in a rule"
     if any(row.reason.endswith(_VOCABULARY) for row in rows):
         yield f"a matrix that {_VOCABULARY} may be an output head; if it is one, return None for it in a rule"
