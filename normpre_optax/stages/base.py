@@ -202,9 +202,10 @@ def direction(*stages: optax.GradientTransformation, matrix_dims: Any = None) ->
         >>> import jax.numpy as jnp, optax
         >>> from normpre_optax import direction, normalize_rows
         >>> tx = direction(optax.trace(0.9), normalize_rows())
-        >>> kernel = jnp.array([[3.0], [4.0]])  # (in, out)
+        >>> kernel = jnp.array([[3.0, 0.0], [4.0, 2.0]])  # (in, out)
         >>> print(tx.update(kernel, tx.init(kernel))[0].T)
-        [[0.6 0.8]]
+        [[0.6 0.8]
+         [0.  1. ]]
     """
     for one in stages or (None,):
         check_transformation("stages", one)

@@ -50,9 +50,10 @@ def normalize_tangent(
         >>> import jax.numpy as jnp
         >>> from normpre_optax import normalize_tangent
         >>> tx = normalize_tangent()
-        >>> w, m = jnp.array([[0.0], [0.5]]), jnp.array([[1.0], [1.0]])  # (in, out)
+        >>> w, m = jnp.array([[0.0, 0.0], [0.5, 0.0]]), jnp.array([[1.0, 0.0], [1.0, 2.0]])  # (in, out)
         >>> print(tx.update(m, tx.init(w), w)[0].T)
-        [[0.8 0.6]]
+        [[0.8 0.6]
+         [0.  1. ]]
 
     References:
         Normalize-Then-Precondition, "Relaxed Tangent Momentum" and "Diagonal-Gram Normalization".
@@ -141,9 +142,10 @@ def project_to_tangent(mode: Tangent = "relaxed", *, matrix_dims: Any = None) ->
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import project_to_tangent
-        >>> w, m = jnp.array([[0.0], [0.5]]), jnp.array([[1.0], [1.0]])  # (in, out)
+        >>> w, m = jnp.array([[0.0, 0.0], [0.5, 0.0]]), jnp.array([[1.0, 0.0], [1.0, 2.0]])  # (in, out)
         >>> print(project_to_tangent().update(m, (), w)[0].T)
-        [[1.   0.75]]
+        [[1.   0.75]
+         [0.   2.  ]]
 
     References:
         Normalize-Then-Precondition, "Relaxed Tangent Momentum".

@@ -74,8 +74,9 @@ def scale_by_shape(
         >>> import jax.numpy as jnp
         >>> from normpre_optax import scale_by_shape
         >>> tx = scale_by_shape(lambda outputs, inputs: max(1, outputs / inputs) ** 0.5)
-        >>> print(tx.update(jnp.ones((1, 4)), ())[0])  # (in, out)
-        [[2. 2. 2. 2.]]
+        >>> print(tx.update(jnp.ones((2, 8)), ())[0])  # (in, out)
+        [[2. 2. 2. 2. 2. 2. 2. 2.]
+         [2. 2. 2. 2. 2. 2. 2. 2.]]
     """
     check_function("factor", factor, "(outputs, inputs) -> number")
     return per_parameter(lambda t, w, dims: t * factor(*matrix_shape(t.shape, dims)[1:]), matrix_dims)
