@@ -65,7 +65,7 @@ def hyperball(
         Wen et al., Hyperball, arXiv 2606.16899 (which keeps the initial norm).
     """
     check_numbers(learning_rate=learning_rate)
-    warn_of_a_rate_like_adams(learning_rate, row_norms, 3)
+    warn_of_an_unusual_rate(learning_rate, row_norms, 3)
     norms_of = lambda params: row_norms_of(row_norms, params, assign(params, matrix_dims))  # noqa: E731
 
     def init(params):
@@ -93,7 +93,7 @@ def row_norms_of(row_norms: Any, params: Any, found: Assignment) -> dict[str, An
     return dict(zip(found, numbers("row_norms", row_norms, params), strict=True))
 
 
-def warn_of_a_rate_like_adams(learning_rate: Any, row_norms: Any, stacklevel: int) -> None:
+def warn_of_an_unusual_rate(learning_rate: Any, row_norms: Any, stacklevel: int) -> None:
     """Warn if the peak of the learning rate looks like AdamW's, about ten times too small, or is larger than 1/2."""
     peak = 0.0
     if callable(learning_rate):

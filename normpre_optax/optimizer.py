@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from normpre_optax.checks import PASS_PARAMS, check_dtype_of
-from normpre_optax.hyperball import _hyperball, keeps, row_norms_of, warn_of_a_rate_like_adams
+from normpre_optax.hyperball import _hyperball, keeps, row_norms_of, warn_of_an_unusual_rate
 from normpre_optax.options import Number, checked, docstring, numbers, sections, whole_tree
 from normpre_optax.parameters.explain import cautions
 from normpre_optax.parameters.rules import Assignment, assign
@@ -81,7 +81,7 @@ def with_adamw(
                 'norm_control="hyperball" needs adam_learning_rate, the learning rate of the AdamW group: '
                 "learning_rate is the size of a step relative to the weights of the matrix group"
             )
-        warn_of_a_rate_like_adams(learning_rate, row_norms, 6)  # the caller of muon(...)
+        warn_of_an_unusual_rate(learning_rate, row_norms, 6)  # the caller of muon(...)
     elif row_norms is not None:
         raise ValueError('row_norms has no effect without norm_control="hyperball"')
 

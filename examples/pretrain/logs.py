@@ -60,12 +60,15 @@ class Log:
         kept = [line for line in read_lines(path) if line["step"] <= start] if start else []
         path.write_text("".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a")
-        self.close = self._file.close
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
         """Append, and flush to the operating system, so that a killed process loses nothing written."""
         self._file.write("".join(json.dumps(record) + "\n" for record in records))
         self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 class Progress:

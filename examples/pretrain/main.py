@@ -5,6 +5,7 @@ A command's module is imported once its options are read, so that help and typin
 """
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ from .processes import Stopped
 
 def options_of(kind: type) -> Callable[[Sequence[str]], Any]:
     """A function that reads the options ``kind``."""
-    return lambda args: tyro.cli(kind, args=list(args), prog=f"python -m examples.pretrain {kind.__name__.lower()}")
+    program = f"python -m examples.pretrain {kind.__name__.lower()}"
+    return lambda arguments: tyro.cli(kind, args=list(arguments), prog=program)
 
 
 # Name: what it does, how its arguments are read, where it is.
@@ -44,7 +46,8 @@ def usage() -> str:
 def exit_status(run: Callable[[], Any], stopped: str = "stopped") -> int:
     """Run something; an error that the user can fix, or ``stopped`` at Ctrl-C, is one line."""
     status = 1
-    sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]  # names of files
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be text
     try:
         try:
             run()

@@ -139,7 +139,7 @@ def _notes(rows: list[_Row]) -> Iterator[str]:
     if any("' in '" in row.reason for row in rows):
         yield "the quoted word alone decided the group; its name may mean something else"
     is_long = lambda shape: max(shape) > MAX_ASPECT_RATIO * min(shape)  # noqa: E731
-    for path in [row.path for row in rows if any(map(is_long, row.matrices))][:1]:
-        yield f"a matrix such as {path!r}, longer than {MAX_ASPECT_RATIO}:1, may be a table: return None in a rule"
+    if long := [row.path for row in rows if any(map(is_long, row.matrices))]:
+        yield f"a matrix such as {long[0]!r}, longer than {MAX_ASPECT_RATIO}:1, may be a table: return None in a rule"
     if any(row.reason.endswith(_VOCABULARY) for row in rows):
         yield f"a matrix that {_VOCABULARY} may be an output head; if it is one, return None for it in a rule"

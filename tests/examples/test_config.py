@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the command line accepts, and the line it answers with where it does not."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import re
 import subprocess
@@ -125,6 +127,9 @@ def test_commands(capsys):
         for command in main.COMMANDS:
             assert f"\n  {command} " in said
     assert main.main(["trian", "--steps", "3"]) == 1
+    with contextlib.redirect_stdout(io.StringIO()) as printed:  # as in a notebook
+        assert main.main(["help"]) == 0
+    assert "prepare" in printed.getvalue()
     assert "there is no command 'trian'" in capsys.readouterr().err
 
 

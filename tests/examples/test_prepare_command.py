@@ -599,6 +599,14 @@ def test_what_a_tokenizer_does_not_know_is_reported(tmp_path, out, capsys):
     assert dataset.manifest["train"]["unknown tokens"] == 3
 
 
+def test_a_byte_level_tokenizer_has_no_unknown_token(tmp_path, byte_level):
+    """Also if it names one, such as its end token: no text contains it."""
+    settings = json.loads(Path(byte_level).read_text())
+    settings["model"]["unk_token"] = token_files.END_OF_TEXT
+    (tmp_path / "named.json").write_text(json.dumps(settings))
+    assert token_files.unknown_of(find_tokenizer(str(tmp_path / "named.json"))) is None
+
+
 def test_a_tokenizer_that_drops_characters_is_refused(tmp_path, byte_level):
     for pre_tokenizer in (None, pre_tokenizers.Metaspace()):
         tokenizer = Tokenizer(models.BPE({"a": 0, "<|endoftext|>": 1, "\u2581": 2}, []))
@@ -613,6 +621,8 @@ def test_a_tokenizer_that_drops_characters_is_refused(tmp_path, byte_level):
 def test_what_cannot_be_prepared_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(Path("a.jsonl"), TEXTS)
+    Path("folder").mkdir()
+    Path("folder/a.txt").touch()
     Tokenizer(models.BPE()).save("endless.json")
     words_of(["a"]).save("words.json")
     gaps = Tokenizer(models.BPE({"a": 0, "\u0122": 1, "<|endoftext|>": 2}, []))  # byte-level, without most bytes
@@ -621,6 +631,8 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(tmp_path, monkeypatch):
     for arguments, message in {
         ("texts", "nowhere"): "prepare must be followed by one of python, text, jsonl, openwebtext, c4, pile, got",
         ("text", "nowhere"): "nowhere does not exist",
+        ("python", "nowhere"): "nowhere does not exist",
+        ("python", "folder"): r"no files to read: .* left out: \.txt 1",
         ("text",): "no files to read",
         ("jsonl", "a.jsonl", "--tokenizer", "missing.json"): r"cannot load the tokenizer missing\.json",
         ("jsonl", "a.jsonl", "--tokenizer", "endless.json"): "no token that ends a text",

@@ -109,8 +109,8 @@ class Problems:
 
 def summary(left_out: LeftOut) -> str:
     """What searches left out, in one line."""
-    kinds = ", ".join(f"{kind} {count:,}" for kind, count in Counter(left_out.values()).most_common())
-    return f"left out: {kinds or 'nothing'}"
+    counts = Counter(left_out.values()).most_common()
+    return f"left out: {', '.join(f'{kind} {count:,}' for kind, count in counts) or 'nothing'}"
 
 
 class HubStream(Stream):
@@ -168,7 +168,8 @@ def one_line(error: BaseException) -> str:
 
 def fraction(text: str, purpose: bytes = b"split") -> float:
     """A number in [0, 1) that depends on the text and the purpose alone."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=purpose).digest(), "big") / 2**64
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=purpose).digest()
+    return int.from_bytes(digest, "big") / 2**64
 
 
 def sample(read: Callable[[], Iterable[str]], size: int = SAMPLE_BYTES) -> Iterator[str]:
@@ -185,13 +186,23 @@ def find_files(paths: Iterable[Path], suffixes: tuple[str, ...], left_out: LeftO
     """
     found: list[Path] = []
     for path in paths:
-        if not path.is_file() and not path.is_dir():
-            raise RunError(f"{path} {'is neither a file nor a folder' if path.exists() else 'does not exist'}")
-        found += files_below(path, suffixes, left_out, seen)
+        found += files_below(existing(path), suffixes, left_out, seen)
+    check_found(found, suffixes, left_out)
+    return found
+
+
+def existing(path: Path) -> Path:
+    """A path that was named, which must be that of a file or folder."""
+    if not path.is_file() and not path.is_dir():
+        raise RunError(f"{path} {'is neither a file nor a folder' if path.exists() else 'does not exist'}")
+    return path
+
+
+def check_found(found: Sequence[Any], suffixes: tuple[str, ...], left_out: LeftOut) -> None:
+    """Raise a RunError where a search has found nothing."""
     if not found:
         kinds = ", ".join(suffix for suffix in suffixes if suffix.count(".") == 1)
         raise RunError(f"no files to read: give files, or folders with {kinds} files; {summary(left_out)}")
-    return found
 
 
 def files_below(path: Path, suffixes: tuple[str, ...], left_out: LeftOut, seen: set[Path]) -> Iterator[Path]:
@@ -239,12 +250,14 @@ def python_streams(folders: Sequence[Path], installed: bool, percent: float, lef
     or validation by a hash of its path: the same on every machine.
     """
     files, seen = [], set[bytes]()
-    for folder in folders or [Path(sysconfig.get_path("stdlib"))]:
+    for folder in map(existing, folders or [Path(sysconfig.get_path("stdlib"))]):
         root = folder if folder.is_dir() else folder.parent
         files += [(path.relative_to(root).as_posix(), path) for path in python_files(folder, seen, left_out)]
     for folder in site_packages() if installed else ():
         found = python_files(folder, seen, left_out, tables=False)
         files += [(f"site-packages/{path.relative_to(folder).as_posix()}", path) for path in found]
+
+    check_found(files, SUFFIXES["python"], left_out)
 
     def stream(held: bool) -> Stream:
         chosen = [path for name, path in files if (zlib.crc32(name.encode()) % 100 < percent) == held]

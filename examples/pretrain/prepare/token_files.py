@@ -97,8 +97,7 @@ class Writer:
         self.context: int | None = settings["context"] if settings.get("layout") == "documents" else None
         self.tokenizer = load_tokenizer(folder / "tokenizer.json")
         self.end = end_of_text(self.tokenizer, settings.get("end_token"))
-        model = json.loads(self.tokenizer.to_str())["model"]
-        self.unknown = model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))
+        self.unknown = unknown_of(self.tokenizer)
         self.vocabulary = vocabulary_of(self.tokenizer)
         self.dtype = token_dtype(self.vocabulary)
         sizes = {f"{split}.bin": counts["tokens"] * self.dtype.itemsize for split, counts in self.counts.items()}
@@ -302,11 +301,12 @@ def find_tokenizer(name: str, end: str | None = None) -> Tokenizer:
         way_out = "pass the path of a tokenizer.json, or a name on the Hugging Face hub and check the network"
         raise RunError(f"cannot load the tokenizer {name} ({one_line(error)}): {way_out}") from error
     switch_off(tokenizer)
-    separator: Any = tokenizer.id_to_token(end_of_text(tokenizer, end))
+    number = end_of_text(tokenizer, end)
+    separator: Any = tokenizer.id_to_token(number)
     byte_gaps = is_byte_level(tokenizer) and not tokenizer.get_vocab().keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
     if {*unknown} <= {WORD_MARK} or byte_gaps:
         raise RunError(f"the tokenizer {name} drops characters that it does not know, and has no token for them")
-    if len(separator) == 1 or separator == getattr(tokenizer.model, "unk_token", None):
+    if len(separator) == 1 or number == unknown_of(tokenizer):
         raise RunError(f"{separator!r} cannot end documents, because it stands for text: choose another --end-token")
     tokenizer.add_special_tokens([separator])  # no text contains it from now on
     split_special_tokens(tokenizer)
@@ -338,6 +338,13 @@ def vocabulary_of(tokenizer: Tokenizer) -> int:
 def is_byte_level(tokenizer: Tokenizer) -> bool:
     """Whether its pieces are written in characters that stand for bytes."""
     return '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
+
+
+def unknown_of(tokenizer: Tokenizer) -> int | None:
+    """The token that stands for what a tokenizer does not know; None for one that knows all bytes."""
+    model = json.loads(tokenizer.to_str())["model"]
+    unknown = model.get("unk_id", tokenizer.token_to_id(model.get("unk_token") or ""))
+    return None if is_byte_level(tokenizer) else unknown
 
 
 def byte_lengths(tokenizer: Tokenizer) -> np.ndarray:
