@@ -65,9 +65,10 @@ def coefficient_table(coefficients: str | Sequence, steps: int) -> tuple[Triple,
     return tuple(table[min(i, len(table) - 1)] for i in range(steps))
 
 
+@jax.jit(static_argnames=("table", "headroom", "compute_dtype", "scale"))  # traced and lowered once per shape
 def newton_schulz(
     x: jax.Array,
-    table: Sequence[Triple],
+    table: tuple[Triple, ...],
     headroom: float = 1.0,
     compute_dtype: Any = None,
     scale: str = "frobenius",
@@ -94,7 +95,7 @@ def newton_schulz(
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.newton_schulz import newton_schulz
-        >>> print(newton_schulz(jnp.diag(jnp.array([1e-3, 2e-3])), [(1.5, -0.5, 0.0)] * 12).round(3))
+        >>> print(newton_schulz(jnp.diag(jnp.array([1e-3, 2e-3])), ((1.5, -0.5, 0.0),) * 12).round(3))
         [[1. 0.]
          [0. 1.]]
 

@@ -133,7 +133,9 @@ def by_shape(f: Callable[..., Any], blocks: list[Block], stacked: bool = True) -
     """
     unknown = None in [x.sharding for x in blocks]
     if not stacked or platform() != "gpu" or (unknown and mesh_of([x.u for x in blocks]) is not None):
-        return [f(x.u, x.w, x.dims, *x.rest) for x in blocks]
+        # Inside of jit, traced and lowered once per shape.
+        once = jax.jit(f, static_argnums=2) if blocks and isinstance(blocks[0].u, Tracer) else f
+        return [once(x.u, x.w, x.dims, *x.rest) for x in blocks]
     keys = [(x.dims, x.u.shape, x.u.dtype, x.sharding) for x in blocks]
     stacks, places = join([(x.u, x.w, *x.rest) for x in blocks], keys)
     of = lambda dims: lambda u, w, *rest: f(u, w, dims, *rest)  # noqa: E731

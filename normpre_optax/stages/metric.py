@@ -108,10 +108,7 @@ def average(old: Any, new: Any, decay: jax.typing.ArrayLike) -> Any:
 
 def without_boxes(tree: Any) -> Any:
     """Return the tree with each box replaced by its array, or by ``MaskedNode`` if it has none."""
-
-    def array(node: Any) -> Any:
-        return next(iter(jax.tree.leaves(node)), optax.MaskedNode()) if is_box(node) else node
-
+    array = lambda node: next(iter(jax.tree.leaves(node)), optax.MaskedNode()) if is_box(node) else node  # noqa: E731
     return jax.tree.map(array, tree, is_leaf=is_box)
 
 

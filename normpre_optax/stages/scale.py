@@ -117,8 +117,7 @@ def scale_by_row_moment(
     check_numbers(b2=b2, eps=eps)
 
     def init(params):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return RowMomentState(mean_squares(zeros, assigned(params, None, matrix_dims))[0])
+        return RowMomentState(mean_squares(optax.tree.zeros_like(params), assigned(params, None, matrix_dims))[0])
 
     def scaled(o: jax.Array, w: Any, dims: MatrixDims, moment: jax.Array) -> jax.Array:
         _, outputs, inputs = split_axes(o.ndim, dims)
