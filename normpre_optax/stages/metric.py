@@ -83,7 +83,7 @@ def with_metric(
         return u
 
     def init(params):
-        rows, columns = mean_squares(jax.tree.map(jnp.zeros_like, params), assigned(params, None, matrix_dims))
+        rows, columns = mean_squares(optax.tree.zeros_like(params), assigned(params, None, matrix_dims))
         return MetricState(rows, columns, inner.init(params))
 
     def update(updates, state, params=None, *, matrix_dims=matrix_dims, gradients=None, **extra_args):
