@@ -22,7 +22,8 @@ SCHEDULES = {"learning_rate", "adam_learning_rate", "weight_decay", "adam_weight
 # Ranges [least, below) of numbers, by the name of the option.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("momentum", "b2", "adam_b1", "adam_b2"), (0, 1)),
-    **dict.fromkeys(SCHEDULES | {"strength", "metric_strength", "eps"}, (0, math.inf)),
+    **dict.fromkeys(SCHEDULES | {"eps"}, (0, math.inf)),
+    **dict.fromkeys(("strength", "metric_strength"), (0, 10)),
     **dict.fromkeys(("fast", "slow", "slow_momentum", "slow_weight", "gradient_share", "decay"), (0, 1)),
     "clip": (1, math.inf),
     **dict.fromkeys(("rms", "relative_threshold", "adam_eps"), (1e-15, 1e15)),
@@ -94,9 +95,9 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 def check_number(name: str, value: Any, least: float, below: float, hint: str = "") -> None:
     """Raise an error for a value that is not one number in [least, below); a traced number may be any."""
     kinds = int | float | np.number | np.ndarray | jax.Array
-    if not isinstance(value, kinds) or isinstance(value, bool) or np.ndim(value) or np.iscomplexobj(value):
+    if not isinstance(value, kinds) or np.ndim(value) or jnp.result_type(value).kind in "bc":
         raise TypeError(f"{name} must be a number{hint}, got {reprlib.repr(value)}")
-    if not isinstance(value, Tracer) and not least <= value < below:
+    if not isinstance(value, Tracer) and not least <= np.asarray(value, np.float32) < below:  # as an update rounds it
         raise ValueError(f"{name} must be in [{least:g}, {below:g}), got {value}")
 
 

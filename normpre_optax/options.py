@@ -89,7 +89,6 @@ def checked(factory: Callable[P, T], signature: inspect.Signature | None = None)
 
     @functools.wraps(factory)
     def complete(*args: P.args, **kwargs: P.kwargs) -> T:
-        create: Any = factory
         for name in kwargs.keys() - parameters.keys():
             raise TypeError(f"{factory.__name__}() has no option {name!r}: {_hint(name, parameters)}")
         try:
@@ -103,7 +102,7 @@ def checked(factory: Callable[P, T], signature: inspect.Signature | None = None)
                 check_choice(name, value, get_args(kind))
             if kind is bool and not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
-        return create(**options)
+        return factory(**options)  # pyright: ignore[reportCallIssue]
 
     complete.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     complete.__doc__ = docstring(sections(factory.__doc__), parameters)

@@ -44,7 +44,7 @@ def scale_by_normpre_h(
     spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale)
     return direction(
         two_momenta(momentum, slow_momentum, slow_weight, accumulator_dtype=mu_dtype),  # U
-        with_metric(spectral, metric_strength, matrix_dims=matrix_dims),  # D
+        with_metric(spectral, metric_strength),  # D
         matrix_dims=matrix_dims,
     )
 

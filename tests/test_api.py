@@ -4,6 +4,7 @@
 import doctest
 import inspect
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -105,6 +106,8 @@ INVALID = {
     "scale_by_rmnp(radius=1)": "no option 'radius': its options are momentum, nesterov",
     "muon()": "missing a required argument: 'learning_rate'|missing 1 required .*'learning_rate'",
     "muon(1e-3, momentum=1.5)": r"momentum must be in \[0, 1\), got 1.5",
+    "muon(1e-3, momentum=0.99999999)": r"momentum must be in \[0, 1\)",  # 1 in float32
+    "normpre_h(1e-2, 1e-3, metric_strength=100.0)": r"metric_strength must be in \[0, 10\)",
     "normuon(1e-3, b2=1.0)": r"b2 must be in \[0, 1\), got 1.0",
     "mano(1e-3, weight_decay=-0.1)": r"weight_decay must be in \[0, inf\), got -0.1",
     "muon(1e-3, adam_b2=np.nan)": r"adam_b2 must be in \[0, 1\), got nan",
@@ -113,6 +116,7 @@ INVALID = {
     "muon(-1e-3)": r"learning_rate must be in \[0, inf\), got -0.001",
     "hyperball(-0.1)": r"learning_rate must be in \[0, inf\)",
     "muon(True)": "learning_rate must be a number, got True",
+    "muon(jnp.bool_(True))": "learning_rate must be a number, got Array",
     "muon([1e-3])": r"learning_rate must be a number, got \[0.001\]",
     "muon(None)": "learning_rate must be a number, got None",
     "muon(lambda step: None)": r"learning_rate\(0\) must be a number, got None",
@@ -205,6 +209,17 @@ def test_an_invalid_argument_is_named_at_construction(call):
 
 def test_numbers_of_numpy_are_numbers():
     assert npo.normpre_l(np.float32(1e-3), rank=np.int64(4), seed=np.uint32(7), rms=np.float64(0.2))
+
+
+def test_arrays_of_jax_are_numbers_also_inside_of_jit():
+    options = {"row_norms": jnp.array(1.0), "learning_rate_multipliers": lambda params: jnp.array(2.0)}
+    params, rate = {"up": {"kernel": jnp.ones((4, 8))}}, jnp.array(0.02)
+
+    def updated(params):
+        tx = npo.normpre_h(rate, rate, **options)
+        return tx.update(params, tx.init(params), params)[0]["up"]["kernel"]
+
+    np.testing.assert_allclose(jax.jit(updated)(params), updated(params), rtol=1e-6)
 
 
 def test_long_schedules_are_schedules():

@@ -52,7 +52,7 @@ def test_the_metric_works_around_any_stage():
     """Signs of the scaled matrix; their decay, clip and strength are not the defaults."""
 
     def direction(matrix_dims):
-        metric = npo.with_metric(optax.scale_by_sign(), 0.7, clip=1.3, decay=0.5, matrix_dims=matrix_dims)
+        metric = npo.with_metric(optax.scale_by_sign(), 0.7, clip=1.3, decay=0.5)  # direction passes the axes
         return npo.direction(metric, matrix_dims=matrix_dims)
 
     more = {"norm_control": "hyperball", "adam_learning_rate": 0.1, "row_norms": 0.7, "matrix_dims": DIMS}
@@ -62,6 +62,17 @@ def test_the_metric_works_around_any_stage():
         return lambda g: metric(g, g, np.sign)
 
     follow(npo.with_adamw(direction, 0.1, **more), signs, tolerance=1e-13)
+
+
+@pytest.mark.parametrize("dims", [npo.MatrixDims(1, 0), npo.MatrixDims(1, 0, output_blocks=2)])
+def test_a_direction_passes_its_axes_to_init(dims):
+    """The metric's state has one entry per row of the given axes, of which its own default rule knows nothing."""
+    params = cases.numbers({"up": {"kernel": (8, 6)}}, 1)
+    spectral, updated = npo.precondition_globally(), []
+    for metric in (npo.with_metric(spectral), npo.with_metric(spectral, matrix_dims=dims)):
+        tx = npo.normpre(0.1, metric, matrix_dims=dims)
+        updated.append(cases.steps(tx.update, tx.init(params), params, [params] * 2)[0])
+    jax.tree.map(np.testing.assert_array_equal, *updated)
 
 
 def test_a_constant_gradient_is_its_own_momentum():

@@ -93,7 +93,7 @@ def normpre_h_variant(
         spectral, both = precondition_globally(ns_steps, ns_scale=ns_scale), sides == "both"
         # Around the identity, the metric is applied twice: at half the strength, that is once.
         inside, strength = (spectral, metric_strength) if both else (optax.identity(), metric_strength / 2)
-        metric: Any = with_metric(inside, strength, clip, decay, matrix_dims=matrix_dims)
+        metric: Any = with_metric(inside, strength, clip, decay)
         if frozen_after:
             metric = _frozen(metric, frozen_after)
         if statistic != "gradient":

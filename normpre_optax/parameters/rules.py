@@ -371,6 +371,8 @@ def _given(path: str, leaf: Leaf, value: Any) -> Reading:
     dims = as_matrix_dims(path, value)
     if dims is not None:
         check_dims(path, leaf.shape, dims)
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise TypeError(f"parameter {path!r} is complex, a matrix must be real: None passes it to AdamW")
     with contextlib.suppress(UncoveredError):
         default, reason = default_reading(path, leaf)
         if dims == default:

@@ -36,7 +36,7 @@ def scale_by_normuon(
         Li et al., NorMuon, arXiv 2510.05491 (github.com/zichongli5/NorMuon).
     """
     spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale)
-    stages = spectral, scale_by_row_moment(b2, matrix_dims=matrix_dims), scale_by_shape(KELLER)
+    stages = spectral, scale_by_row_moment(b2), scale_by_shape(KELLER)
     return direction(optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from normpre_optax.linalg.precision import batched, solve_together
-from normpre_optax.sharding.placement import largest_axis, replicated
+from normpre_optax.sharding.placement import replicated
 
 
 def in_auto_axes(f: Callable, mesh: AbstractMesh, out: Any) -> Callable:
@@ -31,7 +31,7 @@ def over_devices(f: Callable[[jax.Array], jax.Array], xs: list[jax.Array], mesh:
     the largest mesh axis shares the work, because XLA would gather every matrix with several axes. Tall matrices are
     transposed, so that fewer shapes remain.
     """
-    axis = largest_axis(mesh)
+    axis = max(mesh.shape, key=mesh.shape.__getitem__)
     place = functools.partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, PartitionSpec(axis)))
 
     def placed(x: jax.Array) -> jax.Array:

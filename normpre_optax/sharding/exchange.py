@@ -128,10 +128,9 @@ def exchange(
         ]
 
     # Results are gathered along copies, so they are equal on all of them. JAX cannot check that.
-    in_specs = (list(specs), PartitionSpec())
-    return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=list(specs), check_vma=False)(
-        list(arrays), operands
-    )
+    out = list(specs)
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=(out, PartitionSpec()), out_specs=out, check_vma=False)
+    return run(list(arrays), operands)
 
 
 def _shard(shape: tuple[int, ...], dims: MatrixDims, spec: Any, transposed: bool, sizes: dict[str, int]) -> Shard:
@@ -255,10 +254,8 @@ def _to_holders(team: Team, buffer: jax.Array, shards: Sequence[Shard], sizes: d
         start = 0
         for i, j in own:
             found[i, j], start = lines[start : start + shards[i].lines], start + shards[i].lines
-    return {
-        i: from_lines(jnp.stack([found[i, j] for j in range(shards[i].count)]), shards[i].rows, shards[i].columns)
-        for i in team.members
-    }
+    each = {i: jnp.stack([found[i, j] for j in range(shards[i].count)]) for i in team.members}
+    return {i: from_lines(x, shards[i].rows, shards[i].columns) for i, x in each.items()}
 
 
 def to_lines(x: jax.Array) -> jax.Array:

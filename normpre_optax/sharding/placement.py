@@ -142,7 +142,7 @@ def axes_in_use(
     """Return the mesh axes that share the work. If specs are unknown (None), the largest axis shards all matrices."""
     sizes, matrices, batches, shared = dict(mesh.shape), set(), set(), []
     if any(spec is None for spec in specs):
-        one = (largest_axis(mesh),)
+        one = (max(sizes, key=sizes.__getitem__),)
         return AxesInUse(one, one, [not split_axes(x.ndim, d)[0] for x, d in zip(arrays, dims, strict=True)])
     for name, x, d, spec in zip(names, arrays, dims, specs, strict=True):
         assert spec is not None
@@ -153,11 +153,6 @@ def axes_in_use(
         batches |= batch
         matrices |= set().union(*used) - batch
     return AxesInUse(tuple(matrices | batches), tuple(a for a in sizes if a in matrices - batches), shared)
-
-
-def largest_axis(mesh: AbstractMesh) -> str:
-    """Return the mesh axis with the most devices."""
-    return max(mesh.shape, key=lambda name: mesh.shape[name])
 
 
 def place_state(tx: optax.GradientTransformation, state: Any, params: Any) -> Any:

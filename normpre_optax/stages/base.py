@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stages have in common: a function of one parameter applied to a tree, and a chain of stages in float32."""
 
+import contextvars
 import functools
 import itertools
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from normpre_optax.parameters.rules import assign
 from normpre_optax.sharding.auto import in_auto_axes
 from normpre_optax.sharding.placement import mesh_of, sharded_like, spec_of, unsharded, without_axis
 
+INIT_DIMS = contextvars.ContextVar[Any]("matrix_dims")  # what a direction assigned, while its stages' init runs
 GROUP_BYTES = 96 * 2**20  # of parameters that a TPU computes together: what its vector memory holds
 
 
@@ -35,7 +37,7 @@ def init_count(params: Any) -> CountState:
 
 def assigned(updates: Any, params: Any, matrix_dims: Any) -> Any:
     """Return the ``Assignment`` of matrices; raise a ValueError that names a parameter that is not a matrix."""
-    found = assign(updates if params is None else params, matrix_dims)
+    found = assign(updates if params is None else params, INIT_DIMS.get(matrix_dims))
     for spec in found.values():
         if spec.dims is None:
             raise ValueError(
@@ -191,7 +193,7 @@ def direction(*stages: optax.GradientTransformation, matrix_dims: Any = None) ->
 
     Half-precision gradients and weights are converted to float32 once, so that accumulators are float32; the update has
     the dtype of the parameter. The axes of every parameter are assigned once and passed to the stages as
-    ``matrix_dims``, the gradients as ``gradients``.
+    ``matrix_dims``, also to those of a direction inside this one, and the gradients as ``gradients``.
 
     Args:
         stages: optax transformations and stages of this library.
@@ -214,10 +216,11 @@ def direction(*stages: optax.GradientTransformation, matrix_dims: Any = None) ->
     chain = optax.with_extra_args_support(optax.chain(*stages))
 
     def init(params):
-        assigned(params, None, matrix_dims)
-        return chain.init(jax.tree.map(at_least_float32, params))
+        inside = contextvars.copy_context()
+        inside.run(INIT_DIMS.set, assigned(params, None, matrix_dims))
+        return inside.run(chain.init, jax.tree.map(at_least_float32, params))
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
         extra_args["matrix_dims"] = assigned(updates, params, matrix_dims)
         run, mesh = functools.partial(in_groups, chain, extra_args), mesh_of(updates)
         if mesh is not None and mesh.size == 1 and isinstance(jax.tree.leaves(updates)[0], Tracer):

@@ -49,7 +49,7 @@ def with_metric(
         strength: p. With 0 the metric has no effect; 1/2 is the square root of full normalization.
         clip: k, largest ratio of a row's root mean square to that of the matrix that is taken into account.
         decay: d, of the averages.
-        matrix_dims: see ``normpre_g``.
+        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
         A stage whose state has one float32 number per row and per column. In a ``direction``, G are the gradients;

@@ -36,7 +36,8 @@ def two_momenta(
     Args:
         fast: b1, decay of the fast average.
         slow: b2, decay of the slow average.
-        slow_weight: w, share of the slow average: a number, which is approached as above, or a schedule.
+        slow_weight: w, share of the slow average: a number, which is approached as above, or a schedule (which
+            ``optax.inject_hyperparams`` turns into a number, unless it is in ``static_args``).
         gradient_share: s, share of the gradient: Nesterov's term.
         accumulator_dtype: dtype of both averages; None means that of the updates.
 

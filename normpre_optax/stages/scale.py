@@ -98,7 +98,7 @@ def scale_by_row_moment(
     Args:
         b2: decay of the second moments.
         eps: added to the root.
-        matrix_dims: see ``normpre_g``.
+        matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
         A stage whose state has one float32 number per row, sharded as the parameter.

@@ -449,6 +449,11 @@ def test_rules_see_shape_dtype_and_axis_names():
     assert seen == {"a": ((2, 3), 2, 6, jnp.float32, None), "b": ((4,), 1, 4, jnp.bfloat16, ("embed",))}
 
 
+def test_a_complex_matrix_is_refused():
+    with pytest.raises(TypeError, match="parameter 'up' is complex, a matrix must be real"):
+        assign({"up": array(4, 8, dtype=jnp.complex64)}, IN_OUT)
+
+
 @cases.rows(
     "matrix_dims error message",
     ({**FULL, "cube": "matrix"}, TypeError, "matrix_dims for parameter 'cube' must be MatrixDims"),
