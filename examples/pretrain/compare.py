@@ -30,7 +30,7 @@ from rich.console import Console
 
 from . import cluster, configs, data, mesh
 from .config import Compare, Config, RunError, check_ranges, join_name, split_name
-from .logs import read_lines, write_json
+from .logs import read_json, read_lines, write_json
 from .optimizers import make_optimizer
 from .processes import Stopped, begin_as_child, lock, on_signals
 
@@ -72,17 +72,25 @@ class Study:
         """Prepare the text, make the folder and lock it.
 
         Raises:
-            RunError: if it holds arms of another setting, or another process works in it.
+            RunError: if it holds arms of another setting or text, or another process works in it.
         """
         file = self.folder / "study.json"
-        if file.exists() and (before := json.loads(file.read_text())["flags"]) != self.config_flags:
-            raise RunError(f"{self.folder} has other settings ({shlex.join(before)}): choose another --name")
-        data.open_corpus(self.config, self.console)  # once, before arms make it side by side
+        corpus = data.open_corpus(self.config, self.console)  # once, before arms make it side by side
+        own = {"flags": self.config_flags, "fingerprint": corpus.manifest["fingerprint"]}
+        before = own | read_json(file) if file.exists() else own
+        if before["flags"] != self.config_flags:
+            raise RunError(f"{self.folder} has other settings ({shlex.join(before['flags'])}): choose another --name")
+        if before != own:
+            raise RunError(f"{self.folder} was begun with another text: choose another --name")
         self.folder.mkdir(parents=True, exist_ok=True)
         with lock(self.folder) or nullcontext():
-            write_json(file, {"flags": self.config_flags})
+            write_json(file, own)
             with on_signals(stop):
                 yield
+
+    def check(self, arm: Arm) -> None:
+        """Raise a RunError that names an option of an arm that cannot be."""
+        make_optimizer(configs.parse([*self.config_flags, *arm.flags]), lambda t: 0.1)
 
     def run(self, arms: Sequence[Arm]) -> None:
         """Run ``arms``, ``jobs`` side by side, and keep their ``results``. Leaving early stops arms, which save.
@@ -153,7 +161,7 @@ class Study:
     def facts(self, command: str) -> dict[str, Any]:
         """What a report says about all arms: settings, command, date, machine, versions, text."""
         example = next(arm for arm, result in self.results.items() if result["status"] != "failed")
-        run = json.loads((self.folder / example.name / "run.json").read_text())
+        run = read_json(self.folder / example.name / "run.json")
         session = run["sessions"][-1]
         return {
             "settings": shlex.join([self.config.config, *self.config_flags[2:]]),
@@ -226,11 +234,10 @@ def learning_rates(options: Compare, study: Study) -> dict[str, list[float]]:
         own = settings.pop("learning_rate", None)
         tried = rates.setdefault(join_name(name, settings), [])
         for rate in [config.learning_rate] if own else common or [config.learning_rate]:
-            if rate in tried:
+            if f"{rate:g}" in map("{:g}".format, tried):
                 raise RunError(f"--optimizers: {text} with learning rate {rate:g} is listed twice")
             tried.append(rate)
-            arm = Arm(join_name(name, settings), rate, 0)
-            make_optimizer(configs.parse([*options.rest, *arm.flags]), lambda t: 1.0)
+            study.check(Arm(join_name(name, settings), rate, 0))
     if not rates:
         raise RunError("--optimizers must name at least one")
     return {optimizer: sorted(tried) for optimizer, tried in rates.items()}
@@ -256,8 +263,10 @@ def finished(folder: Path) -> Result | None:
     These are every validation loss, at most 100 means of training losses, and row norms.
     """
     try:
-        result = json.loads((folder / "result.json").read_text())
-    except (OSError, ValueError):
+        result = read_json(folder / "result.json")
+    except (OSError, RunError):
+        return None
+    if not {"best_validation_loss", "diverged"} & result.keys():
         return None
     lines = read_lines(folder / "log.jsonl")
     losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
@@ -373,7 +382,8 @@ def losses_table(content: dict[str, Any]) -> str:
         norms = [f"{arms[0]['norms'][x]:.2f}" if arms[0].get("norms") else "" for x in ("row_norm", "column_norm")]
         rows.append([label(name), f"{best:g}{end}", mean, deviation, str(len(arms)), *norms])
     heads = ["optimizer", "learning rate", "validation loss", "deviation", "seeds", "row norm", "column norm"]
-    return table(heads, rows)
+    note = "\nRuns are missing: these means are of different seeds.\n" * (len({len(x) for x in losses.values()}) > 1)
+    return table(heads, rows) + note
 
 
 def differences_table(content: dict[str, Any]) -> str:

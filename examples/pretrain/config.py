@@ -69,7 +69,7 @@ class Common:
     # use AdamW under all of them.
     optimizer: str = "normpre_h"
     # Peak learning rate. Under Hyperball (normpre_h), where it is relative to the weights, another default follows from
-    # the number of steps, 0.016 (1500 / steps)^0.6.
+    # the number of steps: learning_rate_by_length.
     learning_rate: float = 4e-3
     steps: int = 800  # Number of updates.
     batch_size: int = 16  # Sequences per update.

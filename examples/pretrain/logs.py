@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from .config import RunError
+
 PACKAGES = ("normpre_optax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
 LINE_SECONDS = 30
 
@@ -37,6 +39,14 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     partial = file.with_name(f"{file.name}.partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
     partial.replace(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read what ``write_json`` has written; raise a RunError if it is damaged."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(content := json.loads(file.read_text()), dict):
+            return content
+    raise RunError(f"{file} is damaged: remove it, or its folder, to start again")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

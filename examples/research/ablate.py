@@ -18,8 +18,7 @@ import tyro
 
 from examples.pretrain.compare import Arm, Study, make_study
 from examples.pretrain.config import Config, RunError, read_compare
-from examples.pretrain.configs import parse
-from examples.pretrain.optimizers import make_optimizer, settings_of
+from examples.pretrain.optimizers import settings_of
 from examples.research import ablation_report, command, efficiency
 from examples.research import train as train  # adds the optimizers of ablations
 
@@ -191,7 +190,7 @@ def main(arguments: Sequence[str]) -> None:
         wanted = {name: some_rows(ablation, options.rows) for name, ablation in wanted.items()}
     for ablation in wanted.values():
         for arm in arms(ablation, study.config, 1):
-            make_optimizer(parse([*study.config_flags, *arm.flags]), lambda t: 1.0)
+            study.check(arm)
     with study.begun():
         for name, ablation in wanted.items():
             run(study, name, ablation, options, f"python -m examples.research.ablate {shlex.join(arguments)}")

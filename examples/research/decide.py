@@ -95,7 +95,7 @@ def tune(study: Study, optimizers: Sequence[str], options: Options) -> dict[str,
                 line = sorted(chosen for chosen in tried[name] if at(chosen, 0) == at(best[name], 0))
                 best[name] = min(line, key=functools.partial(score, name))
                 factor = {line[-1]: 2.0, line[0]: 0.5}.get(best[name])
-                if factor and extends:
+                if factor and extends and np.isfinite(score(name, best[name])):
                     beyond[name] = {at(best[name], best[name][axis] * factor)}
             wanted = beyond
     finalists = {name: sorted(found, key=functools.partial(score, name))[:2] for name, found in tried.items()}
@@ -114,12 +114,20 @@ def _numbers(flag: str, text: str, between: str, kind: type) -> list[Any]:
 def main(arguments: Sequence[str]) -> None:
     """The command line."""
     options = read_compare(arguments, Options, "examples.research.decide")
-    study = make_study("decide", options, "--optimizer", "--seed", "--learning-rate")
-    optimizers = [part.strip() for part in options.optimizers.split(";") if part.strip()]
-    first, *last = _numbers("seeds", options.seeds, "-", int)
-    seeds = range(first, (last or [first])[-1] + 1)
-    if set(seeds) & set(TUNE):
-        raise RunError(f"--seeds {options.seeds}: seeds 0 to 2 are for tuning")
+    tuned = ("--learning-rate", "--adam-learning-rate", "--weight-decay")
+    study = make_study("decide", options, "--optimizer", "--seed", *tuned)
+    optimizers = [part.strip().replace(" ", "") for part in options.optimizers.split(";") if part.strip()]
+    ends = _numbers("seeds", options.seeds, "-", int)
+    seeds = range(ends[0], ends[-1] + 1)
+    if not seeds or len(ends) > 2 or set(seeds) & set(TUNE):
+        raise RunError(f"--seeds {options.seeds}: write first-last; seeds 0 to 2 are for tuning")
+    if not optimizers or len(set(optimizers)) < len(optimizers):
+        raise RunError(f"--optimizers {options.optimizers!r}: name each optimizer once, at least one")
+    for name in optimizers:
+        settings = split_name(name)[1]
+        if "learning_rate" not in settings and (found := {"adam_learning_rate", "weight_decay"} & settings.keys()):
+            raise RunError(f"--optimizers: {name} is tuned, also its {min(found)}: remove it, or add learning_rate=")
+        study.check(arm(name, None if "learning_rate" in settings else (1e-2, 1e-2, 0.1), 0))
     with study.begun():
         chosen: dict[str, Any] = {name: None for name in optimizers if "learning_rate" in split_name(name)[1]}
         chosen |= tune(study, [name for name in optimizers if name not in chosen], options)
@@ -166,9 +174,12 @@ def decision(content: dict[str, Any]) -> str:
         cells = [row["optimizer"], f"{row['learning_rate']:g}", *(f"{x:.4f}" for x in row["losses"]), f"{mean:.4f}"]
         cells.append(f"{np.std(row['losses'], ddof=1):.4f}" if len(less) > 1 else "")
         if row is not content["rows"][0]:
-            error = np.std(less, ddof=1) / len(less) ** 0.5 if len(less) > 1 else np.nan
-            cells += [f"{less.mean():+.4f} ± {error:.4f}", f"{less.mean() / error:.1f}"]
-        if row is not content["rows"][0] and means:  # the steps at which the baseline would have this loss
+            error = np.std(less, ddof=1) / len(less) ** 0.5 if len(less) > 1 and np.isfinite(less).all() else 0
+            cells.append(f"{less.mean():+.4f}" + f" ± {error:.4f}" * bool(error))
+            cells.append(f"{less.mean() / error:.1f}" if error else "")
+        if (
+            row is not content["rows"][0] and means and means[2] < means[0] and np.isfinite(mean)
+        ):  # the steps at which the baseline would have this loss
             cells.append(f"{np.exp((mean - means[1]) * np.log(SLOPE[1] / SLOPE[0]) / (means[2] - means[0])) - 1:+.1%}")
         lines.append([*cells, *[""] * (len(heads) - len(cells))])
     shorter = f"{means[0]:.4f}, {means[2]:.4f}" if means else ""

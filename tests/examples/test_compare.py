@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import matplotlib.figure
 import pytest
@@ -53,6 +54,8 @@ def test_the_tables(content):
         "| Muon | 0.2 | 2.8250 | 0.1768 | 2 | 0.50 | 0.25 |",
         "| NormPre-G | 0.2 | 2.6500 |  | 1 | 0.50 | 0.25 |",
         "| NormPre-G, tangent=none | 0.2 | **2.6000** |  | 1 | 0.50 | 0.25 |",
+        "",
+        "Runs are missing: these means are of different seeds.",
     ]
     assert compare.differences_table(content) == ""
     content["arms"] = [arm for arm in content["arms"] if "normpre" not in arm["optimizer"]]
@@ -164,13 +167,25 @@ def test_learning_rates_for_all_and_for_one():
 
 
 def test_a_folder_holds_arms_of_one_setting(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare.data, "open_corpus", lambda *_: None)
+    monkeypatch.setattr(compare.data, "open_corpus", lambda *_: SimpleNamespace(manifest={"fingerprint": "text"}))
     arguments = ["--config", "tiny", "--runs-folder", str(tmp_path)]
     first, other = (study_of(read_compare([*arguments, *more])) for more in ([], ["--steps", "4"]))
     with first.begun():
         pass
     with pytest.raises(RunError, match=r"other settings \(--config tiny\)"), other.begun():
         pass
+    monkeypatch.setattr(compare.data, "open_corpus", lambda *_: SimpleNamespace(manifest={"fingerprint": "other"}))
+    with pytest.raises(RunError, match="was begun with another text"), first.begun():
+        pass
+    (first.folder / "study.json").write_text("{")
+    with pytest.raises(RunError, match=r"study.json is damaged"), first.begun():
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null"])
+def test_a_damaged_result_is_no_result(tmp_path, text):
+    (tmp_path / "result.json").write_text(text)
+    assert compare.finished(tmp_path) is None
 
 
 def test_every_optimizer_has_the_same_budget(tmp_path, monkeypatch):
@@ -185,7 +200,7 @@ def test_every_optimizer_has_the_same_budget(tmp_path, monkeypatch):
     monkeypatch.setattr(compare.Study, "run", ran)
     monkeypatch.setattr(compare.Study, "facts", lambda study, command: {})
     monkeypatch.setattr(compare, "write", lambda folder, content: written.append(content))
-    monkeypatch.setattr(compare.data, "open_corpus", lambda *_: None)
+    monkeypatch.setattr(compare.data, "open_corpus", lambda *_: SimpleNamespace(manifest={"fingerprint": "text"}))
     arguments = "--config nano --seed 5 --seeds 3 --optimizers adamw,muon --learning-rates 1e-3,2e-3,4e-3"
     compare.main(read_compare([*arguments.split(), "--runs-folder", str(tmp_path)]))
     arms = [(arm["optimizer"], arm["learning_rate"], arm["seed"]) for arm in written[0]["arms"]]

@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -66,13 +67,13 @@ def test_a_bad_ablation_is_one_line_before_anything_is_written(refused_at_once):
 
 
 def test_a_folder_belongs_to_one_study_and_a_run_to_one_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "open_corpus", lambda *_: None)
+    monkeypatch.setattr(data, "open_corpus", lambda *_: SimpleNamespace(manifest={"fingerprint": "text"}))
     options = read_compare(["--config", "tiny", "--runs-folder", str(tmp_path)], ablate.Options)
     first, second = (make_study("ablate", options) for _ in range(2))
     with first.begun(), pytest.raises(RunError, match="another process is writing"), second.begun():
         pass
     with second.begun():
-        assert json.loads((tmp_path / "ablate-tiny" / "study.json").read_text()) == {"flags": ["--config", "tiny"]}
+        assert json.loads((tmp_path / "ablate-tiny" / "study.json").read_text())["flags"] == ["--config", "tiny"]
     arm = Arm("muon", 1e-3, 0)
     (first.folder / arm.name).mkdir(parents=True)
     with lock(first.folder / arm.name), pytest.raises(RunError, match=f"another process is writing .*{arm.name}"):
@@ -231,4 +232,4 @@ def test_an_ablation_from_end_to_end(flags, tmp_path):
     assert found["cost"].keys() == {"1/normpre_l", "4/normpre_l"}
     other = run("--batch-size", "4")
     assert other.returncode == 1
-    assert "holds runs with other settings" in other.stderr
+    assert "has other settings" in other.stderr

@@ -3,6 +3,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,7 +43,9 @@ def ran(monkeypatch, tmp_path):
     facts |= {"parameters": 1, "text": {"source": "text"}, "versions": {"python": "3", "jax": "0"}}
     monkeypatch.setattr(Study, "run", run)
     monkeypatch.setattr(Study, "facts", lambda self, line: facts)
-    monkeypatch.setattr("examples.pretrain.data.open_corpus", lambda *_: None)
+    monkeypatch.setattr(
+        "examples.pretrain.data.open_corpus", lambda *_: SimpleNamespace(manifest={"fingerprint": "text"})
+    )
     return arms
 
 
@@ -68,9 +71,31 @@ def test_options_are_tuned_one_after_the_other_and_seeds_decide(ran, tmp_path):
     assert "+28.4%" in page
 
 
+def test_an_optimizer_that_always_diverges_is_reported(ran, tmp_path, monkeypatch):
+    own = formula
+
+    def diverges(arm, steps):
+        return math.inf if arm.optimizer.startswith("muon") else own(arm, steps)
+
+    monkeypatch.setitem(globals(), "formula", diverges)
+    decide.main(["--seeds", "41-41", "--runs-folder", str(tmp_path), "--optimizers", f"normpre_h; {HYPERBALL}"])
+    assert {arm.learning_rate for arm, _ in ran if "muon" in arm.optimizer} == {8e-3, 1.6e-2, 3.2e-2}, "not extended"
+    page = (tmp_path / "decide-nano/report/README.md").read_text()
+    assert "| +inf |" in page
+    assert "± nan" not in page
+    assert "| nan |" not in page
+
+
 @cases.rows(
     "flag value said",
     ("--seeds", "2-4", "seeds 0 to 2 are for tuning"),
+    ("--seeds", "48-41", "write first-last"),
+    ("--seeds", "41-43-45", "write first-last"),
+    ("--weight-decay", "0.3", "--weight-decay is what `decide` sets itself"),
+    ("--optimizers", ";", "name each optimizer once, at least one"),
+    ("--optimizers", "muon; muon", "name each optimizer once, at least one"),
+    ("--optimizers", "muon; normpre_hh", "--optimizer must be one of adamw"),
+    ("--optimizers", "muon,weight_decay=0.05", "muon,weight_decay=0.05 is tuned, also its weight_decay"),
     ("--seeds", "x", "--seeds must be numbers with '-' between them, got 'x'"),
     ("--learning-rates", "8e-3;1", "--learning-rates must be numbers with ',' between them, got '8e-3;1'"),
 )
