@@ -90,6 +90,7 @@ def test_the_metric_is_of_the_gradients_in_a_direction_and_of_the_updates_alone(
     alone, within = (tx.update(grads, tx.init(grads))[1] for tx in (metric, npo.direction(optax.scale(3.0), metric)))
     for x, y in zip(jax.tree.leaves(alone), jax.tree.leaves(within[1]), strict=True):
         np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(metric.update(grads, metric.init(grads))[0]["kernel"], grads["kernel"])  # no effect
     chained = optax.chain(optax.scale(3.0), metric)
     (_, by_updates) = chained.update(grads, chained.init(grads))[1]
     np.testing.assert_allclose(by_updates.rows["kernel"], 9 * alone.rows["kernel"], rtol=1e-6)

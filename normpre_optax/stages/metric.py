@@ -78,7 +78,7 @@ def with_metric(
     def scaled(u: jax.Array, w: Any, dims: MatrixDims, rows: jax.Array, columns: jax.Array) -> jax.Array:
         mean = jnp.mean(rows, split_axes(u.ndim, dims)[1], keepdims=True)  # that of the columns is the same
         for squares in (rows, columns):
-            relative = jnp.sqrt(squares / jnp.where(mean == 0, 1, mean))
+            relative = jnp.sqrt(jnp.where(mean == 0, 1, squares / jnp.where(mean == 0, 1, mean)))
             u = u * jnp.clip(relative, 1 / clip, clip) ** -jnp.asarray(strength, u.dtype)
         return u
 
