@@ -4,7 +4,8 @@
 A run of ``examples.pretrain`` with ``normpre_h``. At some steps it measures
 
 - the metric: the size of rows and columns of earlier gradients, relative to their matrix, by kind of layer;
-- signal: the cosine of momenta of several ages with the gradient of a large batch, on the hidden matrices.
+- signal: the cosine of momenta of several ages with the gradient of a large batch, on the hidden matrices;
+- Newton-Schulz: how close it comes to ``msign``, by steps and the norm that it starts from.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ from examples.pretrain.compare import frame
 from examples.pretrain.optimizers import by_name, hidden_matrices, kind_of
 from examples.pretrain.train import Trainer, loss_and_gradients
 from examples.research import command, report
-from normpre_optax import two_momenta
+from normpre_optax import direction, two_momenta, with_metric
+from normpre_optax.linalg.newton_schulz import coefficient_table, newton_schulz
 from normpre_optax.stages.metric import MetricState
 
 CONSTANT = lambda step: 0.56  # noqa: E731
@@ -41,6 +43,10 @@ MOMENTA: dict[str, optax.GradientTransformation] = {
     "age 50": optax.ema(0.98),
     "two momenta (normpre_h)": two_momenta(slow_weight=CONSTANT),
 }
+# Keeps in its state what normpre_h orthogonalizes.
+KEEPS = optax.GradientTransformation(optax.tree.zeros_like, lambda u, state, params=None: (u, u))
+ORTHOGONALIZED = direction(two_momenta(slow_weight=CONSTANT), with_metric(KEEPS))
+FORMS = ((5, "frobenius"), (4, "frobenius"), (4, "schatten"), (3, "schatten"))  # steps, norm to start from
 
 
 @dataclass(frozen=True)
@@ -53,22 +59,27 @@ class Options:
     batches: int = 128  # Batches of the gradient that is taken for the truth.
     batch_size: int = 16  # Sequences of a batch.
     seed: int = 0  # Of the run.
+    width: int | None = None  # Of the model, with heads of 64; None: that of the configuration.
 
 
 def measure(options: Options) -> dict[str, Any]:
     """Train, and measure after the steps: cosines by momentum, relative sizes by kind of layer."""
     sizes = {"batch_size": options.batch_size, "seed": options.seed, "optimizer": "normpre_h"}
     config = dataclasses.replace(configs.load(options.config), learning_rate=1.6e-2, **sizes)
+    if options.width:
+        sizes = {"width": options.width, "heads": options.width // 64, "mlp_width": 4 * options.width}
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
     dataset = data.open_corpus(config, Console())
     trainer = Trainer(config, dataset)
     gradients = jax.jit(lambda params, tokens: loss_and_gradients(trainer.graphdef)(params, tokens)[1])
     hidden = hidden_matrices(trainer.state.params)
     of_hidden = lambda tree: {name: x for name, x in by_name(tree).items() if name in hidden}  # noqa: E731
-    states = {name: tx.init(of_hidden(trainer.state.params)) for name, tx in MOMENTA.items()}
+    transformations = MOMENTA | {"orthogonalized": ORTHOGONALIZED}
+    states = {name: tx.init(of_hidden(trainer.state.params)) for name, tx in transformations.items()}
 
     @jax.jit
     def update(states: dict[str, Any], grads: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        found = {name: tx.update(grads, states[name]) for name, tx in MOMENTA.items()}
+        found = {name: tx.update(grads, states[name]) for name, tx in transformations.items()}
         return {name: u for name, (u, _) in found.items()}, {name: state for name, (_, state) in found.items()}
 
     others = data.training_batches(
@@ -76,18 +87,20 @@ def measure(options: Options) -> dict[str, Any]:
     )
     cosines: dict[str, list[float]] = {name: [] for name in MOMENTA}
     metrics: dict[str, Any] = {}
+    signs: dict[str, Any] = {}
     for step in track(range(1, max(options.steps) + 1), "training"):
         tokens = trainer.layout.batch(next(trainer.batches), config.batch_size)
         momenta, states = update(states, of_hidden(gradients(trainer.state.params, tokens)))
         if step in options.steps:
             grad_of = functools.partial(gradients, trainer.state.params)
             truth = of_hidden(mean_of(grad_of, [next(others) for _ in range(options.batches)]))
-            for name, u in momenta.items():
-                cosines[name].append(cosine(u, truth))
+            for name in MOMENTA:
+                cosines[name].append(cosine(momenta[name], truth))
         trainer.state, _ = trainer.step(trainer.state, tokens)
         if step in (options.steps[0], options.steps[-1]):
             metrics[str(step)] = relative_sizes(trainer.state.opt_state)
-    return {"cosines": cosines, "metric": metrics, "steps": list(options.steps)}
+            signs[str(step)] = orthogonality(states["orthogonalized"][1].spectral)
+    return {"cosines": cosines, "metric": metrics, "orthogonality": signs, "steps": list(options.steps)}
 
 
 def mean_of(gradients: Callable[[Any], Any], batches: Sequence[np.ndarray]) -> Any:
@@ -116,6 +129,19 @@ def relative_sizes(state: Any) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def orthogonality(matrices: dict[str, jax.Array]) -> dict[str, list[list[float]]]:
+    """For every form of Newton-Schulz, cosine with ``msign`` and share of singular values below 1/2, means by kind."""
+    found: dict[str, list] = {}
+    for name, fused in matrices.items():
+        for x in jnp.split(fused, 3, -1) if name.endswith("qkv") else [fused]:
+            u, _, vt = jnp.linalg.svd(x, full_matrices=False)
+            signs = [newton_schulz(x, coefficient_table("muon", steps), scale=scale) for steps, scale in FORMS]
+            values = [jnp.diag(u.T @ t @ vt.T) for t in signs]  # the singular vectors are kept
+            each = [(jnp.mean(v) / jnp.sqrt(jnp.mean(v**2)), jnp.mean(v < 0.5)) for v in values]
+            found.setdefault(kind_of(name), []).append(each)
+    return {kind: np.mean(each, 0).round(4).tolist() for kind, each in found.items()}
+
+
 def parts_of(kind: str, sizes: np.ndarray, side: str) -> list[tuple[str, np.ndarray]]:
     """Rows of a fused qkv are those of three kinds; its columns belong to all of them."""
     if kind != "attention/qkv" or side == "columns":
@@ -136,7 +162,15 @@ def table(found: dict[str, Any]) -> str:
                 for x in sides.values()
             ]
             lines.append([step, kind, *cells])
-    return f"{cosines}\n{report.markdown_table(['after step', 'layers', 'rows', 'columns'], lines)}"
+    sizes = report.markdown_table(["after step", "layers", "rows", "columns"], lines)
+    heads = ["after step", "layers", *(f"{number} steps, {scale}" for number, scale in FORMS)]
+    signs = [
+        [step, kind, *(f"{c:.3f}, {below:.3f}" for c, below in each)]
+        for step, kinds in found["orthogonality"].items()
+        for kind, each in kinds.items()
+    ]
+    title = "Newton-Schulz: cosine with msign, and share of singular values below 1/2"
+    return f"{cosines}\n{sizes}\n{title}:\n\n{report.markdown_table(heads, signs)}"
 
 
 def draw(found: dict[str, Any]) -> Figure:

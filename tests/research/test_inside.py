@@ -21,6 +21,7 @@ def test_a_tiny_run_is_measured(dataset, monkeypatch, tmp_path):
     for name, values in found["cosines"].items():
         assert len(values) == 2, name
         assert 0 < max(values) <= 1, name
+    assert found["orthogonality"]["4"].keys() >= {"mlp/up", "attention/key"}
     kinds = found["metric"]["4"]
     assert {"mlp/up", "mlp/down", "attention/out"} <= kinds.keys()
     for kind, sides in measured[0]["metric"]["4"].items():
@@ -44,3 +45,17 @@ def test_a_fused_qkv_has_rows_of_three_kinds():
         "attention/v": [4, 5],
     }
     assert [kind for kind, _ in inside.parts_of("attention/qkv", sizes, "columns")] == ["attention/qkv"]
+
+
+def test_orthogonality_of_known_singular_values():
+    random = np.random.default_rng(0)
+    q, r = (np.linalg.qr(random.standard_normal((24, 24)))[0] for _ in range(2))
+    values = np.geomspace(1, 1e-3, 24)
+    found = inside.orthogonality({"layers/0/mlp/up": q * values @ r, "layers/0/attention/qkv": np.tile(q, 3)})
+    for (steps, scale), (cosine, below), (flat, none) in zip(inside.FORMS, *found.values(), strict=True):
+        s = values / np.sum(values ** (4 if scale == "schatten" else 2)) ** (1 / (4 if scale == "schatten" else 2))
+        for _ in range(steps):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        assert cosine == pytest.approx(np.mean(s) / np.mean(s**2) ** 0.5, abs=2e-4)
+        assert below == pytest.approx(np.mean(s < 0.5), abs=1e-4)
+        assert (flat, none) == (pytest.approx(1, abs=1e-4), 0)
