@@ -132,13 +132,12 @@ def relative_sizes(state: Any) -> dict[str, dict[str, list[float]]]:
 def orthogonality(matrices: dict[str, jax.Array]) -> dict[str, list[list[float]]]:
     """For every form of Newton-Schulz, cosine with ``msign`` and share of singular values below 1/2, means by kind."""
     found: dict[str, list] = {}
-    for name, fused in matrices.items():
-        for x in jnp.split(fused, 3, -1) if name.endswith("qkv") else [fused]:
-            u, _, vt = jnp.linalg.svd(x, full_matrices=False)
-            signs = [newton_schulz(x, coefficient_table("muon", steps), scale=scale) for steps, scale in FORMS]
-            values = [jnp.diag(u.T @ t @ vt.T) for t in signs]  # the singular vectors are kept
-            each = [(jnp.mean(v) / jnp.sqrt(jnp.mean(v**2)), jnp.mean(v < 0.5)) for v in values]
-            found.setdefault(kind_of(name), []).append(each)
+    for name, x in matrices.items():
+        u, _, vt = jnp.linalg.svd(x, full_matrices=False)
+        signs = [newton_schulz(x, coefficient_table("muon", steps), scale=scale) for steps, scale in FORMS]
+        values = [jnp.diag(u.T @ t @ vt.T) for t in signs]  # the singular vectors are kept
+        each = [(jnp.mean(v) / jnp.sqrt(jnp.mean(v**2)), jnp.mean(v < 0.5)) for v in values]
+        found.setdefault(kind_of(name), []).append(each)
     return {kind: np.mean(each, 0).round(4).tolist() for kind, each in found.items()}
 
 

@@ -51,7 +51,7 @@ def test_orthogonality_of_known_singular_values():
     random = np.random.default_rng(0)
     q, r = (np.linalg.qr(random.standard_normal((24, 24)))[0] for _ in range(2))
     values = np.geomspace(1, 1e-3, 24)
-    found = inside.orthogonality({"layers/0/mlp/up": q * values @ r, "layers/0/attention/qkv": np.tile(q, 3)})
+    found = inside.orthogonality({"blocks/0/mlp/up/kernel": q * values @ r, "blocks/0/mlp/down/kernel": q})
     for (steps, scale), (cosine, below), (flat, none) in zip(inside.FORMS, *found.values(), strict=True):
         s = values / np.sum(values ** (4 if scale == "schatten" else 2)) ** (1 / (4 if scale == "schatten" else 2))
         for _ in range(steps):
