@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the package imports which: one table, bottom up. And how many functions run in an update."""
+"""Which part of the package imports which: one table, bottom up. How large it is, and how many functions run."""
 
 import ast
 import inspect
@@ -92,6 +92,21 @@ def test_a_relative_is_short_and_uses_what_a_user_can():
                 assert not module.startswith("normpre_optax.relatives"), file
                 assert "._" not in module, file
             assert len(source.splitlines()) <= 60, file
+
+
+def lines_of_code(source):
+    """The lines that are not blank, comments or docstrings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented) and ast.get_docstring(node)]
+    docstrings = {line for node in nodes for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    lines = enumerate(source.splitlines(), 1)
+    return sum(bool(line.strip()) and line.strip()[0] != "#" and i not in docstrings for i, line in lines)
+
+
+@cases.rows("folder at_most", ("normpre_optax", 2_750), ("examples/research", 3_900))
+def test_what_is_added_is_paid_for(folder, at_most):
+    assert lines_of_code('"""Docstring."""\n\n# comment\ndef f():\n    """Docstring."""\n    return 1  # one\n') == 2
+    assert sum(lines_of_code(path.read_text()) for path in (PACKAGE.parent / folder).rglob("*.py")) <= at_most
 
 
 def test_no_module_has_the_name_of_an_option():
