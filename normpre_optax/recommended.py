@@ -18,7 +18,7 @@ def scale_by_normpre_h(
     slow_momentum: Number = 0.98,
     slow_weight: Number | Callable = 0.56,
     metric_strength: Number = 0.5,
-    ns_steps: int | None = 4,
+    ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
     ns_scale: Scale = "schatten",
     compute_dtype: Operands = "narrow",

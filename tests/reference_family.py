@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from tests.reference import TABLES, newton_schulz
+from tests.reference import newton_schulz
 
 MU = 0.95
 VARIANTS = {}  # name and options: optimizer, options, transcription, tolerance
@@ -150,6 +150,6 @@ def normpre_h(shape, momentum=0.85, slow_momentum=0.98, slow_weight=0.56, metric
         w = slow_weight(t) if callable(slow_weight) else slow_weight * (1 - slow_momentum ** (t + 1)) ** 4
         t += 1
         mean = (1 - w) * m1 / (1 - momentum**t) + w * m2 / (1 - slow_momentum**t)
-        return d_of(g, 0.05 * g + 0.95 * mean, lambda x: newton_schulz(x, TABLES["muon"][:4], scale="schatten"))
+        return d_of(g, 0.05 * g + 0.95 * mean, lambda x: newton_schulz(x, scale="schatten"))
 
     return step

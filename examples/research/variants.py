@@ -44,7 +44,7 @@ def normpre_h_variant(
     radial: bool = True,
     peak_power: float = 0.0,
     steps: int = 0,
-    ns_steps: int = 4,
+    ns_steps: int = 5,
     ns_scale: Literal["frobenius", "schatten"] = "schatten",
     learning_rate_multipliers: Any = None,
     adam_b1: float = 0.9,
