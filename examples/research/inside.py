@@ -43,8 +43,14 @@ MOMENTA: dict[str, optax.GradientTransformation] = {
     "age 50": optax.ema(0.98),
     "two momenta (normpre_h)": two_momenta(slow_weight=CONSTANT),
 }
-# Keeps in its state what normpre_h orthogonalizes.
-KEEPS = optax.GradientTransformation(optax.tree.zeros_like, lambda u, state, params=None: (u, u))
+
+
+def kept(updates: Any, state: Any, params: Any = None) -> Any:
+    """The update of a spectral stage that only keeps its input, as its state."""
+    return updates, updates
+
+
+KEEPS = optax.GradientTransformation(lambda params: optax.tree.zeros_like(params), kept)
 ORTHOGONALIZED = direction(two_momenta(slow_weight=CONSTANT), with_metric(KEEPS))
 FORMS = ((5, "frobenius"), (4, "frobenius"), (4, "schatten"), (3, "schatten"))  # steps, norm to start from
 
