@@ -34,14 +34,13 @@ from normpre_optax import direction, two_momenta, with_metric
 from normpre_optax.linalg.newton_schulz import coefficient_table, newton_schulz
 from normpre_optax.stages.metric import MetricState
 
-CONSTANT = lambda step: 0.56  # noqa: E731
 # Momenta to compare, all of the same gradients.
 MOMENTA: dict[str, optax.GradientTransformation] = {
     "gradient": optax.identity(),
     "age 7": two_momenta(slow_weight=0.0, gradient_share=0.0),
     "age 20, Nesterov (Muon)": optax.trace(0.95, nesterov=True),
     "age 50": optax.ema(0.98),
-    "two momenta (normpre_h)": two_momenta(slow_weight=CONSTANT),
+    "two momenta (normpre_h)": two_momenta(),
 }
 
 
@@ -51,8 +50,9 @@ def kept(updates: Any, state: Any, params: Any = None) -> Any:
 
 
 KEEPS = optax.GradientTransformation(lambda params: optax.tree.zeros_like(params), kept)
-ORTHOGONALIZED = direction(two_momenta(slow_weight=CONSTANT), with_metric(KEEPS))
-FORMS = ((5, "frobenius"), (4, "frobenius"), (4, "schatten"), (3, "schatten"))  # steps, norm to start from
+ORTHOGONALIZED = direction(two_momenta(), with_metric(KEEPS))
+# Steps of Newton-Schulz, and the norm to start from.
+FORMS = ((5, "schatten"), (5, "frobenius"), (4, "schatten"), (4, "frobenius"), (3, "schatten"))
 
 
 @dataclass(frozen=True)
