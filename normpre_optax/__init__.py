@@ -36,7 +36,7 @@ from normpre_optax.stages.rows import normalize_rows, normalize_tangent, project
 from normpre_optax.stages.scale import scale_by_shape, scale_to_rms
 from normpre_optax.stages.spectral import precondition_globally, precondition_locally
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # What is imported above; the stub lists it.
 __all__ = sorted(name for name, x in vars().items() if callable(x) or name == "presets")  # pyright: ignore

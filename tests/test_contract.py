@@ -125,7 +125,8 @@ def test_init_is_traceable_and_does_not_depend_on_values(name):
     assert describe(state) == describe(jax.eval_shape(tx.init, params))
 
 
-SAVED = {version: json.loads((Path(__file__).parent / f"states_{version}.json").read_text()) for version in ("0.2.0",)}
+STATES = Path(__file__).parent.glob("states_*.json")
+SAVED = {file.stem.removeprefix("states_"): json.loads(file.read_text()) for file in sorted(STATES)}
 
 
 @pytest.mark.parametrize(("version", "name"), [(version, name) for version, saved in SAVED.items() for name in saved])
