@@ -546,7 +546,7 @@ def normpre_h(
             rule, ``default_matrix_dims``), a rule ``(path, leaf) -> MatrixDims | None``, a function ``(params) ->
             tree``, or a tree (or prefix) of ``MatrixDims`` and None. ``optax.contrib.MuonDimensionNumbers`` can replace
             ``MatrixDims``; None for a parameter means AdamW.
-        adam_weight_decay: weight decay of the AdamW group.
+        adam_weight_decay: weight decay of the AdamW group; None means 0.1.
         weight_decay_mask: tree of bools, or a function ``(params) -> tree``; None decays all parameters;
             ``decay_matrices_only`` excludes norms and biases.
         learning_rate_multipliers: tree of numbers, or a function ``(params) -> tree``: the learning rate of each

@@ -3,7 +3,6 @@
 
 import contextlib
 import math
-import operator
 import reprlib
 from collections.abc import Iterable
 from typing import Any
@@ -66,8 +65,9 @@ def _at_step_0(name: str, schedule: Any) -> Any:
         jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))  # as in an update
     except OverflowError as error:
         raise ValueError(f"{name} is a schedule of int32 steps: write 2**31 and above as floats ({error})") from error
-    except Exception:
-        return value
+    except Exception as error:  # it may need a training run
+        if "positional argument" in str(error):
+            raise TypeError(f"{name} must be a number, or a function of the step: {error}") from error
     return value
 
 
@@ -121,12 +121,8 @@ def static_int(name: str, value: Any, least: int, below: int = 2**31) -> int:
     if isinstance(value, jax.Array):
         fix = "Under optax.inject_hyperparams, pass static_args=normpre_optax.static_args(factory)"
         raise TypeError(f"{name} must be a Python int, as shapes depend on it; got {value}. {fix}")
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {value!r}") from None
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be an int, got {value!r}")
     if not least <= value < below:
         raise ValueError(f"{name} must be at least {least} and below {below}, got {value}")
-    return value
+    return int(value)

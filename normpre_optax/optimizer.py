@@ -182,7 +182,7 @@ is for training from scratch. ``row_norms="keep"`` keeps the norms of trained we
         ``learning_rate_by_length(steps)`` is a good peak.
     adam_learning_rate: of the AdamW group, number or schedule: what you use with AdamW.
 {2}
-    adam_weight_decay: weight decay of the AdamW group.""".removeprefix("\n"),
+    adam_weight_decay: weight decay of the AdamW group; None means 0.1.""".removeprefix("\n"),
 }
 
 
@@ -201,9 +201,8 @@ def complete(
     own = inspect.signature(direction).parameters
     rest = {p.name: p for p in inspect.signature(with_adamw).parameters.values() if p.name != "direction"}
     fixed: dict[str, Any] = {"norm_control": "hyperball", "adam_weight_decay": 0.1} if hyperball else {}
-    positional = ["learning_rate"]
+    positional = ["learning_rate", *["adam_learning_rate"] * hyperball]
     if hyperball:
-        positional.append("adam_learning_rate")
         del rest["norm_control"], rest["weight_decay"]
         rest["adam_weight_decay"] = rest["adam_weight_decay"].replace(default=0.1)
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -119,6 +119,8 @@ INVALID = {
     "muon(jnp.bool_(True))": "learning_rate must be a number, got Array",
     "muon([1e-3])": r"learning_rate must be a number, got \[0.001\]",
     "muon(None)": "learning_rate must be a number, got None",
+    "muon(lambda: 0.1)": "learning_rate must be a number, or a function of the step: .* takes 0 positional",
+    "normpre_h(0.01, 1e-3, slow_weight=lambda: 0.5)": "slow_weight must be a number, or a function of the step",
     "muon(lambda step: None)": r"learning_rate\(0\) must be a number, got None",
     "muon(lambda step: -0.1 if step < 10 else 0.1)": r"learning_rate\(0\) must be in \[0, inf\), got -0.1",
     "normpre_h(1e-2, lambda step: -0.1)": r"adam_learning_rate\(0\) must be in \[0, inf\), got -0.1",

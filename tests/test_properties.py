@@ -205,7 +205,7 @@ KINDS = ("gaussian", "zero rows", "zero columns", "rank one", "constant", "one e
 def problems(m, n):
     """Stacks of gradients and weights: all structures at all sizes, also with gradients parallel to the weights."""
     pairs = []
-    for seed, (kind, size) in enumerate(itertools.product(KINDS, (1e-38, 1e-15, 1.0, 1e15))):
+    for seed, (kind, size) in enumerate(itertools.product(KINDS, (1e-38, 1e-19, 1e-15, 1.0, 1e15))):
         g, own = structured(kind, m, n, seed, size), structured(kind, m, n, seed + 99, 1.0)
         pairs += [(g, own), (g, structured("gaussian", m, n, seed, 20.0)), (g, np.zeros((m, n)))]
         pairs.append((g, structured(kind, m, n, seed, 1.0)))

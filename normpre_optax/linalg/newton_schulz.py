@@ -47,7 +47,7 @@ def coefficient_table(coefficients: str | Sequence, steps: int) -> tuple[Triple,
     """Return one triple per step: a named or given table, cut to ``steps`` or continued with its last triple.
 
     Raises:
-        ValueError: if the name is unknown or the table does not consist of triples.
+        ValueError: if the name is unknown, or the table does not consist of triples of usable numbers.
 
     Example:
         >>> from normpre_optax.linalg.newton_schulz import coefficient_table
@@ -58,10 +58,11 @@ def coefficient_table(coefficients: str | Sequence, steps: int) -> tuple[Triple,
         table: Any = COEFFICIENTS[coefficients] if isinstance(coefficients, str) else tuple(coefficients)
         table = tuple(map(tuple, table)) if isinstance(table[0], Sequence) else (table,)
         table = tuple((float(a), float(b), float(c)) for a, b, c in table)
+        if table[0][0] <= 0 or not all(abs(number) < 1e3 for triple in table for number in triple):
+            raise ValueError
     except (KeyError, TypeError, ValueError, IndexError):
-        raise ValueError(
-            f"ns_coefficients={coefficients!r} is not one of {sorted(COEFFICIENTS)}, a triple, or a list of triples"
-        ) from None
+        wanted = "a triple, or a list of triples, of numbers below 1000, the first one positive"
+        raise ValueError(f"ns_coefficients={coefficients!r} is not one of {sorted(COEFFICIENTS)}, {wanted}") from None
     return tuple(table[min(i, len(table) - 1)] for i in range(steps))
 
 
@@ -77,8 +78,8 @@ def newton_schulz(
     """Approximate ``msign(x) = U V^T``.
 
     The plain form iterates on the matrix. From an aspect ratio of 1.5 on, the Gram form needs fewer operations: it
-    iterates on ``R = X X^T`` and collects the factors in ``Q``; ``R`` is recomputed after two steps, because rounding
-    grows from step to step.
+    iterates on ``R = X X^T`` and collects the factors in ``Q``; ``R`` is recomputed after two steps, then after every
+    three, because rounding grows from step to step.
 
     Args:
         x: a matrix ``(m, n)`` in at least float32.
@@ -90,7 +91,7 @@ def newton_schulz(
         rms: if given, scale the result to this root mean square.
 
     Returns:
-        A matrix ``(m, n)``. A zero matrix stays zero.
+        A matrix ``(m, n)``. One with a root mean square below 1e-18 becomes zero.
 
     Example:
         >>> import jax.numpy as jnp
@@ -106,11 +107,13 @@ def newton_schulz(
     times = functools.partial(product, dtype=compute_dtype)
     # The steps between which the Gram matrix is recomputed.
     gram = max(x.shape) >= 1.5 * min(x.shape) and not (rounds(compute_dtype) and table[0][0] > _STEEP)
-    parts = [part for part in ((table[:2], table[2:]) if gram else [(triple,) for triple in table]) if part]
+    size = 3 if len(table) <= 5 else 2
+    later = [table[i : i + size] for i in range(2, len(table), size)]
+    parts = [table[:2], *later] if gram else [(triple,) for triple in table]
     full = None if rms is None else rms * math.sqrt(x.size)  # the Frobenius norm of the result
     for part in parts:
         r = times(x, x.T) if wide else times(x.T, x)
-        start = inverse_root(jnp.trace(r)) / headroom if part is parts[0] else 1.0
+        start = inverse_root(jnp.trace(r), x.size) / headroom if part is parts[0] else 1.0
         if scale == "schatten" and part is parts[0]:  # in two steps, or the squares overflow
             start = start * inverse_root(jnp.linalg.norm(r * jnp.square(start * headroom)))
         r = first = r * jnp.square(start)
@@ -146,8 +149,7 @@ def exact_msign(x: jax.Array, rms: jax.typing.ArrayLike | None = None) -> jax.Ar
          [1. 0.]]
     """
     u, s, vt = one_at_a_time(lambda y: tuple(jnp.linalg.svd(y, full_matrices=False)))(x)
-    rounding = max(x.shape) * jnp.finfo(x.dtype).eps * s[0]
-    kept = jnp.where(s <= rounding, 0, 1).astype(x.dtype)
+    kept = (s > max(x.shape) * jnp.finfo(x.dtype).eps * s[0]).astype(x.dtype)  # the others are rounding
     t = exact_product(u * kept[None], vt)
     return t if rms is None else t * (rms * math.sqrt(x.size) * inverse_root(jnp.sum(t * t)))
 

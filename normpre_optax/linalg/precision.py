@@ -131,8 +131,10 @@ def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def inverse_root(squares: jax.Array) -> jax.Array:
+def inverse_root(squares: jax.Array, terms: int = 0) -> jax.Array:
     """Return ``squares^(-1/2)``, and 0 where ``squares`` is 0; NaN stays NaN.
+
+    Of a sum of ``terms`` squares, float32 loses a part if their root mean square is below 1e-18: it counts as 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -140,7 +142,22 @@ def inverse_root(squares: jax.Array) -> jax.Array:
         >>> print(inverse_root(jnp.array([4.0, 0.0])))
         [0.5 0. ]
     """
-    return jnp.where(squares <= 0, 0, jax.lax.rsqrt(jnp.where(squares <= 0, 1, squares)))
+    least = 100 * float(jnp.finfo(squares.dtype).tiny) * terms
+    return jnp.where(squares <= least, 0, jax.lax.rsqrt(jnp.where(squares <= least, 1, squares)))
+
+
+def inverse_norm(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return 1 over the norm of ``x`` along axes, which it keeps; 0 for a norm of 0.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.precision import inverse_norm
+        >>> print(inverse_norm(jnp.array([[3.0, 4.0], [1e-19, 2e-19]]), (1,)))
+        [[0.2]
+         [0. ]]
+    """
+    squares = jnp.sum(x * x, axes, keepdims=True)
+    return inverse_root(squares, x.size // max(1, squares.size))
 
 
 def grouped(keys: Iterable[Hashable]) -> list[list[int]]:

@@ -8,7 +8,7 @@ The functions work on parameters as they are stored. A row (the weights of one o
 import jax
 import jax.numpy as jnp
 
-from normpre_optax.linalg.precision import inverse_root
+from normpre_optax.linalg.precision import inverse_norm, inverse_root
 
 Axes = tuple[int, ...]
 TANGENTS = ("relaxed", "strict", "none")
@@ -24,7 +24,7 @@ def unit_rows(x: jax.Array, along: Axes) -> jax.Array:
         [[0.6 0.8]
          [0.  0. ]]
     """
-    return x * inverse_root(jnp.sum(x * x, along, keepdims=True))
+    return x * inverse_norm(x, along)
 
 
 def unit_rows_and_columns(x: jax.Array, along: Axes, across: Axes) -> jax.Array:
@@ -39,7 +39,7 @@ def unit_rows_and_columns(x: jax.Array, along: Axes, across: Axes) -> jax.Array:
         [[1. 0.]
          [0. 2.]]
     """
-    rows, columns = (inverse_root(jnp.sum(x * x, axes, keepdims=True)) for axes in (along, across))
+    rows, columns = inverse_norm(x, along), inverse_norm(x, across)
     largest = jnp.min(jnp.where(rows == 0, jnp.inf, rows), across, keepdims=True)
     return x * (jnp.where(rows == 0, 0, rows / largest) * columns)
 
@@ -86,10 +86,10 @@ def unit_tangent_factors(
         [[0.3333]] [[2.6667]]
     """
     if tangent == "none" or w is None:
-        a = inverse_root(jnp.sum(m * m, along, keepdims=True))
+        a = inverse_norm(m, along)
         return a, jnp.zeros_like(a)
     mm, radial, left = _radial(m, w, along, tangent)
-    a = inverse_root(mm) * inverse_root(left)
+    a = inverse_root(mm, m.size // max(1, mm.size)) * inverse_root(left)
     return a, radial * a
 
 

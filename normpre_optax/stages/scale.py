@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from normpre_optax.checks import check_function, check_numbers
-from normpre_optax.linalg.precision import inverse_root
+from normpre_optax.linalg.precision import inverse_norm, inverse_root
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, split_axes
 from normpre_optax.stages.base import assigned, map_matrices, per_parameter, stage
 from normpre_optax.stages.metric import average, mean_squares
@@ -54,8 +54,7 @@ def scale_to_rms(
 def with_rms(t: jax.Array, dims: MatrixDims, rms: jax.typing.ArrayLike) -> jax.Array:
     """Return the matrices of a parameter scaled to a root mean square."""
     _, outputs, inputs = split_axes(t.ndim, dims)
-    size = math.prod(t.shape[axis] for axis in outputs + inputs)
-    return t * (rms * math.sqrt(size) * inverse_root(jnp.sum(t * t, outputs + inputs, keepdims=True)))
+    return t * (rms * math.prod(matrix_shape(t.shape, dims)[1:]) ** 0.5 * inverse_norm(t, outputs + inputs))
 
 
 def scale_by_shape(

@@ -2,6 +2,7 @@
 """Newton-Schulz and the exact matrix sign against the reference, and on matrices with known spectra."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,8 @@ def test_tables_and_steps():
     assert ns.coefficient_table("you", 7) == TABLES["you"] + TABLES["you"][-1:] * 2  # continued with its last triple
     assert ns.coefficient_table(own, 4) == (own,) * 4
     assert ns.coefficient_table([list(own), reference.MUON], 2) == (own, reference.MUON)
-    for bad in ("muno", (1.0, 2.0), ((1.0, 2.0, 3.0), (1.0,)), (), 3, None):
+    numbers = ((np.nan, 1.0, 1.0), (1e30, 1.0, 1.0), (3.0, -np.inf, 2.0), (0, 0, 0), (own, (2.0, 1e4, 1.0)))
+    for bad in ("muno", (1.0, 2.0), ((1.0, 2.0, 3.0), (1.0,)), (), 3, None, *numbers):
         with pytest.raises(ValueError, match="ns_coefficients"):
             ns.coefficient_table(bad, 5)
 
@@ -137,6 +139,31 @@ def test_the_gram_form_restarts_before_rounding_has_grown():
     wide = np.float32(with_spectrum(24, 96, np.geomspace(1, 1e-3, 24)))
     for x in (wide, wide.T):
         assert relative(run(x), reference.newton_schulz(np.float64(x))) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_more_steps_do_not_diverge(dtype):
+    """Of matrices of low rank and of high condition, in Gram form: 1.2 is the largest value of a step on [0, 1.2]."""
+    matrices = gaussian((64, 32)) @ gaussian((32, 256), 1), with_spectrum(64, 256, np.geomspace(1, 1e-6, 64))
+    for x, steps in itertools.product(matrices, (6, 8, 12, 20)):
+        assert np.linalg.norm(run(np.float32(x), steps=steps, compute_dtype=dtype), 2) < 1.25
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 64)])
+def test_below_the_range_of_float32_a_matrix_is_zero(shape):
+    """Not a part of its squares: a momentum that decays without gradients passes through all of these scales.
+
+    Just above, single squares of small entries are still lost, 1 % at most of the smallest matrix that counts.
+    """
+    x = gaussian(shape)
+    scales = np.logspace(-38, -12, 53)
+    for scale in ("frobenius", "schatten"):
+        (found,) = stack_of(functools.partial(SPECTRAL["newton_schulz"], scale=scale), scales[:, None, None] * x)
+        errors = np.array([relative(t, found[-1]) if t.any() else 0.0 for t in found])
+        assert not found[scales < 9e-19].any()
+        assert found[scales > 2e-18].any((1, 2)).all()
+        assert errors.max() < 1e-2
+        assert errors[scales > 1e-16].max() < 4 * 485 * EPS32
 
 
 def test_msign_agrees_with_the_reference(x64):
