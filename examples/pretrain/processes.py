@@ -57,7 +57,7 @@ def lock(folder: Path) -> IO[bytes] | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise RunError(f"another process is writing {folder}") from error
+        raise RunError(f"another process is writing {folder}: wait until it has ended, or stop it") from error
     return file
 
 

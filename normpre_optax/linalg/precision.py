@@ -60,18 +60,18 @@ def by_platform(f: Callable, *args: Any) -> Callable:
 
 
 def at_least_float32(x: Any) -> jax.Array:
-    """Convert to float32 if the dtype is narrower.
+    """Convert to float32 if the dtype is narrower, or an integer.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.precision import at_least_float32
-        >>> at_least_float32(jnp.ones(2, jnp.bfloat16)).dtype
-        dtype('float32')
+        >>> [str(at_least_float32(jnp.ones(2, dtype)).dtype) for dtype in (jnp.bfloat16, jnp.int32)]
+        ['float32', 'float32']
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"{x} has no values: for the shapes of a state, call jax.eval_shape(tx.init, params)")
     x = jnp.asarray(x)
-    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 or not jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 def product(a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:
