@@ -78,8 +78,8 @@ def newton_schulz(
     """Approximate ``msign(x) = U V^T``.
 
     The plain form iterates on the matrix. From an aspect ratio of 1.5 on, the Gram form needs fewer operations: it
-    iterates on ``R = X X^T`` and collects the factors in ``Q``; ``R`` is recomputed after two steps, then after every
-    three, because rounding grows from step to step.
+    iterates on ``R = X X^T`` and collects the factors in ``Q``; ``R`` is recomputed after two steps, because rounding
+    grows from step to step; of more than five, after every two.
 
     Args:
         x: a matrix ``(m, n)`` in at least float32.
@@ -105,8 +105,8 @@ def newton_schulz(
     """
     wide = x.shape[0] <= x.shape[1]
     times = functools.partial(product, dtype=compute_dtype)
-    # The steps between which the Gram matrix is recomputed.
     gram = max(x.shape) >= 1.5 * min(x.shape) and not (rounds(compute_dtype) and table[0][0] > _STEEP)
+    # The steps between which the Gram matrix is recomputed.
     size = 3 if len(table) <= 5 else 2
     later = [table[i : i + size] for i in range(2, len(table), size)]
     parts = [table[:2], *later] if gram else [(triple,) for triple in table]
