@@ -361,6 +361,23 @@ def best_runs(content: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def curves(arms: Sequence[dict[str, Any]], losses: str) -> np.ndarray:
+    """Steps and "validation" or "train" losses of arms, (arms, points, 2); no points if a log was damaged."""
+    found = [arm.get(losses, ()) for arm in arms]
+    return np.array(found if len(set(map(len, found))) == 1 else ()).reshape(len(arms), -1, 2)
+
+
+def mean_loss(arms: Sequence[dict[str, Any]]) -> float:
+    """Mean of the best validation losses."""
+    return float(np.mean([arm["best_validation_loss"] for arm in arms]))
+
+
+def step_of(loss: float, arms: Sequence[dict[str, Any]]) -> float:
+    """Step at which the mean validation loss of arms falls to ``loss``, interpolated; NaN if a log was damaged."""
+    steps, losses = curves(arms, "validation").mean(0).T
+    return float(np.interp(loss, np.minimum.accumulate(losses)[::-1], steps[::-1])) if len(steps) else math.nan
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     return "".join(f"| {' | '.join(row)} |\n" for row in (heads, ["---"] * len(heads), *rows))
@@ -387,16 +404,20 @@ def losses_table(content: dict[str, Any]) -> str:
 
 
 def differences_table(content: dict[str, Any]) -> str:
-    """By how much the best optimizer is ahead: mean over common seeds, and its standard error; empty for one seed."""
-    arms = best_runs(content).items()
-    losses = {name: {arm["seed"]: arm["best_validation_loss"] for arm in found} for name, found in arms}
-    best = min(losses, key=lambda name: np.mean([*losses[name].values()]), default="")
-    rows = []
-    for name in losses:
-        ahead = [losses[name][seed] - losses[best][seed] for seed in losses[name].keys() & losses[best].keys()]
-        if name != best and len(ahead) > 1:
-            rows.append([label(name), f"{np.mean(ahead):.3f} ± {np.std(ahead, ddof=1) / len(ahead) ** 0.5:.3f}"])
-    return table(["optimizer", f"{label(best)} is ahead by"], rows) if rows else ""
+    """By how much the best optimizer is ahead over common seeds, and at which step it has another's loss."""
+    runs, rows = best_runs(content), []
+    best = min(runs, key=lambda name: mean_loss(runs[name]), default="")
+    for name in [name for name in runs if name != best]:
+        losses = {arm["seed"]: arm["best_validation_loss"] for arm in runs[best]}
+        ahead = [arm["best_validation_loss"] - losses[arm["seed"]] for arm in runs[name] if arm["seed"] in losses]
+        gain = f"{np.mean(ahead):.3f}" if ahead else ""
+        error = f" ± {np.std(ahead, ddof=1) / len(ahead) ** 0.5:.3f}" if len(ahead) > 1 else ""
+        step = step_of(mean_loss(runs[name]), runs[best])
+        fewer = "" if math.isnan(step) else f"{step:,.0f} ({1 - step / content['config']['steps']:.0%} fewer)"
+        rows.append([label(name), gain + error, fewer])
+    note = "Steps are interpolated. The learning rate is still high there, so a run of so many steps would end lower."
+    heads = ["optimizer", f"{label(best)} is ahead by", "and has its loss at step"]
+    return f"{table(heads, rows)}\n{note}\n" if rows else ""
 
 
 def runs_table(content: dict[str, Any]) -> str:
@@ -439,20 +460,23 @@ def markdown(content: dict[str, Any]) -> str:
 def paint_losses(axes: Axes, content: dict[str, Any]) -> bool:
     """Validation loss at the best learning rates, mean and range of seeds, without the first tenth; thin: training."""
     for name, arms in best_runs(content).items():
-        sizes = {(len(arm.get("validation", ())), len(arm.get("train", ()))) for arm in arms}
-        if len(sizes) > 1 or 0 in sizes.pop():  # an arm whose log was damaged
+        look, scores, train = style(name, content), curves(arms, "validation"), curves(arms, "train").mean(0)
+        if not (scores.size and train.size):  # the log of an arm was damaged
             return False
-        look, scores = style(name, content), np.array([arm["validation"] for arm in arms])
-        train = np.array([arm["train"] for arm in arms]).mean(0)
         begin = scores[0, scores[0, :, 0] >= SHOWN_FROM_SHARE * train[-1, 0], 0].min()
         scores, train = scores[:, scores[0, :, 0] >= begin], train[train[:, 0] >= begin]
         axes.plot(*train.T, color=look["color"], alpha=0.4, linewidth=0.8)
         axes.plot(*scores.mean(0).T, **look)
         losses = scores[:, :, 1]
         axes.fill_between(scores[0, :, 0], losses.min(0), losses.max(0), color=look["color"], alpha=0.2, linewidth=0)
+    runs = sorted(best_runs(content).values(), key=mean_loss)
+    for loss in map(mean_loss, runs[1:2]):
+        step, last = step_of(loss, runs[0]), content["config"]["steps"]
+        look = {"color": "0.3", "linewidth": 0.8, "label": f"{1 - step / last:.0%} fewer steps than the next best"}
+        axes.plot([step, last], [loss, loss], "|-", **look)
     over_steps(axes)
     axes.set_ylabel("loss (nats per token)")
-    return bool(best_runs(content))
+    return bool(runs)
 
 
 def paint_learning_rates(axes: Axes, content: dict[str, Any]) -> bool:

@@ -57,9 +57,14 @@ def test_the_tables(content):
         "",
         "Runs are missing: these means are of different seeds.",
     ]
-    assert compare.differences_table(content) == ""
+    ahead = compare.differences_table(content).splitlines()
+    assert ahead[0] == "| optimizer | NormPre-G, tangent=none is ahead by | and has its loss at step |"
+    assert ahead[2] == "| AdamW | 0.400 | 8 (25% fewer) |"  # 3.1 between 3.6 at step 5 and 2.6 at step 10: 7.5
+    assert ahead[3] == "| Muon | 0.100 | 9 (11% fewer) |"
     content["arms"] = [arm for arm in content["arms"] if "normpre" not in arm["optimizer"]]
-    assert compare.differences_table(content).splitlines()[2:] == ["| AdamW | 0.275 ± 0.025 |"]
+    assert compare.differences_table(content).splitlines()[2] == "| AdamW | 0.275 ± 0.025 | 9 (14% fewer) |"
+    alone = content | {"arms": [arm for arm in content["arms"] if arm["optimizer"] == "muon"]}
+    assert compare.differences_table(alone) == ""
     runs = compare.runs_table(content).splitlines()
     assert runs[0] == "| optimizer | seed | 0.1 | 0.2 | 0.4 |"
     assert "| AdamW | 0 | 3.0000 | 9.5000 |  |" in runs
@@ -83,6 +88,9 @@ def test_a_report_is_drawn(content, tmp_path):
 def test_a_report_of_arms_whose_logs_were_damaged(content, tmp_path):
     muon = [arm for arm in content["arms"] if arm["optimizer"] == "muon" and arm["learning_rate"] == 0.2]
     muon[1]["validation"].pop(1)
+    assert "| Muon | 0.100 | 9 (11% fewer) |" in compare.differences_table(content)
+    muon_is_best = content | {"arms": [arm for arm in content["arms"] if "normpre" not in arm["optimizer"]]}
+    assert "| AdamW | 0.275 ± 0.025 |  |" in compare.differences_table(muon_is_best)
     compare.write(tmp_path, content)
     muon[0] |= {"validation": [], "norms": {}}
     compare.write(tmp_path, content)
@@ -101,6 +109,9 @@ def painted(paint, content):
 def test_the_axes_show_what_differs(content):
     """The range of losses has the training losses, and a hopeless learning rate does not set that of the others."""
     axes = painted(compare.paint_losses, content)
+    steps_saved = axes.lines[-1]
+    assert steps_saved.get_label().endswith("fewer steps than the next best")
+    assert steps_saved.get_xdata() == pytest.approx([9.75, 10])  # 2.65 between 3.6 at step 5 and 2.6 at step 10
     bottom, top = axes.get_ylim()
     assert bottom < min(line.get_ydata().min() for line in axes.lines)
     assert max(line.get_ydata().max() for line in axes.lines) < top < 6
