@@ -196,7 +196,7 @@ def muon(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
-            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
+            value than "frobenius"; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -282,7 +282,7 @@ def muoneq(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
-            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
+            value than "frobenius"; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -448,7 +448,7 @@ def normpre_g(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
-            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
+            value than "frobenius"; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -523,8 +523,8 @@ def normpre_h(
     (``with_metric``). The direction D has no particular scale.
 
     Hidden matrices use ``scale_by_normpre_h`` and ``hyperball``, ``W <- R N(N(W) - lr N(D))``: the first update sets the norm
-    ``R`` of every matrix, so the result does not depend on the scale of the initialization. Everything else uses AdamW. It
-    is for training from scratch. ``row_norms="keep"`` keeps the norms of trained weights.
+    ``R`` of every matrix, so the scale of the initialization only affects the first gradient. Everything else uses AdamW.
+    It is for training from scratch. ``row_norms="keep"`` keeps the norms of trained weights.
 
     Args:
         learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule.
@@ -537,7 +537,7 @@ def normpre_h(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
-            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
+            value than "frobenius"; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -712,7 +712,7 @@ def normuon(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
-            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
+            value than "frobenius"; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -886,7 +886,7 @@ def scale_by_muon(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
-            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
+            value than "frobenius"; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -929,7 +929,7 @@ def scale_by_muoneq(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
-            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
+            value than "frobenius"; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -1019,7 +1019,7 @@ def scale_by_normpre_g(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
-            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
+            value than "frobenius"; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -1063,7 +1063,7 @@ def scale_by_normpre_h(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
-            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
+            value than "frobenius"; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.
@@ -1157,7 +1157,7 @@ def scale_by_normuon(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.
         ns_scale: norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular
-            value than "frobenius", and saves about one iteration; see ``precondition_globally``.
+            value than "frobenius"; see ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32. None means the platform's default
             for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU.
             ``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.

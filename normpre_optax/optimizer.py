@@ -175,8 +175,8 @@ _HYPERBALL = _COMPLETE | {
     "": """{1}
 
 Hidden matrices use ``scale_by_{0}`` and ``hyperball``, ``W <- R N(N(W) - lr N(D))``: the first update sets the norm
-``R`` of every matrix, so the result does not depend on the scale of the initialization. Everything else uses AdamW. It
-is for training from scratch. ``row_norms="keep"`` keeps the norms of trained weights.""",
+``R`` of every matrix, so the scale of the initialization only affects the first gradient. Everything else uses AdamW.
+It is for training from scratch. ``row_norms="keep"`` keeps the norms of trained weights.""",
     "Args": """
     learning_rate: of hidden matrices: size of a step relative to the weights, number or schedule.
         ``learning_rate_by_length(steps)`` is a good peak.

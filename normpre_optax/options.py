@@ -27,7 +27,7 @@ ARGS = {
     "ns_steps": "Newton-Schulz iterations; None orthogonalizes exactly.",
     "ns_coefficients": '"muon", "you", "polar_express", a triple ``(a, b, c)``, or one triple per step.',
     "ns_scale": 'norm that matrices are divided by before the iterations. "schatten" is closer to the largest singular '
-    'value than "frobenius", and saves about one iteration; see ``precondition_globally``.',
+    'value than "frobenius"; see ``precondition_globally``.',
     "compute_dtype": "dtype of the operands of large products; sums are in float32. None means the platform's "
     "default for float32: one bfloat16 pass on a TPU, TF32 on a GPU (sketches: bfloat16), float32 on a CPU. "
     '``jnp.float32`` means true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32 on a CPU.',

@@ -80,6 +80,16 @@ def test_every_page_recommends_the_same_optimizer_first():
         assert {x for x in peaks if x > 5e-3} <= {1.6e-2, 1e-2}, page
 
 
+def test_the_version_is_the_same_everywhere():
+    versions = {
+        ROOT / "pyproject.toml": r'^version = "(.*)"$',
+        DOCS / "CITATION.cff": r"^version: (.*)$",
+        DOCS / "changelog.md": r"^## ([\d.]+) \(",  # the newest entry is the first
+    }
+    for path, pattern in versions.items():
+        assert re.search(pattern, path.read_text(), re.MULTILINE)[1] == npo.__version__, path
+
+
 def test_every_argument_of_optaxs_muon_has_a_place_here():
     """In the tables of moving.md: each in one row, next to options of this package's Muon, or none."""
     section = (DOCS / "moving.md").read_text().partition("## From optax's Muon\n")[2].partition("\n## ")[0]
