@@ -169,7 +169,7 @@ class Study:
             "date": time.strftime("%Y-%m-%d"),
             "machine": {**session["device"], "system": session["machine"], "cores": session["cores"]},
             **{"versions": session["versions"], "config": run["config"], "parameters": run["parameters"]},
-            "text": {"source": run["data"]["source"], "fingerprint": run["fingerprint"]},
+            "text": {key: run["data"].get(key) for key in ("source", "fingerprint", "passes")},
         }
 
 
@@ -435,10 +435,12 @@ def setting(content: dict[str, Any]) -> str:
     """Command, model, budget, machine and versions of a report, in a paragraph."""
     config, machine, versions = content["config"], content["machine"], content["versions"]
     tokens = config["steps"] * config["batch_size"] * config["model.context"]
+    passes = content["text"].get("passes")  # None in reports of versions before 0.3
+    text = content["text"]["source"] + (f", {passes:.2g} passes" if passes else "")
     return (
         f"`{content['command']}`, {content['date']}. {content['parameters']:,} parameters ({config['model.family']}, "
         f"{config['model.layers']} layers, width {config['model.width']}), {config['steps']:,} steps of "
-        f"{config['batch_size']} x {config['model.context']} tokens ({tokens:,}) of {content['text']['source']}. "
+        f"{config['batch_size']} x {config['model.context']} tokens ({tokens:,}) of {text}. "
         f"{machine['kind']}, {machine['cores']} core(s) a run, Python {versions['python']}, jax {versions['jax']}.\n"
     )
 

@@ -153,9 +153,10 @@ def introduce(config: Config, stored: Stored, dataset: data.Dataset, trainer: Tr
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     table, totals = optimizers.parameter_table(params, config)
     environment = logs.environment()
+    passes = config.steps * config.batch_size / len(data.Sequences(dataset, "train", model.context))
     run = {
         **{"config": to_dict(config), "fingerprint": texts["fingerprint"], "parameters": count},
-        **{"data": {"folder": str(dataset.folder), **texts}, "dtype": str(compute_dtype(config))},
+        **{"data": {"folder": str(dataset.folder), "passes": passes, **texts}, "dtype": str(compute_dtype(config))},
         "sessions": [*(stored["sessions"] if stored else []), environment],
     }
     logs.write_json(config.run_folder / "run.json", run)  # first: a folder without it is no run
@@ -173,7 +174,8 @@ def introduce(config: Config, stored: Stored, dataset: data.Dataset, trainer: Tr
         f"{count:,} parameters\n"
         f"Optimizer  {config.optimizer}, learning rate {config.learning_rate:g}{adam}; {totals}\n"
         f"Run        {config.steps:,} steps ({warmup_steps(config):,} of warm-up) of {config.batch_size} x "
-        f"{model.context} tokens{parts} ({tokens / 1e6:,.2f} M) on {devices} in {run['dtype']}\n"
+        f"{model.context} tokens{parts} ({tokens / 1e6:,.2f} M, {passes:.2g} passes over the text) "
+        f"on {devices} in {run['dtype']}\n"
     )
 
 

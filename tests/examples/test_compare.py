@@ -79,6 +79,8 @@ def test_a_report_is_drawn(content, tmp_path):
     text = (tmp_path / "README.md").read_text()
     for part in ("# Comparison: nano --steps 10", "tokens (80)", "| NormPre-G, tangent=none | 0 |"):
         assert part in text
+    compare.write(tmp_path, content | {"text": {"source": "a book", "passes": 3.53}})
+    assert "tokens (80) of a book, 3.5 passes." in (tmp_path / "README.md").read_text()
     without_curves = {key: x for key, x in arm("adamw", 0.1, 0, 3.0).items() if key not in ("train", "row_norm")}
     content["arms"] = [without_curves]
     compare.write(tmp_path, content)

@@ -94,6 +94,9 @@ def test_a_run_leaves_its_folder_and_nothing_else(finished, dataset):
     assert "12 steps (2 of warm-up)" in said
     stored = json.loads((run / "run.json").read_text())
     assert (stored["config"]["model.width"], stored["config"]["steps"]) == (16, 12)
+    tokens = 12 * stored["config"]["batch_size"] * stored["config"]["model.context"]
+    assert stored["data"]["passes"] == pytest.approx(tokens / len(dataset.train), rel=0.02)
+    assert f"{stored['data']['passes']:.2g} passes over the text" in said
     assert stored["fingerprint"] == dataset.manifest["fingerprint"]
     (session,) = stored["sessions"]
     assert {"python", "jax", "orbax-checkpoint", "numpy"} <= session["versions"].keys()
