@@ -388,18 +388,17 @@ def losses_table(content: dict[str, Any]) -> str:
 
     With the norms of the hidden matrices' rows and columns at the end, of the first seed.
     """
-    losses = {name: [arm["best_validation_loss"] for arm in arms] for name, arms in best_runs(content).items()}
-    least, rows = min(map(np.mean, losses.values()), default=0.0), []
-    for name, arms in best_runs(content).items():
-        rates, best, norms = [arm["learning_rate"] for arm in swept(content, name)], arms[0]["learning_rate"], ()
+    runs, rows = best_runs(content), []
+    least = min(map(mean_loss, runs.values()), default=0.0)
+    for name, arms in runs.items():
+        rates, best = [arm["learning_rate"] for arm in swept(content, name)], arms[0]["learning_rate"]
         end = {rates[-1]: " (largest)", rates[0]: " (smallest)"}.get(best, "") if len(rates) > 1 else ""
-        mean = f"{np.mean(losses[name]):.4f}"
-        mean = f"**{mean}**" if np.mean(losses[name]) == least else mean
-        deviation = f"{np.std(losses[name], ddof=1):.4f}" if len(arms) > 1 else ""
+        mean = f"**{least:.4f}**" if mean_loss(arms) == least else f"{mean_loss(arms):.4f}"
+        deviation = f"{np.std([arm['best_validation_loss'] for arm in arms], ddof=1):.4f}" if len(arms) > 1 else ""
         norms = [f"{arms[0]['norms'][x]:.2f}" if arms[0].get("norms") else "" for x in ("row_norm", "column_norm")]
         rows.append([label(name), f"{best:g}{end}", mean, deviation, str(len(arms)), *norms])
     heads = ["optimizer", "learning rate", "validation loss", "deviation", "seeds", "row norm", "column norm"]
-    note = "\nRuns are missing: these means are of different seeds.\n" * (len({len(x) for x in losses.values()}) > 1)
+    note = "\nRuns are missing: these means are of different seeds.\n" * (len(set(map(len, runs.values()))) > 1)
     return table(heads, rows) + note
 
 
@@ -407,8 +406,8 @@ def differences_table(content: dict[str, Any]) -> str:
     """By how much the best optimizer is ahead over common seeds, and at which step it has another's loss."""
     runs, rows = best_runs(content), []
     best = min(runs, key=lambda name: mean_loss(runs[name]), default="")
+    losses = {arm["seed"]: arm["best_validation_loss"] for arm in runs.get(best, ())}
     for name in [name for name in runs if name != best]:
-        losses = {arm["seed"]: arm["best_validation_loss"] for arm in runs[best]}
         ahead = [arm["best_validation_loss"] - losses[arm["seed"]] for arm in runs[name] if arm["seed"] in losses]
         gain = f"{np.mean(ahead):.3f}" if ahead else ""
         error = f" ± {np.std(ahead, ddof=1) / len(ahead) ** 0.5:.3f}" if len(ahead) > 1 else ""
@@ -461,7 +460,8 @@ def markdown(content: dict[str, Any]) -> str:
 
 def paint_losses(axes: Axes, content: dict[str, Any]) -> bool:
     """Validation loss at the best learning rates, mean and range of seeds, without the first tenth; thin: training."""
-    for name, arms in best_runs(content).items():
+    runs = best_runs(content)
+    for name, arms in runs.items():
         look, scores, train = style(name, content), curves(arms, "validation"), curves(arms, "train").mean(0)
         if not (scores.size and train.size):  # the log of an arm was damaged
             return False
@@ -471,9 +471,10 @@ def paint_losses(axes: Axes, content: dict[str, Any]) -> bool:
         axes.plot(*scores.mean(0).T, **look)
         losses = scores[:, :, 1]
         axes.fill_between(scores[0, :, 0], losses.min(0), losses.max(0), color=look["color"], alpha=0.2, linewidth=0)
-    runs = sorted(best_runs(content).values(), key=mean_loss)
-    for loss in map(mean_loss, runs[1:2]):
-        step, last = step_of(loss, runs[0]), content["config"]["steps"]
+    if len(runs) > 1:
+        best, next_best = sorted(runs.values(), key=mean_loss)[:2]
+        loss, last = mean_loss(next_best), content["config"]["steps"]
+        step = step_of(loss, best)
         look = {"color": "0.3", "linewidth": 0.8, "label": f"{1 - step / last:.0%} fewer steps than the next best"}
         axes.plot([step, last], [loss, loss], "|-", **look)
     over_steps(axes)
