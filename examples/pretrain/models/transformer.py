@@ -29,14 +29,19 @@ CUDNN_HEAD_WIDTH = 128
 Implementation = Literal["xla", "cudnn"]
 
 
+def rows(x: jax.Array) -> jax.Array:
+    """``x`` (..., D) as (N, D) on one device: on CPU, XLA computes a 2-D weight gradient in half the time."""
+    return x if on_mesh() else x.reshape(-1, x.shape[-1])
+
+
 class Linear(nnx.Linear):
-    """``nnx.Linear`` with the leading axes flattened: on CPU, XLA computes a 2-D weight gradient in half the time."""
+    """``nnx.Linear`` with flat ``rows``, which gathers its kernel."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(..., inputs) to (..., outputs), in ``dtype``."""
         bias = None if self.bias is None else self.bias[...]
         x, kernel, bias = self.promote_dtype((x, self.kernel[...], bias), dtype=self.dtype)
-        y = jnp.dot(x.reshape(-1, x.shape[-1]), whole(kernel))
+        y = jnp.dot(rows(x), whole(kernel))
         return (y if bias is None else y + bias.reshape(1, -1)).reshape(*x.shape[:-1], -1)
 
 
@@ -55,8 +60,8 @@ class Embedding(nnx.Embed):
         return whole(self.embedding[...].astype(self.dtype))
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """(..., D) to logits (..., V); flattened as in ``Linear``."""
-        return jnp.dot(x.astype(self.dtype).reshape(-1, x.shape[-1]), self.table().T).reshape(*x.shape[:-1], -1)
+        """(..., D) to logits (..., V)."""
+        return jnp.dot(rows(x.astype(self.dtype)), self.table().T).reshape(*x.shape[:-1], -1)
 
 
 def linear(
