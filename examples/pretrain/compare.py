@@ -408,13 +408,16 @@ def differences_table(content: dict[str, Any]) -> str:
     best = min(runs, key=lambda name: mean_loss(runs[name]), default="")
     losses = {arm["seed"]: arm["best_validation_loss"] for arm in runs.get(best, ())}
     for name in [name for name in runs if name != best]:
-        ahead = [arm["best_validation_loss"] - losses[arm["seed"]] for arm in runs[name] if arm["seed"] in losses]
+        common = [arm for arm in runs[name] if arm["seed"] in losses]
+        seeds = {arm["seed"] for arm in common}
+        ahead = [arm["best_validation_loss"] - losses[arm["seed"]] for arm in common]
         gain = f"{np.mean(ahead):.3f}" if ahead else ""
         error = f" ± {np.std(ahead, ddof=1) / len(ahead) ** 0.5:.3f}" if len(ahead) > 1 else ""
-        step = step_of(mean_loss(runs[name]), runs[best])
+        step = step_of(mean_loss(common), [arm for arm in runs[best] if arm["seed"] in seeds]) if common else math.nan
         fewer = "" if math.isnan(step) else f"{step:,.0f} ({1 - step / content['config']['steps']:.0%} fewer)"
         rows.append([label(name), gain + error, fewer])
-    note = "Steps are interpolated. The learning rate is still high there, so a run of so many steps would end lower."
+    note = "Steps are where the mean loss first falls to the other's, interpolated. "
+    note += "The learning rate is still high there, so a run of so many steps would end lower."
     heads = ["optimizer", f"{label(best)} is ahead by", "and has its loss at step"]
     return f"{table(heads, rows)}\n{note}\n" if rows else ""
 
@@ -435,7 +438,7 @@ def setting(content: dict[str, Any]) -> str:
     config, machine, versions = content["config"], content["machine"], content["versions"]
     tokens = config["steps"] * config["batch_size"] * config["model.context"]
     passes = content["text"].get("passes")  # None in reports of versions before 0.3
-    text = content["text"]["source"] + (f", {passes:.2g} passes" if passes else "")
+    text = content["text"]["source"] + (f", {passes:.2g} passes over it" if passes else "")
     return (
         f"`{content['command']}`, {content['date']}. {content['parameters']:,} parameters ({config['model.family']}, "
         f"{config['model.layers']} layers, width {config['model.width']}), {config['steps']:,} steps of "

@@ -163,7 +163,7 @@ def introduce(config: Config, stored: Stored, dataset: data.Dataset, trainer: Tr
     (config.run_folder / "parameters.txt").write_text(table + "\n")
     kind, tokens = environment["device"]["kind"], config.steps * config.batch_size * model.context
     devices = kind if jax.device_count() == 1 else f"{config.devices} of {jax.device_count()} x {kind}"
-    devices += f" ({config.fsdp} x FSDP)" * (config.devices > 1)
+    devices += f" ({config.replicas} x {config.fsdp} FSDP)" * (config.devices > 1)
     parts = f", {config.micro_batch} at a time," if config.micro_batch else ""
     adam = f", AdamW learning rate {config.adam_learning_rate:g}" if config.adam_learning_rate else ""
     console.print(

@@ -224,7 +224,7 @@ def test_a_run_on_a_mesh(flags, tmp_path, capsys):
     arguments = [*flags, *STEPS, *SMALLEST, "--optimizer", "adamw", "--steps", "3", "--checkpoint-every", "3"]
     assert main.main([*arguments, "--name", "one"]) == 0
     assert main.main([*arguments, "--name", "mesh", "--replicas", "2", "--fsdp", "4"]) == 0
-    assert "8 x cpu (4 x FSDP)" in capsys.readouterr().out
+    assert "8 x cpu (2 x 4 FSDP)" in capsys.readouterr().out
     close(tmp_path / "runs" / "mesh", tmp_path / "runs" / "one")
 
 
