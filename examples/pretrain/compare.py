@@ -378,6 +378,13 @@ def step_of(loss: float, arms: Sequence[dict[str, Any]]) -> float:
     return float(np.interp(loss, np.minimum.accumulate(losses)[::-1], steps[::-1])) if len(steps) else math.nan
 
 
+def paired(*optimizers: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The arms of each optimizer with the seeds that all of them have, in the same order."""
+    by_seed = [{arm["seed"]: arm for arm in arms} for arms in optimizers]
+    seeds = sorted(set.intersection(*map(set, by_seed)))
+    return [[arms[seed] for seed in seeds] for arms in by_seed]
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     return "".join(f"| {' | '.join(row)} |\n" for row in (heads, ["---"] * len(heads), *rows))
@@ -406,14 +413,12 @@ def differences_table(content: dict[str, Any]) -> str:
     """By how much the best optimizer is ahead over common seeds, and at which step it has another's loss."""
     runs, rows = best_runs(content), []
     best = min(runs, key=lambda name: mean_loss(runs[name]), default="")
-    losses = {arm["seed"]: arm["best_validation_loss"] for arm in runs.get(best, ())}
     for name in [name for name in runs if name != best]:
-        common = [arm for arm in runs[name] if arm["seed"] in losses]
-        seeds = {arm["seed"] for arm in common}
-        ahead = [arm["best_validation_loss"] - losses[arm["seed"]] for arm in common]
+        others, own = paired(runs[name], runs[best])
+        ahead = [a["best_validation_loss"] - b["best_validation_loss"] for a, b in zip(others, own, strict=True)]
         gain = f"{np.mean(ahead):.3f}" if ahead else ""
         error = f" ± {np.std(ahead, ddof=1) / len(ahead) ** 0.5:.3f}" if len(ahead) > 1 else ""
-        step = step_of(mean_loss(common), [arm for arm in runs[best] if arm["seed"] in seeds]) if common else math.nan
+        step = step_of(mean_loss(others), own) if own else math.nan
         fewer = "" if math.isnan(step) else f"{step:,.0f} ({1 - step / content['config']['steps']:.0%} fewer)"
         rows.append([label(name), gain + error, fewer])
     note = "Steps are where the mean loss first falls to the other's, interpolated. "
@@ -474,8 +479,8 @@ def paint_losses(axes: Axes, content: dict[str, Any]) -> bool:
         axes.plot(*scores.mean(0).T, **look)
         losses = scores[:, :, 1]
         axes.fill_between(scores[0, :, 0], losses.min(0), losses.max(0), color=look["color"], alpha=0.2, linewidth=0)
-    if len(runs) > 1:
-        best, next_best = sorted(runs.values(), key=mean_loss)[:2]
+    best, next_best = paired(*sorted(runs.values(), key=mean_loss)[:2]) if len(runs) > 1 else ([], [])
+    if best:
         loss, last = mean_loss(next_best), content["config"]["steps"]
         step = step_of(loss, best)
         look = {"color": "0.3", "linewidth": 0.8, "label": f"{1 - step / last:.0%} fewer steps than the next best"}

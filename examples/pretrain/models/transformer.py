@@ -35,7 +35,7 @@ def rows(x: jax.Array) -> jax.Array:
 
 
 class Linear(nnx.Linear):
-    """``nnx.Linear`` with flat ``rows``, which gathers its kernel."""
+    """``nnx.Linear`` on ``rows``; on a mesh it gathers its kernel."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(..., inputs) to (..., outputs), in ``dtype``."""
