@@ -72,10 +72,12 @@ class Study:
         """Prepare the text, make the folder and lock it.
 
         Raises:
-            RunError: if it holds arms of another setting or text, or another process works in it.
+            RunError: if it holds arms of another or unknown setting or text, or another process works in it.
         """
         file = self.folder / "study.json"
         corpus = data.open_corpus(self.config, self.console)  # once, before arms make it side by side
+        if not file.exists() and any(self.folder.rglob("run.json")):
+            raise RunError(f"{self.folder} holds runs but no study.json: remove it, or choose another --name")
         own = {"flags": self.config_flags, "fingerprint": corpus.manifest["fingerprint"]}
         before = own | read_json(file) if file.exists() else own
         if before["flags"] != self.config_flags:
@@ -141,8 +143,11 @@ class Study:
         output = self.folder / f"{arm.name}.txt"
         if not (result := finished(self.folder / arm.name)):
             reason = (output.read_text().strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            reason = reason.removeprefix("error: ")
+            if process.returncode < 0:
+                reason = f"killed by signal {number} (9 is often for lack of memory); the same command resumes it"
             if not self.results:
-                raise RunError(f"{arm.name} failed: {reason.removeprefix('error: ')} (its output: {output})")
+                raise RunError(f"{arm.name} failed: {reason} (its output: {output})")
             result = {"status": "failed", "reason": reason}
         self.record(arm, result)
 
@@ -155,8 +160,11 @@ class Study:
         self.console.print(f"{arm.name}  {prefix}{said}")
 
     def records(self) -> list[Result]:
-        """The results, with the settings of each arm."""
-        return [{**arm._asdict(), **result} for arm, result in self.results.items()]
+        """The results, with the settings of each arm and the learning rate of its AdamW group."""
+        configurations = (configs.parse([*self.config_flags, *arm.flags]) for arm in self.results)
+        rates = [{"adam_learning_rate": config.adam_learning_rate or config.learning_rate} for config in configurations]
+        arms = zip(self.results.items(), rates, strict=True)
+        return [{**arm._asdict(), **rate, **result} for (arm, result), rate in arms]
 
     def facts(self, command: str) -> dict[str, Any]:
         """What a report says about all arms: settings, command, date, machine, versions, text."""
@@ -373,9 +381,10 @@ def mean_loss(arms: Sequence[dict[str, Any]]) -> float:
 
 
 def step_of(loss: float, arms: Sequence[dict[str, Any]]) -> float:
-    """Step at which the mean validation loss of arms falls to ``loss``, interpolated; NaN if a log was damaged."""
+    """Step at which the mean validation loss of arms falls to ``loss``, interpolated; NaN if never, or unknown."""
     steps, losses = curves(arms, "validation").mean(0).T
-    return float(np.interp(loss, np.minimum.accumulate(losses)[::-1], steps[::-1])) if len(steps) else math.nan
+    lowest = np.minimum.accumulate(losses)[::-1]
+    return float(np.interp(loss, lowest, steps[::-1], left=math.nan)) if len(steps) else math.nan
 
 
 def paired(*optimizers: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -403,10 +412,12 @@ def losses_table(content: dict[str, Any]) -> str:
         mean = f"**{least:.4f}**" if mean_loss(arms) == least else f"{mean_loss(arms):.4f}"
         deviation = f"{np.std([arm['best_validation_loss'] for arm in arms], ddof=1):.4f}" if len(arms) > 1 else ""
         norms = [f"{arms[0]['norms'][x]:.2f}" if arms[0].get("norms") else "" for x in ("row_norm", "column_norm")]
-        rows.append([label(name), f"{best:g}{end}", mean, deviation, str(len(arms)), *norms])
-    heads = ["optimizer", "learning rate", "validation loss", "deviation", "seeds", "row norm", "column norm"]
-    note = "\nRuns are missing: these means are of different seeds.\n" * (len(set(map(len, runs.values()))) > 1)
-    return table(heads, rows) + note
+        group = f"{arms[0].get('adam_learning_rate', best):g}"
+        rows.append([label(name), f"{best:g}{end}", group, mean, deviation, str(len(arms)), *norms])
+    heads = ["optimizer", "learning rate", "of the AdamW group", "validation loss", "deviation", "seeds"]
+    seeds = {frozenset(arm["seed"] for arm in arms) for arms in runs.values()}
+    note = "\nRuns are missing: these means are of different seeds.\n" * (len(seeds) > 1)
+    return table([*heads, "row norm", "column norm"], rows) + note
 
 
 def differences_table(content: dict[str, Any]) -> str:
@@ -419,7 +430,9 @@ def differences_table(content: dict[str, Any]) -> str:
         gain = f"{np.mean(ahead):.3f}" if ahead else ""
         error = f" ± {np.std(ahead, ddof=1) / len(ahead) ** 0.5:.3f}" if len(ahead) > 1 else ""
         step = step_of(mean_loss(others), own) if own else math.nan
-        fewer = "" if math.isnan(step) else f"{step:,.0f} ({1 - step / content['config']['steps']:.0%} fewer)"
+        fewer = f"{step:,.0f} ({1 - step / content['config']['steps']:.0%} fewer)"
+        if math.isnan(step):
+            fewer = "not reached, or a log is damaged" if own else ""
         rows.append([label(name), gain + error, fewer])
     note = "Steps are where the mean loss first falls to the other's, interpolated. "
     note += "The learning rate is still high there, so a run of so many steps would end lower."
@@ -435,7 +448,11 @@ def runs_table(content: dict[str, Any]) -> str:
         shown = f"{arm['best_validation_loss']:.4f}" if arm["status"] == "finished" else arm["status"]
         rows.setdefault((label(arm["optimizer"]), str(arm["seed"])), {})[arm["learning_rate"]] = shown
     heads = ["optimizer", "seed", *(f"{rate:g}" for rate in rates)]
-    return table(heads, [[*key, *(row.get(rate, "") for rate in rates)] for key, row in rows.items()])
+    failed = [arm for arm in content["arms"] if arm["status"] == "failed"]
+    reasons = [f"\n{label(arm['optimizer'])}, seed {arm['seed']}, failed: {arm['reason']}\n" for arm in failed]
+    return table(heads, [[*key, *(row.get(rate, "") for rate in rates)] for key, row in rows.items()]) + "".join(
+        reasons
+    )
 
 
 def setting(content: dict[str, Any]) -> str:
@@ -457,9 +474,9 @@ def markdown(content: dict[str, Any]) -> str:
     parts = {
         f"# Comparison: {content['settings']}": setting(content),
         "## Validation loss": "Best validation loss in nats per token at each optimizer's best learning rate: mean and "
-        "sample standard deviation over seeds; mean norms of the hidden matrices' rows and columns at the end, first "
-        "seed. If the best learning rate is the smallest or largest tried, the optimum may lie beyond.\n\n"
-        + losses_table(content),
+        "sample standard deviation over seeds, of which the first chose the learning rates; mean norms of the hidden "
+        "matrices' rows and columns at the end, first seed. If the best is the smallest or largest tried, "
+        "the optimum may lie beyond.\n\n" + losses_table(content),
         "## Differences over common seeds, mean ± standard error": differences_table(content),
         "## Every run, by learning rate": runs_table(content),
     }
@@ -483,8 +500,9 @@ def paint_losses(axes: Axes, content: dict[str, Any]) -> bool:
     if best:
         loss, last = mean_loss(next_best), content["config"]["steps"]
         step = step_of(loss, best)
-        look = {"color": "0.3", "linewidth": 0.8, "label": f"{1 - step / last:.0%} fewer steps than the next best"}
-        axes.plot([step, last], [loss, loss], "|-", **look)
+        if not math.isnan(step):
+            look = {"color": "0.3", "linewidth": 0.8, "label": f"{1 - step / last:.0%} fewer steps than the next best"}
+            axes.plot([step, last], [loss, loss], "|-", **look)
     over_steps(axes)
     axes.set_ylabel("loss (nats per token)")
     return bool(runs)

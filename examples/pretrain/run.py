@@ -55,7 +55,7 @@ def stored(config: Config) -> Stored:
         found = json.loads(file.read_text())
         changed = differences(found["config"], config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"cannot resume: {file} is damaged; --overwrite starts it again") from error
+        raise RunError(f"cannot resume: {file} is damaged; remove {folder} to start again") from error
     if changed:
         way_out = f" (learning rates depend on it; --init-from {folder} --name NEW starts a new run from its weights)"
         more = way_out if any(x.startswith("--steps ") for x in changed) else ""

@@ -40,7 +40,7 @@ def content() -> dict:
         "arms": [
             arm(NO_TANGENT, 0.2, 0, 2.6),
             *(arm("adamw", 0.1, 0, 3.0), arm("adamw", 0.1, 1, 3.2), arm("adamw", 0.2, 0, 9.5)),
-            *(arm("muon", 0.1, 0, 2.9), arm("muon", 0.2, 0, 2.7), arm("muon", 0.4, 0, 2.8)),
+            *(arm("muon", 0.1, 0, 2.9), arm("muon", 0.2, 0, 2.7, adam_learning_rate=0.4), arm("muon", 0.4, 0, 2.8)),
             *(arm("muon", 0.2, 1, 2.95), arm("normpre_g", 0.2, 0, 2.65)),
             {"optimizer": "mano", "seed": 0, "status": "diverged", "learning_rate": 0.1},
         ],
@@ -50,10 +50,10 @@ def content() -> dict:
 def test_the_tables(content):
     losses = compare.losses_table(content).splitlines()
     assert losses[2:] == [
-        "| AdamW | 0.1 (smallest) | 3.1000 | 0.1414 | 2 | 0.50 | 0.25 |",
-        "| Muon | 0.2 | 2.8250 | 0.1768 | 2 | 0.50 | 0.25 |",
-        "| NormPre-G | 0.2 | 2.6500 |  | 1 | 0.50 | 0.25 |",
-        "| NormPre-G, tangent=none | 0.2 | **2.6000** |  | 1 | 0.50 | 0.25 |",
+        "| AdamW | 0.1 (smallest) | 0.1 | 3.1000 | 0.1414 | 2 | 0.50 | 0.25 |",
+        "| Muon | 0.2 | 0.4 | 2.8250 | 0.1768 | 2 | 0.50 | 0.25 |",
+        "| NormPre-G | 0.2 | 0.2 | 2.6500 |  | 1 | 0.50 | 0.25 |",
+        "| NormPre-G, tangent=none | 0.2 | 0.2 | **2.6000** |  | 1 | 0.50 | 0.25 |",
         "",
         "Runs are missing: these means are of different seeds.",
     ]
@@ -70,6 +70,16 @@ def test_the_tables(content):
     assert "| AdamW | 0 | 3.0000 | 9.5000 |  |" in runs
     assert "| Muon | 1 |  | 2.9500 |  |" in runs
     assert "| MANO | 0 | diverged |  |  |" in runs
+    content["arms"].append({**arm("mano", 0.2, 1, 0.0), "status": "failed", "reason": "no memory"})
+    assert compare.runs_table(content).endswith("\nMANO, seed 1, failed: no memory\n")
+
+
+def test_means_of_different_seeds_are_not_called_a_gain_in_steps(content):
+    content["arms"] = [arm("adamw", 0.1, seed, loss) for seed, loss in ((0, 2.0), (1, 4.0))]
+    content["arms"] += [arm("muon", 0.1, seed, loss) for seed, loss in ((0, 2.1), (2, 2.1))]
+    assert "Runs are missing" in compare.losses_table(content)
+    assert "| AdamW | -0.100 | not reached, or a log is damaged |" in compare.differences_table(content)
+    assert not any(line.get_label().endswith("next best") for line in painted(compare.paint_losses, content).lines)
 
 
 def test_a_report_is_drawn(content, tmp_path):
@@ -92,12 +102,12 @@ def test_a_report_of_arms_whose_logs_were_damaged(content, tmp_path):
     muon[1]["validation"].pop(1)
     assert "| Muon | 0.100 | 10 (5% fewer) |" in compare.differences_table(content)
     muon_is_best = content | {"arms": [arm for arm in content["arms"] if "normpre" not in arm["optimizer"]]}
-    assert "| AdamW | 0.275 ± 0.025 |  |" in compare.differences_table(muon_is_best)
+    assert "| AdamW | 0.275 ± 0.025 | not reached, or a log is damaged |" in compare.differences_table(muon_is_best)
     compare.write(tmp_path, content)
     muon[0] |= {"validation": [], "norms": {}}
     compare.write(tmp_path, content)
     text = (tmp_path / "README.md").read_text()
-    assert "| Muon | 0.2 | 2.8250 | 0.1768 | 2 |  |  |" in text
+    assert "| Muon | 0.2 | 0.4 | 2.8250 | 0.1768 | 2 |  |  |" in text
     assert "losses.png" not in text
 
 
@@ -193,6 +203,20 @@ def test_a_folder_holds_arms_of_one_setting(tmp_path, monkeypatch):
     (first.folder / "study.json").write_text("{")
     with pytest.raises(RunError, match=r"study.json is damaged"), first.begun():
         pass
+    (first.folder / "study.json").unlink()
+    (first.folder / "arm").mkdir()
+    (first.folder / "arm" / "run.json").write_text("{}")
+    with pytest.raises(RunError, match=r"holds runs but no study.json"), first.begun():
+        pass
+
+
+def test_an_arm_that_was_killed_is_no_fault_of_the_settings(tmp_path):
+    study = study_of(read_compare(["--config", "tiny", "--runs-folder", str(tmp_path)]))
+    study.folder.mkdir()
+    killed = Arm("muon", 0.1, 0)
+    (study.folder / f"{killed.name}.txt").write_text("step 400 validation loss 2.6\n")
+    with pytest.raises(RunError, match=r"killed by signal 9 .* the same command resumes it"):
+        study.ended(killed, SimpleNamespace(returncode=-9))
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null"])
