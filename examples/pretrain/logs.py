@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -50,12 +51,15 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, without lines that are damaged or that a kill cut short."""
-    records = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    """The records of a log, without a last line that a kill cut short; damaged lines are left out with a warning."""
+    records, lines = [], path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for line in lines:
         with suppress(ValueError, RecursionError, TypeError, KeyError):
             record = json.loads(line)
             records += [record] * isinstance(record["step"], int)
+    damaged = sum(line.endswith(b"\n") for line in lines) - len(records)
+    if damaged > 0:
+        warnings.warn(f"{path}: {damaged} damaged line(s) left out", stacklevel=2)
     return records
 
 

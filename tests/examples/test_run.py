@@ -333,11 +333,12 @@ def test_a_damaged_line_of_the_log_is_left_out(copy, damage):
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join([*lines[:4], damage.encode("latin-1") + b"\n", *lines[5:]]))
     expected = [*before[:4], *before[5:]]
-    assert losses(run) == expected
-    found = compare.finished(run)
+    with pytest.warns(UserWarning, match=r"log\.jsonl: 1 damaged line\(s\) left out"):
+        found = compare.finished(run)
     assert found is not None
     assert (len(found["train"]), len(found["validation"])) == (11, 3)
-    assert main.main([*arguments, "--resume"]) == 0
+    with pytest.warns(UserWarning, match="1 damaged line"):
+        assert main.main([*arguments, "--resume"]) == 0
     assert losses(run) == expected
     assert log.read_bytes().count(b"\n") == len(expected)
     log.write_bytes(damage.encode("latin-1"))
