@@ -19,7 +19,7 @@ from normpre_optax.parameters.explain import cautions
 from normpre_optax.parameters.rules import Assignment, assign
 from normpre_optax.parameters.tree import is_box, leaves
 from normpre_optax.sharding.placement import place_state, sharded_like, specs_from
-from normpre_optax.stages.base import at_least_float32
+from normpre_optax.stages.base import INIT_DIMS, at_least_float32
 
 ARGUMENTS = "Arguments are update(grads, state, params), in Equinox with eqx.filter(model, eqx.is_inexact_array)"
 CREATOR = "Use the optimizer, options and parameters that it was created with; or start with a new state, init(params)"
@@ -132,6 +132,8 @@ def with_adamw(
         return assign(params, matrix_dims)
 
     def init(params):
+        if INIT_DIMS.get(None) is not None:
+            raise TypeError("a complete optimizer cannot be a stage: pass its direction, such as scale_by_muon()")
         found = groups(params)
         for caution in cautions(found, params, norm_control == "hyperball" and row_norms is None):
             warnings.warn(caution, stacklevel=2)

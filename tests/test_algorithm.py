@@ -230,6 +230,14 @@ def test_the_stages_in_a_chain_are_algorithm_1():
         np.testing.assert_allclose(got[name], x, atol=4 * 485 * EPS32 * 0.2, err_msg=name)  # the slope at zero
 
 
+def test_a_direction_is_a_stage_of_another_and_a_complete_optimizer_is_not():
+    tx = npo.direction(npo.scale_by_muon(), npo.scale_to_rms(0.1), matrix_dims=cases.DIMS)
+    same = optax.chain(npo.scale_by_muon(matrix_dims=cases.DIMS), npo.scale_to_rms(0.1, matrix_dims=cases.DIMS))
+    jax.tree.map(np.testing.assert_array_equal, list(first_directions(tx)), list(first_directions(same)))
+    with pytest.raises(TypeError, match="a complete optimizer cannot be a stage"):
+        npo.normpre(1e-2, npo.muon(1e-2)).init({"kernel": jnp.ones((4, 8))})
+
+
 def test_normpre_with_a_stage_is_the_optimizer_of_that_stage():
     for stage, one in ((npo.precondition_globally, "normpre_g"), (npo.precondition_locally, "normpre_l")):
         tx = npo.scale_by_normpre(stage(rms=0.2), nesterov=True, rms=None, matrix_dims=cases.DIMS)

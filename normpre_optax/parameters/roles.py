@@ -9,7 +9,7 @@ from collections import Counter
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.dims import matrix_shape, split_axes
 from normpre_optax.parameters.rules import Assignment, ParamSpec
-from normpre_optax.parameters.tree import block_depth, layer_depth, layer_name, stack_depth
+from normpre_optax.parameters.tree import block_depth, layer_depth, layer_name, repeated, stack_depth
 from normpre_optax.parameters.vocabulary import words
 
 
@@ -33,23 +33,21 @@ def residual_outputs(found: Assignment) -> set[str]:
     """Return the paths of matrices that write into the residual stream: of attention and of the feed-forward layers.
 
     The width is the size that most matrices, norms and embeddings have. A matrix with that many outputs writes if its
-    name says so, or if it is inside a layer, has another number of inputs, and no name of a query or an up projection.
+    name says so, or if it is inside a layer (by its path, or as one of several with a shape and a number), has another
+    number of inputs, and no name of a query or an up projection.
     """
     shapes = _shapes(found)
     others = [spec.shape for spec in found.values() if spec.reason.startswith(("norm", "embedding"))]
     count = Counter(size for shape in (*shapes.values(), *others) for size in {*shape})
+    equal = {path for _, paths, _ in repeated(shapes) if len(paths) > 1 for path in paths}
+    inside = lambda path: path in equal or block_depth(path.split("/")) or stack_depth(path.split("/")) is not None  # noqa: E731
     width = min(set().union(*shapes.values()), key=lambda size: (-count[size], size), default=0)
-    writes = lambda path, n: _is_named_output(path) or (n != width and _is_inside(path) and not _reads(path))  # noqa: E731
+    writes = lambda path, n: _is_named_output(path) or (n != width and inside(path) and not _reads(path))  # noqa: E731
     return {path for path, (m, n) in shapes.items() if m == width and writes(path, n)}
 
 
 def _shapes(found: Assignment) -> dict[str, tuple[int, int]]:
     return {path: matrix_shape(s.shape, s.dims)[1:] for path, s in found.items() if s.dims is not None}
-
-
-def _is_inside(path: str) -> bool:
-    parts = path.split("/")
-    return block_depth(parts) > 0 or stack_depth(parts) is not None or any(map(str.isdigit, parts))
 
 
 def _reads(path: str) -> bool:
@@ -66,8 +64,7 @@ def _is_named_output(path: str) -> bool:
 
 def _layers(spec: ParamSpec) -> int:
     """Return how many layers are stacked in a parameter: all batch axes but that of stacked experts."""
-    batch = split_axes(len(spec.shape), spec.dims)[0] if spec.dims else ()
-    sizes = sorted(spec.shape[axis] for axis in batch)
+    sizes = sorted(spec.shape[axis] for axis in (split_axes(len(spec.shape), spec.dims)[0] if spec.dims else ()))
     found = {*words(spec.path)}
     experts = found & v.EXPERTS and "shared" not in found and not v.COUNTED_EXPERT.search(spec.path)
     return math.prod(sizes[:-1] if experts else sizes)

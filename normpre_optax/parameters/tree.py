@@ -233,8 +233,8 @@ def _different_starts(group: dict[str, Leaf], count: int) -> str:
 def repeated(table: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...], Any]]:
     """Join the parameters of layers that have equal entries: return their common name, their paths, and the entry.
 
-    A layer is a part of a path that is a number, or a name with a number at its end: of a layer, a block, an expert, or
-    a Linen class.
+    A layer is a part of a path that is a number, or a name with a number at its end: after "_", or of a layer, a block
+    or an expert.
 
     Example:
         >>> from normpre_optax.parameters.tree import repeated
@@ -257,7 +257,7 @@ def repeated(table: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...], Any]]
 def _numbered(part: str) -> str:
     """Return a part of a path with "#" for its number if it has one and names a layer."""
     stem, found = part.rstrip("0123456789"), words(part)
-    layer = not found or (v.UNITS | v.EXPERTS).intersection(found) or (part[0].isupper() and stem[-1] == "_")
+    layer = not found or (v.UNITS | v.EXPERTS).intersection(found) or stem.endswith("_")
     return f"{stem}#" if layer and stem != part else part
 
 

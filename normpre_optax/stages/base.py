@@ -245,7 +245,7 @@ def in_groups(chain: optax.GradientTransformationExtraArgs, extra_args: dict, up
     starts = list(itertools.accumulate((x.size * x.dtype.itemsize for x in leaves), initial=0))[:-1]
     groups = [*dict.fromkeys(start // GROUP_BYTES for start in starts)]
     if len(groups) < 2 or platform() != "tpu" or mesh_of(updates) is not None or params is None:
-        return chain.update(updates, state, params, gradients=updates, **extra_args)
+        return chain.update(updates, state, params, **({"gradients": updates} | extra_args))
     new_state, structure = jax.tree.flatten_with_path(state)
     new_updates, new_state, u = {}, dict(new_state), None
     for group in groups:
@@ -260,7 +260,7 @@ def in_groups(chain: optax.GradientTransformationExtraArgs, extra_args: dict, up
         mine = only(updates), only(params)
         if u is not None:
             mine, _ = jax.lax.optimization_barrier((mine, u))  # after the group before
-        u, s = chain.update(mine[0], part, mine[1], gradients=mine[0], **extra_args)
+        u, s = chain.update(mine[0], part, mine[1], **(extra_args | {"gradients": mine[0]}))
         new_updates |= dict(jax.tree.leaves_with_path(u))
         new_state |= dict(jax.tree.leaves_with_path(s))
     new = [new_updates[path] for path, _ in jax.tree.leaves_with_path(updates)]

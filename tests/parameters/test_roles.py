@@ -43,6 +43,10 @@ def test_the_matrices_that_write_are_found_and_counted(key):
         "TransformerMLP_{0,1}/dense_in/kernel 8x24; TransformerMLP_{0,1}/dense_out/kernel 24x8",
         {"TransformerMLP_0", "TransformerMLP_1"},
     ),
+    # One of several with a shape and a number: blocks with names of their own, modules of Haiku; not of a plain MLP.
+    ("Blk_{0,1}/Dense_0/kernel 8x32; Blk_{0,1}/Dense_1/kernel 32x8; Dense_0/kernel 20x8", {"Blk_0", "Blk_1"}),
+    ("linear{,_2}/w 8x32; linear_{1,3}/w 32x8; norm/scale 8", {"linear_1", "linear_3"}),
+    ("0/kernel 8x16; 2/kernel 16x4; 4/kernel 4x4", set()),
     ("input/kernel 20x8; layers/{0,1}/w 8x8", set()),  # neither a place inside a layer nor a name
     ("layers/{0,1}/w1 8x8; layers/{0,1}/w2 8x8", {"layers"}),
     ("up/{0,1}/w 8x32; to_out/0/w 8x8; mha/linear/w 8x8; dense/w 8x8; w_out/w 8x8", {"to_out", "mha", "w_out"}),
