@@ -427,8 +427,8 @@ def differences_table(content: dict[str, Any]) -> str:
     for name in [name for name in runs if name != best]:
         others, own = paired(runs[name], runs[best])
         ahead = [a["best_validation_loss"] - b["best_validation_loss"] for a, b in zip(others, own, strict=True)]
-        gain = f"{np.mean(ahead):.3f}" if ahead else ""
-        error = f" ± {np.std(ahead, ddof=1) / len(ahead) ** 0.5:.3f}" if len(ahead) > 1 else ""
+        gain = f"{np.mean(ahead):.4f}" if ahead else ""
+        error = f" ± {np.std(ahead, ddof=1) / len(ahead) ** 0.5:.4f}" if len(ahead) > 1 else ""
         step = step_of(mean_loss(others), own) if own else math.nan
         fewer = f"{step:,.0f} ({1 - step / content['config']['steps']:.0%} fewer)"
         if math.isnan(step):

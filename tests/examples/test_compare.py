@@ -59,10 +59,10 @@ def test_the_tables(content):
     ]
     ahead = compare.differences_table(content).splitlines()
     assert ahead[0] == "| optimizer | NormPre-G, tangent=none is ahead by | and has its loss at step |"
-    assert ahead[2] == "| AdamW | 0.400 | 8 (20% fewer) |"  # 3.0 of seed 0, between 3.6 at step 5 and 2.6 at 10
-    assert ahead[3] == "| Muon | 0.100 | 10 (5% fewer) |"
+    assert ahead[2] == "| AdamW | 0.4000 | 8 (20% fewer) |"  # 3.0 of seed 0, between 3.6 at step 5 and 2.6 at 10
+    assert ahead[3] == "| Muon | 0.1000 | 10 (5% fewer) |"
     content["arms"] = [arm for arm in content["arms"] if "normpre" not in arm["optimizer"]]
-    assert compare.differences_table(content).splitlines()[2] == "| AdamW | 0.275 ± 0.025 | 9 (14% fewer) |"
+    assert compare.differences_table(content).splitlines()[2] == "| AdamW | 0.2750 ± 0.0250 | 9 (14% fewer) |"
     alone = content | {"arms": [arm for arm in content["arms"] if arm["optimizer"] == "muon"]}
     assert compare.differences_table(alone) == ""
     runs = compare.runs_table(content).splitlines()
@@ -78,7 +78,7 @@ def test_means_of_different_seeds_are_not_called_a_gain_in_steps(content):
     content["arms"] = [arm("adamw", 0.1, seed, loss) for seed, loss in ((0, 2.0), (1, 4.0))]
     content["arms"] += [arm("muon", 0.1, seed, loss) for seed, loss in ((0, 2.1), (2, 2.1))]
     assert "Runs are missing" in compare.losses_table(content)
-    assert "| AdamW | -0.100 | not reached, or a log is damaged |" in compare.differences_table(content)
+    assert "| AdamW | -0.1000 | not reached, or a log is damaged |" in compare.differences_table(content)
     assert not any(line.get_label().endswith("next best") for line in painted(compare.paint_losses, content).lines)
 
 
@@ -100,9 +100,9 @@ def test_a_report_is_drawn(content, tmp_path):
 def test_a_report_of_arms_whose_logs_were_damaged(content, tmp_path):
     muon = [arm for arm in content["arms"] if arm["optimizer"] == "muon" and arm["learning_rate"] == 0.2]
     muon[1]["validation"].pop(1)
-    assert "| Muon | 0.100 | 10 (5% fewer) |" in compare.differences_table(content)
+    assert "| Muon | 0.1000 | 10 (5% fewer) |" in compare.differences_table(content)
     muon_is_best = content | {"arms": [arm for arm in content["arms"] if "normpre" not in arm["optimizer"]]}
-    assert "| AdamW | 0.275 ± 0.025 | not reached, or a log is damaged |" in compare.differences_table(muon_is_best)
+    assert "| AdamW | 0.2750 ± 0.0250 | not reached, or a log is damaged |" in compare.differences_table(muon_is_best)
     compare.write(tmp_path, content)
     muon[0] |= {"validation": [], "norms": {}}
     compare.write(tmp_path, content)
