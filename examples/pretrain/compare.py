@@ -92,7 +92,11 @@ class Study:
 
     def check(self, arm: Arm) -> None:
         """Raise a RunError that names an option of an arm that cannot be."""
-        make_optimizer(configs.parse([*self.config_flags, *arm.flags]), lambda t: 0.1)
+        make_optimizer(self.config_of(arm), lambda t: 0.1)
+
+    def config_of(self, arm: Arm) -> Config:
+        """The configuration that ``train`` makes of an arm's flags."""
+        return configs.parse([*self.config_flags, *arm.flags])
 
     def run(self, arms: Sequence[Arm]) -> None:
         """Run ``arms``, ``jobs`` side by side, and keep their ``results``. Leaving early stops arms, which save.
@@ -142,10 +146,11 @@ class Study:
             raise Stopped(f"{arm.name} was stopped; the same command resumes it", number)
         output = self.folder / f"{arm.name}.txt"
         if not (result := finished(self.folder / arm.name)):
-            reason = (output.read_text().strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-            reason = reason.removeprefix("error: ")
             if process.returncode < 0:
                 reason = f"killed by signal {number} (9 is often for lack of memory); the same command resumes it"
+            else:
+                said = output.read_text().strip().splitlines() or [f"exit status {process.returncode}"]
+                reason = said[-1].removeprefix("error: ")
             if not self.results:
                 raise RunError(f"{arm.name} failed: {reason} (its output: {output})")
             result = {"status": "failed", "reason": reason}
@@ -161,10 +166,12 @@ class Study:
 
     def records(self) -> list[Result]:
         """The results, with the settings of each arm and the learning rate of its AdamW group."""
-        configurations = (configs.parse([*self.config_flags, *arm.flags]) for arm in self.results)
-        rates = [{"adam_learning_rate": config.adam_learning_rate or config.learning_rate} for config in configurations]
-        arms = zip(self.results.items(), rates, strict=True)
-        return [{**arm._asdict(), **rate, **result} for (arm, result), rate in arms]
+        found = []
+        for arm, result in self.results.items():
+            config = self.config_of(arm)  # its optimizer may set learning rates
+            rate = config.adam_learning_rate or config.learning_rate
+            found.append({**arm._asdict(), "adam_learning_rate": rate, **result})
+        return found
 
     def facts(self, command: str) -> dict[str, Any]:
         """What a report says about all arms: settings, command, date, machine, versions, text."""
@@ -429,11 +436,12 @@ def differences_table(content: dict[str, Any]) -> str:
         ahead = [a["best_validation_loss"] - b["best_validation_loss"] for a, b in zip(others, own, strict=True)]
         gain = f"{np.mean(ahead):.4f}" if ahead else ""
         error = f" ± {np.std(ahead, ddof=1) / len(ahead) ** 0.5:.4f}" if len(ahead) > 1 else ""
-        step = step_of(mean_loss(others), own) if own else math.nan
-        fewer = f"{step:,.0f} ({1 - step / content['config']['steps']:.0%} fewer)"
-        if math.isnan(step):
-            fewer = "not reached, or a log is damaged" if own else ""
-        rows.append([label(name), gain + error, fewer])
+        reached = ""
+        if own:
+            step = step_of(mean_loss(others), own)
+            fewer = f"{step:,.0f} ({1 - step / content['config']['steps']:.0%} fewer)"
+            reached = "not reached, or a log is damaged" if math.isnan(step) else fewer
+        rows.append([label(name), gain + error, reached])
     note = "Steps are where the mean loss first falls to the other's, interpolated. "
     note += "The learning rate is still high there, so a run of so many steps would end lower."
     heads = ["optimizer", f"{label(best)} is ahead by", "and has its loss at step"]
@@ -441,7 +449,7 @@ def differences_table(content: dict[str, Any]) -> str:
 
 
 def runs_table(content: dict[str, Any]) -> str:
-    """Best validation loss of every run, by learning rate."""
+    """Best validation loss of every run, by learning rate, and why runs failed."""
     rates = sorted({arm["learning_rate"] for arm in content["arms"]})
     rows: dict[tuple[str, str], dict[float, str]] = {}
     for arm in sorted(content["arms"], key=lambda arm: optimizers(content).index(arm["optimizer"])):
@@ -450,9 +458,8 @@ def runs_table(content: dict[str, Any]) -> str:
     heads = ["optimizer", "seed", *(f"{rate:g}" for rate in rates)]
     failed = [arm for arm in content["arms"] if arm["status"] == "failed"]
     reasons = [f"\n{label(arm['optimizer'])}, seed {arm['seed']}, failed: {arm['reason']}\n" for arm in failed]
-    return table(heads, [[*key, *(row.get(rate, "") for rate in rates)] for key, row in rows.items()]) + "".join(
-        reasons
-    )
+    runs = table(heads, [[*key, *(row.get(rate, "") for rate in rates)] for key, row in rows.items()])
+    return runs + "".join(reasons)
 
 
 def setting(content: dict[str, Any]) -> str:

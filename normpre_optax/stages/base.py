@@ -245,6 +245,7 @@ def in_groups(chain: optax.GradientTransformationExtraArgs, extra_args: dict, up
     starts = list(itertools.accumulate((x.size * x.dtype.itemsize for x in leaves), initial=0))[:-1]
     groups = [*dict.fromkeys(start // GROUP_BYTES for start in starts)]
     if len(groups) < 2 or platform() != "tpu" or mesh_of(updates) is not None or params is None:
+        # Inside another direction, they are its gradients; it has made the groups.
         return chain.update(updates, state, params, **({"gradients": updates} | extra_args))
     new_state, structure = jax.tree.flatten_with_path(state)
     new_updates, new_state, u = {}, dict(new_state), None
