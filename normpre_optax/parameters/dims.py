@@ -87,14 +87,14 @@ def check_dims(path: str, shape: tuple[int, ...], dims: MatrixDims) -> None:
     _, outputs, inputs = split_axes(len(shape), dims)
     if len(set(outputs + inputs)) < len(outputs + inputs):
         raise ValueError(f"{where}: inputs={dims.inputs} and outputs={dims.outputs} name an axis twice")
-    blocks, first = dims.output_blocks, shape[outputs[0]]
-    rows = math.prod(shape[axis] for axis in outputs)
+    if 0 in shape:
+        raise ValueError(f"{where} has no elements: return None for it in a rule")
+    blocks, first, rows = dims.output_blocks, shape[outputs[0]], math.prod(shape[axis] for axis in outputs)
     if isinstance(blocks, int) and first % blocks:
         raise ValueError(f"{where}: output_blocks={blocks} does not divide axis {outputs[0]} of size {first}")
     if not isinstance(blocks, int) and (sum(blocks) != rows or any(size % (rows // first) for size in blocks)):
-        raise ValueError(
-            f"{where}: output_blocks={blocks} must add up to its {rows} outputs, in multiples of {rows // first}"
-        )
+        multiples = f"must add up to its {rows} outputs, in multiples of {rows // first}"
+        raise ValueError(f"{where}: output_blocks={blocks} {multiples}")
 
 
 def split_axes(ndim: int, dims: MatrixDims) -> tuple[Axes, Axes, Axes]:

@@ -104,6 +104,7 @@ def test_wrong_dims_are_refused_at_construction(arguments, error, message):
     ((3, 4), MatrixDims(-3, 1), "inputs=-3 is out of range"),
     ((3, 4, 5), MatrixDims((0, -3), 1), r"inputs=\(0, -3\) and outputs=1 name an axis twice"),
     ((3, 2, 4), MatrixDims(0, (1, 2), 4), "output_blocks=4 does not divide axis 1 of size 2"),
+    ((0, 4), MatrixDims(0, 1), "no elements: return None"),
     ((3, 4), MatrixDims(0, 1, (2, 1)), r"output_blocks=\(2, 1\) must add up to its 4 outputs"),
     ((3, 4), MatrixDims(0, 1, (2,)), r"output_blocks=\(2,\) must add up to its 4 outputs"),
     ((3, 2, 4), MatrixDims(0, (1, 2), (6, 2)), "must add up to its 8 outputs, in multiples of 4"),
