@@ -14,7 +14,7 @@ LAMBDA = re.compile(r"(?i)(^|[^a-z])lambdas?([^a-z/][^/]*)?$")
 STATE_SPACE = re.compile(r"(?i)(^|/)(a_logs?|log_a|a_real|a_imag|log_a_real|log_dt|time_decay|time_first)$")
 LORA = re.compile(r"(^|[/_])lora_?(kernel_|weight_)?([abAB]|up|down)(/[^/]*){0,2}$|(?i:lora).*/[abAB](/[^/]*){0,2}$")
 UNEMBEDDING = re.compile(r"(^|/)W_U$")  # of TransformerLens
-TOKEN = re.compile(r"(?i)(^|[^a-z])(tok(ens?)?|cls)[^a-z/]*$|^((params|transformer|model)/)?(shared/weight|(W_)?E)$")
+TOKEN = re.compile(r"(?i)(^|[^a-z])(tok(ens?)?|cls|W_E)[^a-z/]*$|^((params|transformer|model)/)?(shared/weight|E)$")
 COUNTED_EXPERT = re.compile(r"(?i)expert[^/]*\d(/|$)|(expert|moe)[^/]*/\d+(/|$)")
 
 # Names of layers, in lower case.

@@ -67,7 +67,7 @@ ADAMW = """
     layers/0/block_sparse_moe/gate/weight 4x8; layers/0/mlp/shared_expert_gate/weight 1x8; layers/0/up/lora_a 8x2
     layers/0/up/lora/A 8x2; layers/0/up/lora/b/kernel 2x32; lora/layers/0/up/A 8x2; layers/0/lora_down/kernel 8x2
     layers/0/up/kernel_lora_b 2x32; layers/0/q_proj/lora_A/default/weight 2x8; W_U 8x100; W_E 100x8; E 100x8
-    vocab_mixer/kernel 8x8; layers/0/mixer/A_log 32x4; layers/0/attn/lambda_q1 4x8; params/tok 100x8
+    net/W_E 100x8; vocab_mixer/kernel 8x8; layers/0/mixer/A_log 32x4; layers/0/attn/lambda_q1 4x8; params/tok 100x8
     layers/0/mixer/conv1d/weight 32x1x4; layers/0/mixer/conv1d/kernel 4x1x32; layers/0/mixer/short_conv/kernel 4x32
     layers/0/att/time_mix_k 1x1x8; nothing 0x8; shared/weight 100x8; dense/lora_kernel_a 8x2; dense/lora_kernel_b 2x32
     score/weight 2x8; registers 4x8; soft_prompt 20x8; latents 64x8; layers/0/up/weight_g 32x1; up/per_channel 1x8
