@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that numbers on the pages are in the reports that they cite: ``python docs/figures_in_text.py``.
+"""Check that numbers on the pages are in the reports that they cite: ``python
+docs/figures_in_text.py``.
 
-A paragraph, list item or table that links to reports in ``docs/results/`` may have only decimal numbers, ms, MB and GB
-that one of them has, at the precision of the text, or that are the difference of two such numbers in the same sentence
-or row.
-A table without links is checked against the paragraph before it, or else the one after it. Numbers in code and in links
-are not checked, and neither is text that cites no report.
+A paragraph, list item or table that links to reports in ``docs/results/`` may have only
+decimal numbers, ms, MB and GB that one of them has, at the precision of the text, or
+that are the difference of two such numbers in the same sentence or row. A table without
+links is checked against the paragraph before it, or else the one after it. Numbers in
+code and in links are not checked, and neither is text that cites no report.
 """
 
 import re
@@ -21,11 +22,17 @@ IGNORED = re.compile(r"`[^`\n]*`|\]\([^)]*\)|Python [\d.]+")
 def blocks(text: str) -> list[tuple[int, str]]:
     """Paragraphs, list items and tables, each with the number of its first line."""
     found, new = [], True
-    text = re.sub(r"```.*?```", lambda code: "\n" * code[0].count("\n"), text, flags=re.DOTALL)
+    text = re.sub(
+        r"```.*?```", lambda code: "\n" * code[0].count("\n"), text, flags=re.DOTALL
+    )
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             new = True
-        elif new or re.match(r"\s*[-*] |#", line) or line.startswith("|") != found[-1][1].startswith("|"):
+        elif (
+            new
+            or re.match(r"\s*[-*] |#", line)
+            or line.startswith("|") != found[-1][1].startswith("|")
+        ):
             found.append((number, line))
             new = False
         else:
@@ -45,14 +52,22 @@ def half_of_last_digit(number: str) -> float:
 
 
 def unsupported(sentence: str, values: set[float]) -> list[str]:
-    """Decimal numbers of a sentence or row that are none of the ``values``, and no difference of two that are."""
+    """Decimal numbers of a sentence or row that are none of the ``values``, and no
+    difference of two that are.
+    """
     shown = NUMBER.findall(IGNORED.sub(" ", sentence))
     half = {x: half_of_last_digit(x) for x in shown}
     known = [x for x in shown if any(abs(v - read(x)) <= half[x] for v in values)]
     differences = [abs(read(a) - read(b)) for a in known for b in known if a != b]
-    checked = {x for x in shown if "." in x or "e" in x or re.search(rf"(?<![\d,]){x} (ms|MB|GB)\b", sentence)}
+    checked = {
+        x
+        for x in shown
+        if "." in x or "e" in x or re.search(rf"(?<![\d,]){x} (ms|MB|GB)\b", sentence)
+    }
     unknown = (x for x in shown if x in checked and x not in known)
-    return [x for x in unknown if not any(abs(v - read(x)) <= half[x] for v in differences)]
+    return [
+        x for x in unknown if not any(abs(v - read(x)) <= half[x] for v in differences)
+    ]
 
 
 def problems(page: Path) -> list[str]:
@@ -63,11 +78,27 @@ def problems(page: Path) -> list[str]:
     for at, (line, text) in enumerate(found):
         links = cited[at]
         if text.startswith("|") and not links:
-            links = next((cited[i] for i in (at - 1, at + 1) if 0 <= i < len(found) and cited[i]), [])
-        values = {read(x) for link in links for x in NUMBER.findall((page.parent / link).read_text())}
+            links = next(
+                (
+                    cited[i]
+                    for i in (at - 1, at + 1)
+                    if 0 <= i < len(found) and cited[i]
+                ),
+                [],
+            )
+        values = {
+            read(x)
+            for link in links
+            for x in NUMBER.findall((page.parent / link).read_text())
+        }
         sentences = re.split(r"(?<=[a-z)][.;:]) |\n(?=\|)", text) if links else []
-        if wrong := [x for sentence in sentences for x in unsupported(sentence, values)]:
-            out.append(f"{page.name}:{line}: {', '.join(wrong)} not in {', '.join(dict.fromkeys(links))}")
+        if wrong := [
+            x for sentence in sentences for x in unsupported(sentence, values)
+        ]:
+            out.append(
+                f"{page.name}:{line}: {', '.join(wrong)} not in"
+                f" {', '.join(dict.fromkeys(links))}"
+            )
     return out
 
 
@@ -75,7 +106,10 @@ def main() -> int:
     """Print what is wrong; returns the exit status."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     found = [problem for page in pages for problem in problems(page)]
-    print("\n".join(found) or f"the numbers of {len(pages)} pages are in the reports that they cite")
+    print(
+        "\n".join(found)
+        or f"the numbers of {len(pages)} pages are in the reports that they cite"
+    )
     return bool(found)
 
 

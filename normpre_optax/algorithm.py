@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""NormPre: normalize, then precondition. Algorithm 1 of the paper is the chain in ``scale_by_normpre``.
+r"""NormPre: normalize, then precondition. Algorithm 1 of the paper is the chain in
+``scale_by_normpre``.
 
-A layer with weights ``W`` (out, in) and gradient ``G``; ``O_k`` transposes on every other step, k = step mod 2::
+A layer with weights ``W`` (out, in) and gradient ``G``; ``O_k`` transposes on every
+other step, k = step mod 2::
 
     M   = mu M + G                                                momentum
     X   = rows of O_k(M) minus their part along rows of O_k(W)    relaxed tangent
-    Psi = rows of X, divided by their norms                       diagonal-Gram normalization
+    Psi = rows of X, divided by their norms                       normalization
     T   = msign(Psi)                                              NormPre-G, or
           Psi with its leading singular values clipped to one     NormPre-L
     W   = W - lr (0.2 O_k^-1(T) / RMS(T) + wd W)
 
-Nothing is transposed: stages receive the axes, and ``O_k`` selects whether sums run over the inputs or the outputs.
+Nothing is transposed: stages receive the axes, and ``O_k`` selects whether sums run
+over the inputs or the outputs.
 """
 
 from typing import Any, Literal
@@ -40,16 +43,18 @@ def scale_by_normpre(
     """NormPre with any spectral stage: Algorithm 1.
 
     Args:
-        precondition: the spectral stage ``T``: ``precondition_globally()``, ``precondition_locally()``, or any optax
-            transformation.
+        precondition: the spectral stage ``T``: ``precondition_globally()``,
+            ``precondition_locally()``, or any optax transformation.
         tangent: "relaxed" (the paper), "strict" or "none"; see ``project_to_tangent``.
-        orientation: "alternating" (rows first), "rows", "columns", or "both" (rows, then columns, at every step). Rows
-            are output neurons.
+        orientation: "alternating" (rows first), "rows", "columns", or "both" (rows,
+            then columns, at every step). Rows are output neurons.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
         >>> from normpre_optax import precondition_globally, scale_by_normpre
-        >>> tx = optax.chain(scale_by_normpre(precondition_globally()), optax.scale(-1e-3))
+        >>> tx = optax.chain(
+        ...     scale_by_normpre(precondition_globally()), optax.scale(-1e-3)
+        ... )
         >>> params = {"kernel": jnp.ones((4, 8)) / 3}
         >>> grads = {"kernel": jax.random.normal(jax.random.key(0), (4, 8))}
         >>> updates, state = tx.update(grads, tx.init(params), params)
@@ -84,21 +89,31 @@ def scale_by_normpre_g(
     mu_dtype: Any = None,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """NormPre-G: global spectral preconditioning, ``T = msign(Psi)`` by Newton-Schulz iterations.
+    """NormPre-G: global spectral preconditioning, ``T = msign(Psi)``.
 
-    With an RMS of 0.2, updates have the size of AdamW's: start from AdamW's learning rate.
+    With an RMS of 0.2, updates have the size of AdamW's: start from AdamW's learning
+    rate.
 
     Args:
         tangent: "relaxed" (the paper), "strict" or "none"; see ``project_to_tangent``.
-        orientation: "alternating" (rows first), "rows", "columns", or "both" (rows, then columns, at every step). Rows
-            are output neurons.
+        orientation: "alternating" (rows first), "rows", "columns", or "both" (rows,
+            then columns, at every step). Rows are output neurons.
 
     References:
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition, "NormPre-G".
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, rms, ns_scale)  # T_t, R_k(T_t)
-    own: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "tangent": tangent, "orientation": orientation}
-    return scale_by_normpre(spectral, rms=None, mu_dtype=mu_dtype, matrix_dims=matrix_dims, **own)
+    spectral = precondition_globally(
+        ns_steps, ns_coefficients, compute_dtype, rms, ns_scale
+    )  # T_t, R_k(T_t)
+    own: dict[str, Any] = {
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "tangent": tangent,
+        "orientation": orientation,
+    }
+    return scale_by_normpre(
+        spectral, rms=None, mu_dtype=mu_dtype, matrix_dims=matrix_dims, **own
+    )
 
 
 @checked
@@ -119,30 +134,51 @@ def scale_by_normpre_l(
     mu_dtype: Any = None,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """NormPre-L: local spectral preconditioning; the ``rank`` leading singular values of ``Psi`` are clipped to one.
+    """NormPre-L: local spectral preconditioning, by clipping singular values.
 
-    With an RMS of 0.2, updates have the size of AdamW's: start from AdamW's learning rate.
+    The ``rank`` leading singular values of ``Psi`` are clipped to one.
+
+    With an RMS of 0.2, updates have the size of AdamW's: start from AdamW's learning
+    rate.
 
     Args:
-        rank: r, how many singular values may be clipped; between zero and one, the share of the smaller dimension.
+        rank: r, how many singular values may be clipped; between zero and one, the
+            share of the smaller dimension.
         oversample: o; the sketch has ``min(m, n, r + o)`` directions.
         power_iterations: p, iterations that sharpen the sketch.
-        method: "sketch" (the paper), "products" (without an eigensolver) or "exact"; see ``precondition_locally``.
+        method: "sketch" (the paper), "products" (without an eigensolver) or "exact";
+            see ``precondition_locally``.
         seed: of the sketch's Gaussian draws.
-        relative_threshold: None clips to one, as in the paper; a number clips to this multiple of the root mean square
-            of the remaining singular values. See ``precondition_locally``.
+        relative_threshold: None clips to one, as in the paper; a number clips to this
+            multiple of the root mean square of the remaining singular values. See
+            ``precondition_locally``.
         tangent: "relaxed" (the paper), "strict" or "none"; see ``project_to_tangent``.
-        orientation: "alternating" (rows first), "rows", "columns", or "both" (rows, then columns, at every step). Rows
-            are output neurons.
+        orientation: "alternating" (rows first), "rows", "columns", or "both" (rows,
+            then columns, at every step). Rows are output neurons.
 
     References:
-        Gong, Gan, Teng and Liu, Normalize-Then-Precondition, "NormPre-L" and Algorithm 2.
+        Gong, Gan, Teng and Liu, Normalize-Then-Precondition, "NormPre-L" and Algorithm
+        2.
     """
     spectral = precondition_locally(  # T_t, R_k(T_t)
-        rank, oversample, power_iterations, method, seed, compute_dtype, relative_threshold, rms
+        rank,
+        oversample,
+        power_iterations,
+        method,
+        seed,
+        compute_dtype,
+        relative_threshold,
+        rms,
     )
-    own: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "tangent": tangent, "orientation": orientation}
-    return scale_by_normpre(spectral, rms=None, mu_dtype=mu_dtype, matrix_dims=matrix_dims, **own)
+    own: dict[str, Any] = {
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "tangent": tangent,
+        "orientation": orientation,
+    }
+    return scale_by_normpre(
+        spectral, rms=None, mu_dtype=mu_dtype, matrix_dims=matrix_dims, **own
+    )
 
 
 normpre = complete(scale_by_normpre, example="1e-3, npo.precondition_locally(rank=8)")

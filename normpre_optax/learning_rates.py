@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rates by the length of a run, and from elsewhere: from a narrower model, or from another Muon."""
+"""Learning rates by the length of a run, and from elsewhere: from a narrower model, or
+from another Muon.
+"""
 
 import contextlib
 import math
@@ -10,9 +12,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax.checks import RANGES, check_choice, check_number, check_numbers, static_int
+from normpre_optax.checks import (
+    RANGES,
+    check_choice,
+    check_number,
+    check_numbers,
+    static_int,
+)
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
-from normpre_optax.parameters.rules import GIVEN, ParamSpec, UncoveredError, assign, default_matrix_dims
+from normpre_optax.parameters.rules import (
+    GIVEN,
+    ParamSpec,
+    UncoveredError,
+    assign,
+    default_matrix_dims,
+)
 from normpre_optax.parameters.tree import Leaf
 from normpre_optax.parameters.vocabulary import words
 from normpre_optax.relatives.muon import CONVENTIONS
@@ -21,13 +35,16 @@ from normpre_optax.relatives.muon import CONVENTIONS
 def learning_rate_by_length(steps: int) -> float:
     """Return the peak learning rate of ``normpre_h`` for a run of some steps.
 
-    ``0.016 (1500 / steps)^0.6``, rounded to two digits, and for fewer than 200 steps that of 200. It was measured with
-    200 to 3,000 steps at widths of 64 to 256: half and double of it were worse in all nine settings, in the mean of two
-    seeds. In three of four lengths, the best rate is lower for wider models, by up to 28 %. At width
-    768, half was better (one seed). Elsewhere the rule is a guess; try half and double, too.
+    ``0.016 (1500 / steps)^0.6``, rounded to two digits, and for fewer than 200 steps
+    that of 200. It was measured with 200 to 3,000 steps at widths of 64 to 256: half
+    and double of it were worse in all nine settings, in the mean of two seeds. In three
+    of four lengths, the best rate is lower for wider models, by up to 28 %. At width
+    768, half was better (one seed). Elsewhere the rule is a guess; try half and double,
+    too.
 
     Args:
-        steps: number of updates of the whole run, with a short warm-up and a decay to nearly zero.
+        steps: number of updates of the whole run, with a short warm-up and a decay to
+            nearly zero.
 
     Returns:
         The size of a step relative to the weights, the learning rate under Hyperball.
@@ -44,33 +61,46 @@ def learning_rate_by_length(steps: int) -> float:
         0.016
     """
     if not 200 <= static_int("steps", steps, least=1) <= 3000:
-        said = f"learning_rate_by_length was measured for 200 to 3,000 steps; for {steps}, try half and double, too"
+        said = (
+            f"learning_rate_by_length was measured for 200 to 3,000 steps; for {steps},"
+            " try half and double, too"
+        )
         warnings.warn(said, stacklevel=2)
     return float(f"{1.6e-2 * (1500 / max(200, steps)) ** 0.6:.2g}")
 
 
 def multipliers_by_width(
-    params: Any, base: Any, *, update: Literal["orthogonal", "relative", "elementwise"], matrix_dims: Any = None
+    params: Any,
+    base: Any,
+    *,
+    update: Literal["orthogonal", "relative", "elementwise"],
+    matrix_dims: Any = None,
 ) -> Any:
-    """Return learning-rate multipliers for a model whose learning rate was tuned on a narrower one.
+    """Return learning-rate multipliers by width, for a rate of a narrower model.
 
-    A matrix (out, in) = m x n changes its outputs alike at all widths if the spectral norm of its step scales as
-    ``sqrt(m / n)``. With m0 x n0 in the narrower model and t = max(m, n), the multiplier is
+    A matrix (out, in) = m x n changes its outputs alike at all widths if the spectral
+    norm of its step scales as ``sqrt(m / n)``. With m0 x n0 in the narrower model and t
+    = max(m, n), the multiplier is
 
-    - ``"orthogonal"``: ``sqrt(m / (n t)) / sqrt(m0 / (n0 t0))``, for steps of one RMS with equal singular values:
-      ``normpre_g``, ``normpre_l``, ``muon``, ``muoneq``. It scales as the inverse root of the width;
-    - ``"relative"``: 1, for steps relative to the weights (``norm_control="hyperball"``) and for those of spectral norm
-      ``sqrt(max(1, m / n))`` (``muon(convention="keller")``, ``normuon``);
-    - ``"elementwise"``: ``n0 / n``, for steps of one RMS with few large singular values, as AdamW's.
+    - ``"orthogonal"``: ``sqrt(m / (n t)) / sqrt(m0 / (n0 t0))``, for steps of one RMS
+      with equal singular values: ``normpre_g``, ``normpre_l``, ``muon``, ``muoneq``. It
+      scales as the inverse root of the width;
+    - ``"relative"``: 1, for steps relative to the weights
+      (``norm_control="hyperball"``) and for those of spectral norm ``sqrt(max(1, m /
+      n))`` (``muon(convention="keller")``, ``normuon``);
+    - ``"elementwise"``: ``n0 / n``, for steps of one RMS with few large singular
+      values, as AdamW's.
 
-    In the AdamW group it is ``n0 / n`` for an untied output head and for matrices that a rule passes to AdamW, and 1
-    for embeddings, scales and biases. Initialize with standard deviations of ``c / sqrt(n)``.
+    In the AdamW group it is ``n0 / n`` for an untied output head and for matrices that
+    a rule passes to AdamW, and 1 for embeddings, scales and biases. Initialize with
+    standard deviations of ``c / sqrt(n)``.
 
     Args:
         params: the model's parameters, arrays or shapes.
         base: those of the narrower model: the same tree.
         update: kind of the matrix group's steps.
-        matrix_dims: which parameters are matrices; see ``normpre_g``. The largest of several output blocks decides.
+        matrix_dims: which parameters are matrices; see ``normpre_g``. The largest of
+            several output blocks decides.
 
     Returns:
         A tree of numbers, for ``learning_rate_multipliers`` of every optimizer.
@@ -81,12 +111,16 @@ def multipliers_by_width(
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import multipliers_by_width
-        >>> wide, tuned = ({"up": {"kernel": jnp.zeros((d, 4 * d)), "bias": jnp.zeros(4 * d)}} for d in (256, 64))
+        >>> wide, tuned = (
+        ...     {"up": {"kernel": jnp.zeros((d, 4 * d)), "bias": jnp.zeros(4 * d)}}
+        ...     for d in (256, 64)
+        ... )
         >>> multipliers_by_width(wide, tuned, update="orthogonal")
         {'up': {'bias': 1.0, 'kernel': 0.5}}
 
     References:
-        Yang, Simon and Bernstein, A Spectral Condition for Feature Learning, arXiv 2310.17813.
+        Yang, Simon and Bernstein, A Spectral Condition for Feature Learning, arXiv
+        2310.17813.
     """
     slowness = {
         "orthogonal": lambda m, n: math.sqrt(n * max(m, n) / m),
@@ -96,22 +130,33 @@ def multipliers_by_width(
     check_choice("update", update, slowness)
     here, there = assign(params, matrix_dims), assign(base, matrix_dims)
     for path in here.keys() ^ there.keys():
-        raise ValueError(f"params and base are different trees: only one of them has {path!r}")
+        raise ValueError(
+            f"params and base are different trees: only one of them has {path!r}"
+        )
 
     def of(spec: ParamSpec) -> float:
         if spec.dims is None:
             return float(_adamw_inputs(spec))
-        _, dims, shape = max(blocks_of(spec.shape, spec.dims), key=lambda block: math.prod(block[2]))
+        _, dims, shape = max(
+            blocks_of(spec.shape, spec.dims), key=lambda block: math.prod(block[2])
+        )
         return slowness[update](*matrix_shape(shape, dims)[1:])
 
     for path, spec in here.items():
         if len(spec.shape) != len(there[path].shape):
-            raise ValueError(f"parameter {path!r} has shape {spec.shape}, in base {there[path].shape}")
-    return jax.tree.structure(params).unflatten([of(there[path]) / of(spec) for path, spec in here.items()])
+            raise ValueError(
+                f"parameter {path!r} has shape {spec.shape}, in base"
+                f" {there[path].shape}"
+            )
+    return jax.tree.structure(params).unflatten(
+        [of(there[path]) / of(spec) for path, spec in here.items()]
+    )
 
 
 def _adamw_inputs(spec: ParamSpec) -> int:
-    """Return the number of inputs of an output head, or of a matrix that a user's rule passes to AdamW; else 1."""
+    """Return the number of inputs of an output head, or of a matrix that a user's rule
+    passes to AdamW; else 1.
+    """
     if spec.reason == GIVEN:
         with contextlib.suppress(UncoveredError):
             dims = default_matrix_dims(spec.path, Leaf(spec.shape, jnp.float32))
@@ -129,45 +174,63 @@ def learning_rate_from_muon(
     shape: tuple[int, int] | None = None,
     rms: float = 0.2,
 ) -> tuple[optax.ScalarOrSchedule, float]:
-    """Convert the learning rate and weight decay of another Muon, so that steps keep their size.
+    """Convert another Muon's learning rate and decay; steps keep their size.
 
-    Muon's update is an orthogonal matrix (out, in) = m x n, of RMS ``max(m, n)^(-1/2)``, times the scale of its
-    convention: ``sqrt(max(1, m / n))`` for "keller" (Keller Jordan, ``optax.contrib.muon``) and "original" (the default
-    of ``torch.optim.Muon``); ``0.2 sqrt(max(m, n))`` for "moonlight" and torch's "match_rms_adamw"; a number is
-    ``consistent_rms`` of ``optax.contrib.muon``.
+    Muon's update is an orthogonal matrix (out, in) = m x n, of RMS ``max(m,
+    n)^(-1/2)``, times the scale of its convention: ``sqrt(max(1, m / n))`` for "keller"
+    (Keller Jordan, ``optax.contrib.muon``) and "original" (the default of
+    ``torch.optim.Muon``); ``0.2 sqrt(max(m, n))`` for "moonlight" and torch's
+    "match_rms_adamw"; a number is ``consistent_rms`` of ``optax.contrib.muon``.
 
     Args:
         learning_rate: Muon's, number or schedule.
         weight_decay: Muon's, decoupled and multiplied by the learning rate.
         convention: of the other Muon.
-        shape: (out, in) of the matrices whose steps keep their size, needed for "keller" and "original": ``(d, d)`` in
-            a model of width d.
+        shape: (out, in) of the matrices whose steps keep their size, needed for
+            "keller" and "original": ``(d, d)`` in a model of width d.
         rms: of the update here: 0.2 for NormPre, ``muon`` and most relatives.
 
     Returns:
-        The learning rate (a schedule if a schedule was given) and the weight decay; their product is unchanged.
+        The learning rate (a schedule if a schedule was given) and the weight decay;
+        their product is unchanged.
 
     Raises:
         ValueError: if ``convention`` is unknown, or needs a ``shape``.
 
     Example:
         >>> from normpre_optax import learning_rate_from_muon
-        >>> lr, decay = learning_rate_from_muon(0.02, 0.1, convention="keller", shape=(768, 768))
+        >>> lr, decay = learning_rate_from_muon(
+        ...     0.02, 0.1, convention="keller", shape=(768, 768)
+        ... )
         >>> print(f"{lr:.1e}, {decay:.2f}")
         3.6e-03, 0.55
     """
     check_numbers(learning_rate=learning_rate, weight_decay=weight_decay, rms=rms)
     if isinstance(convention, str):
-        name = {"original": "keller", "match_rms_adamw": "moonlight"}.get(convention, convention)
+        name = {"original": "keller", "match_rms_adamw": "moonlight"}.get(
+            convention, convention
+        )
         if name not in CONVENTIONS:
-            raise ValueError(f"convention={convention!r} is not 'keller', 'original', 'moonlight', 'match_rms_adamw'")
-        if (shape or name == "keller") and not (isinstance(shape, tuple) and len(shape) == 2 and min(shape) > 0):
-            raise ValueError(f"{convention=}: pass the shape of a matrix, shape=(outputs, inputs), not {shape!r}")
+            raise ValueError(
+                f"convention={convention!r} is not 'keller', 'original', 'moonlight',"
+                " 'match_rms_adamw'"
+            )
+        if (shape or name == "keller") and not (
+            isinstance(shape, tuple) and len(shape) == 2 and min(shape) > 0
+        ):
+            raise ValueError(
+                f"{convention=}: pass the shape of a matrix, shape=(outputs, inputs),"
+                f" not {shape!r}"
+            )
         m, n = shape or (1, 1)
         rms_of_muon = CONVENTIONS[name](m, n) / math.sqrt(max(m, n))
     else:
         check_number("convention", convention, *RANGES["rms"])
         rms_of_muon = convention
     times = rms_of_muon / rms
-    converted = (lambda step: times * learning_rate(step)) if callable(learning_rate) else times * learning_rate
+    converted = (
+        (lambda step: times * learning_rate(step))
+        if callable(learning_rate)
+        else times * learning_rate
+    )
     return converted, weight_decay / times

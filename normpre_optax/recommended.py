@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recommended optimizer: momenta of two ages, orthogonalized in a metric of rows and columns, under Hyperball."""
+"""The recommended optimizer: momenta of two ages, orthogonalized in a metric of rows
+and columns, under Hyperball.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +10,12 @@ import optax
 
 from normpre_optax.optimizer import complete
 from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
-from normpre_optax.stages import direction, precondition_globally, two_momenta, with_metric
+from normpre_optax.stages import (
+    direction,
+    precondition_globally,
+    two_momenta,
+    with_metric,
+)
 
 
 @checked
@@ -25,11 +32,12 @@ def scale_by_normpre_h(
     mu_dtype: Any = None,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """NormPre-H, the recommended optimizer: two momenta, orthogonalized in a metric of rows and columns.
+    """NormPre-H, the recommended optimizer: two momenta, orthogonalized in a metric.
 
-    ``U`` mixes the gradient, a fast and a slow average of gradients (``two_momenta``), and
-    ``D = diag(a) msign(diag(a) U diag(b)) diag(b)``, where a and b shrink rows and columns with large gradients
-    (``with_metric``). The direction D has no particular scale.
+    ``U`` mixes the gradient, a fast and a slow average of gradients (``two_momenta``),
+    and ``D = diag(a) msign(diag(a) U diag(b)) diag(b)``, where a and b shrink rows and
+    columns with large gradients (``with_metric``). The direction D has no particular
+    scale.
 
     Args:
         momentum: decay of the fast average.
@@ -38,15 +46,21 @@ def scale_by_normpre_h(
         metric_strength: exponent of the metric; 0 is none.
 
     References:
-        Gong, Gan, Teng and Liu, Normalize-Then-Precondition; Wen et al., Hyperball, arXiv 2606.16899; Pagliardini et
-        al., AdEMAMix, arXiv 2409.03137.
+        Gong, Gan, Teng and Liu, Normalize-Then-Precondition; Wen et al., Hyperball,
+        arXiv 2606.16899; Pagliardini et al., AdEMAMix, arXiv 2409.03137.
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale)
+    spectral = precondition_globally(
+        ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
+    )
     return direction(
-        two_momenta(momentum, slow_momentum, slow_weight, accumulator_dtype=mu_dtype),  # U
+        two_momenta(
+            momentum, slow_momentum, slow_weight, accumulator_dtype=mu_dtype
+        ),  # U
         with_metric(spectral, metric_strength),  # D
         matrix_dims=matrix_dims,
     )
 
 
-normpre_h = complete(scale_by_normpre_h, example="1.6e-2, adam_learning_rate=3e-3", hyperball=True)
+normpre_h = complete(
+    scale_by_normpre_h, example="1.6e-2, adam_learning_rate=3e-3", hyperball=True
+)

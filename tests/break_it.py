@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small faults, put into the package one at a time: the default tests must catch every one of them.
+"""Small faults, put into the package one at a time: the default tests must catch every
+one of them.
 
     python -m tests.break_it                    # all of them
     python -m tests.break_it a_power_less ...   # these
 
-Each fault changes a line of the package in a copy of the working tree, and names the tests that must fail. They run as
-the default run does, without slow tests, and stop at the first failure; that test must pass without the fault. A fault
-that survives, or whose line no longer exists, fails the script.
+Each fault changes a line of the package in a copy of the working tree, and names the
+tests that must fail. They run as the default run does, without slow tests, and stop at
+the first failure; that test must pass without the fault. A fault that survives, or
+whose line no longer exists, fails the script.
 """
 
 import re
@@ -22,7 +24,9 @@ ROOT = Path(__file__).parents[1]
 
 
 class Fault(NamedTuple):
-    """``old`` occurs once in ``file`` of the package and becomes ``new``; then these tests must fail."""
+    """``old`` occurs once in ``file`` of the package and becomes ``new``; then these
+    tests must fail.
+    """
 
     file: str
     old: str
@@ -31,10 +35,12 @@ class Fault(NamedTuple):
 
     @property
     def tests(self) -> str:
-        """Those that are given, or those with the name of the file, or of its folder."""
+        """Those that are given, or those with the name of the file or its folder."""
         folder, _, name = f"/{self.file[:-3]}".rpartition("/")
         own = f"tests{folder}/test_{name}.py"
-        return self.given or (own if (ROOT / own).exists() else f"tests/test_{folder[1:]}.py")
+        return self.given or (
+            own if (ROOT / own).exists() else f"tests/test_{folder[1:]}.py"
+        )
 
 
 # fmt: off
@@ -138,18 +144,30 @@ def caught_by(fault: Fault, tree: Path) -> str:
     path = tree / "normpre_optax" / fault.file
     source = path.read_text()
     if source.count(fault.old) != 1:
-        raise SystemExit(f"{fault.file}: {fault.old!r} occurs {source.count(fault.old)} times, not once")
+        raise SystemExit(
+            f"{fault.file}: {fault.old!r} occurs {source.count(fault.old)} times, not"
+            " once"
+        )
     path.write_text(source.replace(fault.old, fault.new))
     command = [sys.executable, "-m", "pytest", "-q", "-x", *fault.tests.split()]
     try:
-        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False, timeout=600)
+        done = subprocess.run(
+            command, cwd=tree, capture_output=True, text=True, check=False, timeout=600
+        )
     finally:
         path.write_text(source)
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
     if not done.returncode:
         return ""
-    if not failed or subprocess.run([*command[:5], failed[1]], cwd=tree, capture_output=True, check=False).returncode:
-        raise SystemExit(f"failed for another reason:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    if (
+        not failed
+        or subprocess.run(
+            [*command[:5], failed[1]], cwd=tree, capture_output=True, check=False
+        ).returncode
+    ):
+        raise SystemExit(
+            f"failed for another reason:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     return failed[1]
 
 
@@ -157,17 +175,31 @@ def main(names: list[str]) -> int:
     """Try the faults of these names, or all; return how many survived."""
     unknown = set(names) - FAULTS.keys()
     if unknown:
-        raise SystemExit(f"no such fault: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
+        raise SystemExit(
+            f"no such fault: {', '.join(sorted(unknown))}; there are"
+            f" {', '.join(FAULTS)}"
+        )
     survivors = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        unwanted = shutil.ignore_patterns(".git", ".venv*", ".pytest_cache", "__pycache__", "results", "_build", "runs")
+        unwanted = shutil.ignore_patterns(
+            ".git",
+            ".venv*",
+            ".pytest_cache",
+            "__pycache__",
+            "results",
+            "_build",
+            "runs",
+        )
         shutil.copytree(ROOT, tree, ignore=unwanted)
         for name in names or FAULTS:
             start = time.perf_counter()
             test = caught_by(FAULTS[name], tree)
             survivors += not test
-            print(f"{name:28} {time.perf_counter() - start:5.0f} s  {test or 'SURVIVED'}", flush=True)
+            print(
+                f"{name:28} {time.perf_counter() - start:5.0f} s  {test or 'SURVIVED'}",
+                flush=True,
+            )
     print(f"{survivors} of {len(names or FAULTS)} survived")
     return survivors
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by several test modules: the optimizers under test, small parameter trees, compiled updates."""
+"""Shared by several test modules: the optimizers under test, small parameter trees,
+compiled updates.
+"""
 
 import functools
 import os
@@ -20,19 +22,38 @@ EPS32 = float(np.finfo(np.float32).eps)
 EPS64 = float(np.finfo(np.float64).eps)
 
 HYPERBALL = {"norm_control": "hyperball", "adam_learning_rate": 0.1, "row_norms": 0.7}
-# Every optimizer with the options that change what it computes: name -> (factory, options).
+# Every optimizer with the options that change what it computes: name -> (factory,
+# options).
 FACTORIES: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (factory, {}) for name, factory in npo.families().items()},
     "normpre": (npo.normpre, {"precondition": optax.identity()}),
-    "normpre_g-columns-strict": (npo.normpre_g, {"orientation": "columns", "tangent": "strict"}),
+    "normpre_g-columns-strict": (
+        npo.normpre_g,
+        {"orientation": "columns", "tangent": "strict"},
+    ),
     "normpre_g-both-none": (npo.normpre_g, {"orientation": "both", "tangent": "none"}),
-    "normpre_g-rows-polar": (npo.normpre_g, {"orientation": "rows", "ns_coefficients": "polar_express"}),
+    "normpre_g-rows-polar": (
+        npo.normpre_g,
+        {"orientation": "rows", "ns_coefficients": "polar_express"},
+    ),
     "normpre_g-msign": (npo.normpre_g, {"ns_steps": None, "nesterov": True}),
-    "normpre_g-bfloat16": (npo.normpre_g, {"compute_dtype": jnp.bfloat16, "mu_dtype": jnp.bfloat16}),
+    "normpre_g-bfloat16": (
+        npo.normpre_g,
+        {"compute_dtype": jnp.bfloat16, "mu_dtype": jnp.bfloat16},
+    ),
     "normpre_l-small": (npo.normpre_l, {"rank": 1, "oversample": 1}),
-    "normpre_l-adaptive": (npo.normpre_l, {"rank": 0.3, "relative_threshold": 0.5, "orientation": "both"}),
-    "normpre_l-exact": (npo.normpre_l, {"rank": 2, "method": "exact", "orientation": "columns"}),
-    "normpre_l-products": (npo.normpre_l, {"method": "products", "power_iterations": 2, "rms": 0.1}),
+    "normpre_l-adaptive": (
+        npo.normpre_l,
+        {"rank": 0.3, "relative_threshold": 0.5, "orientation": "both"},
+    ),
+    "normpre_l-exact": (
+        npo.normpre_l,
+        {"rank": 2, "method": "exact", "orientation": "columns"},
+    ),
+    "normpre_l-products": (
+        npo.normpre_l,
+        {"method": "products", "power_iterations": 2, "rms": 0.1},
+    ),
     "normpre_h": (npo.normpre_h, {"adam_learning_rate": 0.1, "row_norms": 0.7}),
     "muon-keller": (npo.muon, {"convention": "keller", "nesterov": False}),
     "muon-hyperball": (npo.muon, HYPERBALL),
@@ -40,11 +61,14 @@ FACTORIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "muoneq-columns": (npo.muoneq, {"mode": "columns"}),
     "muoneq-both": (npo.muoneq, {"mode": "both"}),
 }
-# One optimizer per kind of state and execution: the chain, a truncated sketch, moments of rows, the metric.
+# One optimizer per kind of state and execution: the chain, a truncated sketch, moments
+# of rows, the metric.
 REPRESENTATIVES = ("normpre_g", "normpre_l-small", "normuon", "normpre_h")
 
 
-def make(name: str, learning_rate: Any = 1.0, **options: Any) -> optax.GradientTransformationExtraArgs:
+def make(
+    name: str, learning_rate: Any = 1.0, **options: Any
+) -> optax.GradientTransformationExtraArgs:
     """An optimizer of ``FACTORIES``, with further options."""
     factory, own = FACTORIES[name]
     if factory is npo.normpre_h and "weight_decay" in options:
@@ -52,9 +76,13 @@ def make(name: str, learning_rate: Any = 1.0, **options: Any) -> optax.GradientT
     return factory(learning_rate, **{**own, **options})
 
 
-# (out, in) of single matrices, (layers, out, in) of stacks; parameters store them as (in, out) and (layers, in, out).
+# (out, in) of single matrices, (layers, out, in) of stacks; parameters store them as
+# (in, out) and (layers, in, out).
 SHAPES = {"wide": (5, 12), "square": (7, 7), "stack": (3, 8, 5), "twin": (5, 12)}
-DIMS = {name: npo.MatrixDims(inputs=len(shape) - 2, outputs=len(shape) - 1) for name, shape in SHAPES.items()}
+DIMS = {
+    name: npo.MatrixDims(inputs=len(shape) - 2, outputs=len(shape) - 1)
+    for name, shape in SHAPES.items()
+}
 
 
 def gaussian(shape, seed=0):
@@ -65,7 +93,10 @@ def gaussian(shape, seed=0):
 def numbers(shapes, seed=0, dtype=jnp.float32):
     """A tree of shapes as a tree of Gaussian arrays."""
     random = np.random.default_rng(seed)
-    draw = lambda shape: jnp.asarray(random.standard_normal(shape), dtype)  # noqa: E731
+
+    def draw(shape):
+        return jnp.asarray(random.standard_normal(shape), dtype)
+
     return jax.tree.map(draw, shapes, is_leaf=lambda x: type(x) is tuple)
 
 
@@ -78,27 +109,38 @@ def with_spectrum(m, n, singular_values, seed=0):
 
 def to_layout(matrices, dtype=None):
     """(..., out, in) to the layout of the parameters, (..., in, out)."""
-    return {name: jnp.asarray(np.swapaxes(x, -1, -2), dtype) for name, x in matrices.items()}
+    return {
+        name: jnp.asarray(np.swapaxes(x, -1, -2), dtype) for name, x in matrices.items()
+    }
 
 
 def from_layout(params):
     """The parameters' layout to (..., out, in), in float64."""
-    return {name: np.swapaxes(np.asarray(x, np.float64), -1, -2) for name, x in params.items()}
+    return {
+        name: np.swapaxes(np.asarray(x, np.float64), -1, -2)
+        for name, x in params.items()
+    }
 
 
 def each_matrix(f, *trees):
-    """f of (name, batch index, matrix of every tree): a dict of the same shapes, built matrix by matrix."""
+    """f of (name, batch index, matrix of every tree): a dict of the same shapes, built
+    matrix by matrix.
+    """
 
     def one(name, x):
         if x.ndim == 2:
             return f(name, 0, *(tree[name] for tree in trees))
-        return np.stack([f(name, i, *(tree[name][i] for tree in trees)) for i in range(len(x))])
+        return np.stack(
+            [f(name, i, *(tree[name][i] for tree in trees)) for i in range(len(x))]
+        )
 
     return {name: one(name, x) for name, x in trees[0].items()}
 
 
 def weights(seed=0, shapes=SHAPES):
-    """Gaussian matrices (..., out, in) with row norms from 0.3 to 1.7: both signs of the relaxed tangent's factor."""
+    """Gaussian matrices (..., out, in) with row norms from 0.3 to 1.7: both signs of
+    the relaxed tangent's factor.
+    """
     random = np.random.default_rng(seed)
 
     def one(shape):
@@ -110,36 +152,60 @@ def weights(seed=0, shapes=SHAPES):
 
 
 def gradients(steps, seed=1, shapes=SHAPES):
-    """Gradients (..., out, in), step by step: noise around a drift, with rows of quite different norms."""
+    """Gradients (..., out, in), step by step: noise around a drift, with rows of quite
+    different norms.
+    """
     random = np.random.default_rng(seed)
     drift = {name: random.standard_normal(shape) for name, shape in shapes.items()}
-    size = {name: np.exp(random.standard_normal((*shape[:-1], 1))) for name, shape in shapes.items()}
+    size = {
+        name: np.exp(random.standard_normal((*shape[:-1], 1)))
+        for name, shape in shapes.items()
+    }
 
     def one(name, shape):
-        return (size[name] * (0.3 * drift[name] + random.standard_normal(shape))).astype(np.float32)
+        return (
+            size[name] * (0.3 * drift[name] + random.standard_normal(shape))
+        ).astype(np.float32)
 
-    return [{name: one(name, shape) for name, shape in shapes.items()} for _ in range(steps)]
+    return [
+        {name: one(name, shape) for name, shape in shapes.items()} for _ in range(steps)
+    ]
 
 
 @functools.cache
 def omega(seed, step, path, index, shape, width):
-    """Omega (larger dimension, l) of a matrix of this (out, in) shape, from the library's draws, in float64."""
+    """Omega (larger dimension, l) of a matrix of this (out, in) shape, from the
+    library's draws, in float64.
+    """
     ids = sketch.matrix_ids(path, (index + 1,))[index]
     drawn = sketch.draws(seed, step, jnp.asarray(ids), (min(*shape, width), max(shape)))
     return np.asarray(drawn, np.float64).T
 
 
 # Without LLVM's optimizations, compilation is two to three times faster.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+quick_jit = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
 # As users compile: `conftest` sets other flags for all other programs.
-USERS = {"backend_optimization_level": 3, "cpu_use_fusion_emitters": True, "cpu_parallel_codegen_split_count": 32}
-OPTIONS = {f"xla_{flag}": value for flag, value in USERS.items() if flag in os.environ.get("XLA_FLAGS", "")}
+USERS = {
+    "backend_optimization_level": 3,
+    "cpu_use_fusion_emitters": True,
+    "cpu_parallel_codegen_split_count": 32,
+}
+OPTIONS = {
+    f"xla_{flag}": value
+    for flag, value in USERS.items()
+    if flag in os.environ.get("XLA_FLAGS", "")
+}
 users_jit = functools.partial(jax.jit, compiler_options=OPTIONS)
-# For programs that are traced for accelerators but run on a CPU: their batched LAPACK calls can deadlock a CPU
-# (docs/cpu_hang.md) unless operations run one after the other.
+# For programs that are traced for accelerators but run on a CPU: their batched LAPACK
+# calls can deadlock a CPU (docs/cpu_hang.md) unless operations run one after the other.
 one_by_one_jit = functools.partial(
     jax.jit,
-    compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_enable_concurrency_optimized_scheduler": False},
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_cpu_enable_concurrency_optimized_scheduler": False,
+    },
 )
 
 
@@ -188,13 +254,19 @@ def assert_same_path(got, expected, tolerance):
 
 
 def package_calls(f):
-    """(code, depth) of every named function of the package that f enters; a depth counts such functions."""
+    """(code, depth) of every named function of the package that f enters; a depth
+    counts such functions.
+    """
     package, entered, depth = os.path.dirname(npo.__file__), [], 0
 
     def profile(frame, event, _):
         nonlocal depth
         code = frame.f_code
-        if event in ("call", "return") and code.co_filename.startswith(package) and code.co_name[0] != "<":
+        if (
+            event in ("call", "return")
+            and code.co_filename.startswith(package)
+            and code.co_name[0] != "<"
+        ):
             depth += 1 if event == "call" else -1
             if event == "call":
                 entered.append((code, depth))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algorithms once more, in NumPy float64, transcribed from the paper line by line: the oracle of the tests.
+"""The algorithms once more, in NumPy float64, transcribed from the paper line by line:
+the oracle of the tests.
 
-It shares no code with the package and uses no shortcut: one matrix (out, in) = (m, n) at a time, dense decompositions.
-Where the paper leaves something open (first orientation, zero rows, the sketched dimension) it follows
-``docs/design.md``.
+It shares no code with the package and uses no shortcut: one matrix (out, in) = (m, n)
+at a time, dense decompositions. Where the paper leaves something open (first
+orientation, zero rows, the sketched dimension) it follows ``docs/design.md``.
 """
 
 import dataclasses
@@ -22,16 +23,20 @@ def row_norms(x: Array) -> Array:
 
 
 def unit_rows(x: Array) -> Array:
-    """Psi = Diag(diag(X X^T))^(-1/2) X; the inverse of a zero row's norm is taken as zero."""
+    """Psi = Diag(diag(X X^T))^(-1/2) X; the inverse of a zero row's norm is taken as
+    zero.
+    """
     norms = row_norms(x)
     return np.divide(x, norms, out=np.zeros_like(x), where=norms != 0)
 
 
 def tangent_rows(m: Array, w: Array, mode: str = "relaxed", eps: float = 0.0) -> Array:
-    """X from momentum m and weights w; eps is the machine epsilon of the implementation under test.
+    """X from momentum m and weights w; eps is the machine epsilon of the implementation
+    under test.
 
-    Each row is split as m = tangent + radial with radial = <m, w> w / ||w||^2, and the mode is how much of the radial
-    part stays: 1 - ||w||^2 (relaxed), nothing (strict), all (none).
+    Each row is split as m = tangent + radial with radial = <m, w> w / ||w||^2, and the
+    mode is how much of the radial part stays: 1 - ||w||^2 (relaxed), nothing (strict),
+    all (none).
     """
     if mode == "none":
         return m.copy()
@@ -63,13 +68,21 @@ POLAR_EXPRESS = (
 TABLES = {"muon": (MUON,) * 5, "you": YOU, "polar_express": POLAR_EXPRESS}
 
 
-def newton_schulz(x: Array, table: tuple = TABLES["muon"], headroom: float = 1.0, scale: str = "frobenius") -> Array:
-    """X / (headroom ||X||), then one odd polynomial per triple: X <- a X + (b A + c A A) X, A = X X^T.
+def newton_schulz(
+    x: Array,
+    table: tuple = TABLES["muon"],
+    headroom: float = 1.0,
+    scale: str = "frobenius",
+) -> Array:
+    """X / (headroom ||X||), then one odd polynomial per triple: X <- a X + (b A + c A
+    A) X, A = X X^T.
 
-    The norm is Frobenius', or Schatten's of order 4. The 1e-7 that others add to the norm is left out: with it the
-    result would depend on the scale of the gradient.
+    The norm is Frobenius', or Schatten's of order 4. The 1e-7 that others add to the
+    norm is left out: with it the result would depend on the scale of the gradient.
     """
-    norm = np.linalg.norm(np.linalg.svd(x, compute_uv=False), {"frobenius": 2, "schatten": 4}[scale])
+    norm = np.linalg.norm(
+        np.linalg.svd(x, compute_uv=False), {"frobenius": 2, "schatten": 4}[scale]
+    )
     if norm == 0:
         return np.zeros_like(x)
     if x.shape[0] > x.shape[1]:
@@ -89,10 +102,12 @@ def newton_schulz_scalar(s: Array, table: tuple = TABLES["muon"]) -> Array:
 
 
 def newton_schulz_lipschitz(s: Array, table: tuple = TABLES["muon"]) -> float:
-    """By how much the iteration can amplify a perturbation of a matrix with singular values s, to first order.
+    """By how much the iteration can amplify a perturbation of a matrix with singular
+    values s, to first order.
 
-    The largest of the divided differences of the odd polynomial f over plus and minus the singular values and zero
-    (those of f at s and -s are f(s) / s): 485 where all are tiny, about 20 where the smallest is a twentieth.
+    The largest of the divided differences of the odd polynomial f over plus and minus
+    the singular values and zero (those of f at s and -s are f(s) / s): 485 where all
+    are tiny, about 20 where the smallest is a twentieth.
     """
     points = np.concatenate([s, -s, [0.0], s * (1 + 1e-6)])
     image = newton_schulz_scalar(points, table)
@@ -109,7 +124,9 @@ def msign(x: Array) -> Array:
 
 
 def active_modes(gamma: Array, rank: int) -> tuple[Array, Array]:
-    """(U_C, Lambda_C): the at most ``rank`` largest eigenpairs of gamma with eigenvalue above one."""
+    """(U_C, Lambda_C): the at most ``rank`` largest eigenpairs of gamma with eigenvalue
+    above one.
+    """
     values, vectors = np.linalg.eigh(gamma)
     order = np.argsort(values)[::-1][:rank]
     order = order[values[order] > 1]
@@ -127,17 +144,25 @@ def precondition_exact(psi: Array, rank: int) -> Array:
 
 
 def precondition_adaptively(psi: Array, rank: int, factor: float) -> Array:
-    """The leading singular values, to a factor times the RMS of the others or of all of them divided by ten."""
+    """The leading singular values, to a factor times the RMS of the others or of all of
+    them divided by ten.
+    """
     u, s, vt = np.linalg.svd(psi, full_matrices=False)
     rank = min(rank, len(s) - 1)
     if rank > 0:
-        level = factor * max(np.sqrt(np.mean(s[rank:] ** 2)), 0.1 * np.sqrt(np.mean(s**2)))
+        level = factor * max(
+            np.sqrt(np.mean(s[rank:] ** 2)), 0.1 * np.sqrt(np.mean(s**2))
+        )
         s = np.where(np.arange(len(s)) < rank, np.minimum(s, level), s)
     return (u * s) @ vt
 
 
-def sketched_modes(psi: Array, omega: Array, rank: int, power_iterations: int) -> tuple[Array, Array]:
-    """(U_C, Lambda_C) by Algorithm 2 for a matrix with no more rows than columns, with its draws omega (columns, l)."""
+def sketched_modes(
+    psi: Array, omega: Array, rank: int, power_iterations: int
+) -> tuple[Array, Array]:
+    """(U_C, Lambda_C) by Algorithm 2 for a matrix with no more rows than columns, with
+    its draws omega (columns, l).
+    """
     y = psi @ omega
     for _ in range(power_iterations):
         y = psi @ (psi.T @ y)
@@ -147,11 +172,15 @@ def sketched_modes(psi: Array, omega: Array, rank: int, power_iterations: int) -
     return q @ z, values
 
 
-def precondition_sketch(psi: Array, omega: Array, rank: int, power_iterations: int) -> Array:
+def precondition_sketch(
+    psi: Array, omega: Array, rank: int, power_iterations: int
+) -> Array:
     """T^L by Algorithm 2 on the smaller dimension (rows when square)."""
     if psi.shape[0] > psi.shape[1]:
         return precondition_sketch(psi.T, omega, rank, power_iterations).T
-    return local_preconditioner(*sketched_modes(psi, omega, rank, power_iterations)) @ psi
+    return (
+        local_preconditioner(*sketched_modes(psi, omega, rank, power_iterations)) @ psi
+    )
 
 
 def projection_on_unit_ball(psi: Array) -> Array:
@@ -170,9 +199,11 @@ def root_mean_square(t: Array) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class NormPre:
-    """One step of Algorithm 1 as a pure function of the weights, the momentum and the step number.
+    """One step of Algorithm 1 as a pure function of the weights, the momentum and the
+    step number.
 
-    ``stage``: "newton_schulz" (G), "msign" (G, exact), "exact" (L) or "sketch" (L, needs omega).
+    ``stage``: "newton_schulz" (G), "msign" (G, exact), "exact" (L) or "sketch" (L,
+    needs omega).
     """
 
     stage: str
@@ -188,14 +219,18 @@ class NormPre:
     eps: float = 0.0
 
     def normalized(self, m: Array, w: Array, step: int) -> Array:
-        """Psi_t, in the parameter's own layout; step counts from 0 and step 0 is row-oriented."""
+        """Psi_t, in the parameter's own layout; step counts from 0 and step 0 is
+        row-oriented.
+        """
 
         def on_rows(m: Array, w: Array) -> Array:
             return unit_rows(tangent_rows(m, w, self.tangent, self.eps))
 
         if self.orientation == "both":
             return on_rows(on_rows(m, w).T, w.T).T
-        columns = self.orientation == "columns" or (self.orientation == "alternating" and step % 2 == 1)
+        columns = self.orientation == "columns" or (
+            self.orientation == "alternating" and step % 2 == 1
+        )
         return on_rows(m.T, w.T).T if columns else on_rows(m, w)
 
     def preconditioned(self, psi: Array, omega: Array | None = None) -> Array:
@@ -208,12 +243,18 @@ class NormPre:
             return precondition_exact(psi, self.rank)
         return precondition_sketch(psi, omega, self.rank, self.power_iterations)
 
-    def direction(self, m: Array, w: Array, step: int, omega: Array | None = None) -> Array:
-        """R(T_t): what the learning rate multiplies, before weight decay; zero stays zero."""
+    def direction(
+        self, m: Array, w: Array, step: int, omega: Array | None = None
+    ) -> Array:
+        """R(T_t): what the learning rate multiplies, before weight decay; zero stays
+        zero.
+        """
         t = self.preconditioned(self.normalized(m, w, step), omega)
         return self.rms * t / (root_mean_square(t) or 1.0)
 
 
-def decoupled_step(w: Array, direction: Array, learning_rate: float, weight_decay: float) -> Array:
+def decoupled_step(
+    w: Array, direction: Array, learning_rate: float, weight_decay: float
+) -> Array:
     """W_(t+1) = W_t - eta (R(T_t) + wd W_t)."""
     return w - learning_rate * (direction + weight_decay * w)

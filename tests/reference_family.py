@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The relatives in NumPy float64, each transcribed literally with its epsilons: the oracle of ``test_relatives``.
+"""The relatives in NumPy float64, each transcribed literally with its epsilons: the
+oracle of ``test_relatives``.
 
-Matrices are (out, in) = (m, n), one at a time; nothing is shared with the package. A transcription is a function
-``start(shape, **options) -> step`` with the optimizer's name, and ``step(g, w) -> direction`` keeps its state.
+Matrices are (out, in) = (m, n), one at a time; nothing is shared with the package. A
+transcription is a function ``start(shape, **options) -> step`` with the optimizer's
+name, and ``step(g, w) -> direction`` keeps its state.
 """
 
 import functools
@@ -16,16 +18,23 @@ VARIANTS = {}  # name and options: optimizer, options, transcription, tolerance
 
 
 def follows(tolerance, *options):
-    """Compare the optimizer of this name, for each of the options, with the transcription.
+    """Compare the optimizer of this name, for each of the options, with the
+    transcription.
 
-    The tolerance is relative to the path in float64: rounding (eps64 times 485 a step), or the 1e-8 that some rules add
-    to squared norms of order one and the package does without, times the slope of Newton-Schulz, 20 to 100.
+    The tolerance is relative to the path in float64: rounding (eps64 times 485 a step),
+    or the 1e-8 that some rules add to squared norms of order one and the package does
+    without, times the slope of Newton-Schulz, 20 to 100.
     """
 
     def add(start):
         for own in options or ({},):
             name = "-".join([start.__name__, *map(str, own.values())])
-            VARIANTS[name] = (start.__name__, own, functools.partial(start, **own), tolerance)
+            VARIANTS[name] = (
+                start.__name__,
+                own,
+                functools.partial(start, **own),
+                tolerance,
+            )
         return start
 
     return add
@@ -55,7 +64,9 @@ def moonlight_scale(shape):
     return 0.2 * max(shape) ** 0.5
 
 
-@follows(1e-10, {}, {"convention": "keller"}, {"convention": "keller", "nesterov": False})
+@follows(
+    1e-10, {}, {"convention": "keller"}, {"convention": "keller", "nesterov": False}
+)
 def muon(shape, convention="moonlight", nesterov=True):
     keller = convention == "keller"
     u_of = momentum(shape, nesterov, average=keller)
@@ -70,11 +81,18 @@ def mano(shape, version=1, nesterov=False):
 
     def step(g, w):
         nonlocal t
-        axis, t = t % 2, t + 1  # sums run along this axis of (out, in): columns on even steps
+        axis, t = (
+            t % 2,
+            t + 1,
+        )  # sums run along this axis of (out, in): columns on even steps
         u = u_of(g)
         along = w / np.maximum(norms(w, axis), 1e-8) if version == 1 else w
         x = u - np.sum(u * along, axis=axis, keepdims=True) * along
-        unit = x / np.maximum(norms(x, axis), 1e-8) if version == 1 else x / (norms(x, axis) + 1e-8)
+        unit = (
+            x / np.maximum(norms(x, axis), 1e-8)
+            if version == 1
+            else x / (norms(x, axis) + 1e-8)
+        )
         return 0.2 * shape[axis] ** 0.5 * unit
 
     return step
@@ -99,7 +117,9 @@ def muoneq(shape, mode="rows"):
         u = u_of(g)
         rows = 1 / np.sqrt(np.sum(u**2, axis=1, keepdims=True) + 1e-8)
         columns = 1 / np.sqrt(np.sum(u**2, axis=0, keepdims=True) + 1e-8)
-        equal = {"rows": rows * u, "columns": u * columns, "both": rows * u * columns}[mode]
+        equal = {"rows": rows * u, "columns": u * columns, "both": rows * u * columns}[
+            mode
+        ]
         return moonlight_scale(shape) * newton_schulz(equal)
 
     return step
@@ -120,18 +140,29 @@ def normuon(shape, b2=0.95):
 
 
 def hyperball(w, u, lr, row_norm):
-    """W <- R N(N(W) - lr N(U)), R = row_norm sqrt(rows), where N divides a matrix by its Frobenius norm."""
+    """W <- R N(N(W) - lr N(U)), R = row_norm sqrt(rows), where N divides a matrix by
+    its Frobenius norm.
+    """
     moved = w / np.linalg.norm(w) - lr * u / np.linalg.norm(u)
     return moved / np.linalg.norm(moved) * row_norm * len(w) ** 0.5
 
 
 def metric(shape, strength=0.5, clip=2.0, decay=0.95):
-    """D = diag(a) T(diag(a) U diag(b)) diag(b); a and b are those of earlier gradients, and all ones at first."""
+    """D = diag(a) T(diag(a) U diag(b)) diag(b); a and b are those of earlier gradients,
+    and all ones at first.
+    """
     r, c = np.zeros(shape[0]), np.zeros(shape[1])
 
     def step(g, u, t):
         nonlocal r, c
-        a, b = (np.clip(np.sqrt(x / x.mean()), 1 / clip, clip) ** -strength if x.any() else 1 + x for x in (r, c))
+        a, b = (
+            (
+                np.clip(np.sqrt(x / x.mean()), 1 / clip, clip) ** -strength
+                if x.any()
+                else 1 + x
+            )
+            for x in (r, c)
+        )
         r = decay * r + (1 - decay) * np.mean(g**2, axis=1)
         c = decay * c + (1 - decay) * np.mean(g**2, axis=0)
         return a[:, None] * t(a[:, None] * u * b) * b
@@ -139,17 +170,30 @@ def metric(shape, strength=0.5, clip=2.0, decay=0.95):
     return step
 
 
-def normpre_h(shape, momentum=0.85, slow_momentum=0.98, slow_weight=0.56, metric_strength=0.5):
+def normpre_h(
+    shape, momentum=0.85, slow_momentum=0.98, slow_weight=0.56, metric_strength=0.5
+):
     """Momenta of two ages, orthogonalized in the metric; without Hyperball."""
-    m1, m2, t, d_of = np.zeros(shape), np.zeros(shape), 0, metric(shape, metric_strength)
+    m1, m2, t, d_of = (
+        np.zeros(shape),
+        np.zeros(shape),
+        0,
+        metric(shape, metric_strength),
+    )
 
     def step(g):
         nonlocal m1, m2, t
         m1 = momentum * m1 + (1 - momentum) * g
         m2 = slow_momentum * m2 + (1 - slow_momentum) * g
-        w = slow_weight(t) if callable(slow_weight) else slow_weight * (1 - slow_momentum ** (t + 1)) ** 4
+        w = (
+            slow_weight(t)
+            if callable(slow_weight)
+            else slow_weight * (1 - slow_momentum ** (t + 1)) ** 4
+        )
         t += 1
         mean = (1 - w) * m1 / (1 - momentum**t) + w * m2 / (1 - slow_momentum**t)
-        return d_of(g, 0.05 * g + 0.95 * mean, lambda x: newton_schulz(x, scale="schatten"))
+        return d_of(
+            g, 0.05 * g + 0.95 * mean, lambda x: newton_schulz(x, scale="schatten")
+        )
 
     return step

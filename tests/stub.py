@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What editors and type checkers read: ``python -m tests.stub`` writes ``normpre_optax/__init__.pyi``.
+"""What editors and type checkers read: ``python -m tests.stub`` writes
+``normpre_optax/__init__.pyi``.
 
-The signatures of complete optimizers, and descriptions of shared options, are made when the package is imported. The
-stub has them as text. ``tests/test_types.py`` checks that it is current.
+The signatures of complete optimizers, and descriptions of shared options, are made when
+the package is imported. The stub has them as text. ``tests/test_types.py`` checks that
+it is current.
 """
 
 import ast
@@ -31,16 +33,24 @@ from normpre_optax.stages.rows import Orientation, Tangent
 
 def annotations(function: Any) -> dict[str, str]:
     """The annotations of a function's arguments, as they are written in its source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[
+        0
+    ]
     assert isinstance(tree, ast.FunctionDef)
     arguments = (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)
-    return {x.arg: ast.unparse(x.annotation) for x in arguments if x.annotation is not None}
+    return {
+        x.arg: ast.unparse(x.annotation) for x in arguments if x.annotation is not None
+    }
 
 
 def definition(name: str, function: Any) -> str:
     """A function of the stub, with its docstring."""
     sources = [npo.with_adamw, getattr(npo, f"scale_by_{name}", function)]
-    written = {option: text for source in sources for option, text in annotations(source).items()}
+    written = {
+        option: text
+        for source in sources
+        for option, text in annotations(source).items()
+    }
     lines, keyword_only = [], False
     for p in inspect.signature(function).parameters.values():
         if p.kind == p.KEYWORD_ONLY and not keyword_only:
@@ -48,9 +58,15 @@ def definition(name: str, function: Any) -> str:
             keyword_only = True
         required = p.default is p.empty
         text = written[p.name].removesuffix(" | None") if required else written[p.name]
-        lines.append(f"    {p.name}: {text}" + ("," if required else f" = {p.default!r},"))
-    doc = textwrap.indent(inspect.getdoc(function) or "", "    ", lambda line: bool(line.strip()))
-    head = "\n".join([f"def {name}(", *lines, ") -> optax.GradientTransformationExtraArgs:"])
+        lines.append(
+            f"    {p.name}: {text}" + ("," if required else f" = {p.default!r},")
+        )
+    doc = textwrap.indent(
+        inspect.getdoc(function) or "", "    ", lambda line: bool(line.strip())
+    )
+    head = "\n".join(
+        [f"def {name}(", *lines, ") -> optax.GradientTransformationExtraArgs:"]
+    )
     return f'{head}\n    """{doc.strip()}\n    """\n'
 
 
@@ -62,11 +78,16 @@ def stub() -> str:
         if hasattr(thing, "__wrapped__"):  # checked
             definitions.append(definition(name, thing))
         elif inspect.ismodule(thing):
-            imports.append(f"from {thing.__name__.rpartition('.')[0]} import {name} as {name}")
+            imports.append(
+                f"from {thing.__name__.rpartition('.')[0]} import {name} as {name}"
+            )
         else:
             imports.append(f"from {thing.__module__} import {name} as {name}")
     names = "".join(f'    "{name}",\n' for name in npo.__all__)
-    parts = [HEADER.format(doc=inspect.getdoc(npo)) + "\n".join(sorted(imports)), "__version__: str"]
+    parts = [
+        HEADER.format(doc=inspect.getdoc(npo)) + "\n".join(sorted(imports)),
+        "__version__: str",
+    ]
     return "\n".join([*parts, f"__all__ = [\n{names}]\n", *definitions])
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public names: documented, keyword-only, with the promised defaults, and errors that name what to write."""
+"""The public names: documented, keyword-only, with the promised defaults, and errors
+that name what to write.
+"""
 
 import doctest
 import inspect
@@ -16,32 +18,70 @@ from normpre_optax.options import ARGS
 from normpre_optax.stages import scale_by_row_moment
 
 CALLABLES = sorted(name for name in npo.__all__ if callable(getattr(npo, name)))
-REST = {"weight_decay": 0.1, "norm_control": "none", "adam_b1": 0.9, "adam_b2": 0.95, "adam_eps": 1e-8}
+REST = {
+    "weight_decay": 0.1,
+    "norm_control": "none",
+    "adam_b1": 0.9,
+    "adam_b2": 0.95,
+    "adam_eps": 1e-8,
+}
 REST |= dict.fromkeys(
-    ("row_norms", "weight_decay_mask", "learning_rate_multipliers", "adam_learning_rate", "adam_weight_decay")
+    (
+        "row_norms",
+        "weight_decay_mask",
+        "learning_rate_multipliers",
+        "adam_learning_rate",
+        "adam_weight_decay",
+    )
 )
 REST |= dict.fromkeys(("mu_dtype", "matrix_dims", "shardings"))
-NORMPRE = {"momentum": 0.95, "nesterov": False, "tangent": "relaxed", "orientation": "alternating", "rms": 0.2}
-# Table 4 of the paper; the defaults of other relatives are those of their transcriptions.
+NORMPRE = {
+    "momentum": 0.95,
+    "nesterov": False,
+    "tangent": "relaxed",
+    "orientation": "alternating",
+    "rms": 0.2,
+}
+# Table 4 of the paper; the defaults of other relatives are those of their
+# transcriptions.
 DEFAULTS = {
     "normpre": NORMPRE,
     "normpre_g": {"ns_steps": 5, "ns_coefficients": "muon", **NORMPRE},
-    "normpre_l": {"rank": 32, "oversample": 8, "power_iterations": 1, "method": "sketch", "seed": 0, **NORMPRE},
-    "muon": {"convention": "moonlight", "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": "muon"},
+    "normpre_l": {
+        "rank": 32,
+        "oversample": 8,
+        "power_iterations": 1,
+        "method": "sketch",
+        "seed": 0,
+        **NORMPRE,
+    },
+    "muon": {
+        "convention": "moonlight",
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "ns_coefficients": "muon",
+    },
     "mano": {"version": 1, "momentum": 0.95, "nesterov": False},
 }
 DEFAULTS["normpre_l"] |= {"relative_threshold": None}
 
 
 def arguments(f, *kinds):
-    return {k: p.default for k, p in inspect.signature(f).parameters.items() if not kinds or p.kind in kinds}
+    return {
+        k: p.default
+        for k, p in inspect.signature(f).parameters.items()
+        if not kinds or p.kind in kinds
+    }
 
 
 def test_the_public_names():
     assert len(npo.__all__) == len(set(npo.__all__))
     directions = {name for name in npo.__all__ if f"scale_by_{name}" in npo.__all__}
     assert set(npo.families()) == directions - {"normpre", "normpre_h"}
-    assert all(factory is getattr(npo, name) for name, factory in npo.families().items())
+    assert all(
+        factory is getattr(npo, name) for name, factory in npo.families().items()
+    )
     npo.families().clear()
     assert npo.families()
 
@@ -51,24 +91,54 @@ def test_an_optimizer_has_the_options_of_its_direction_and_of_with_adamw(name):
     factory, direction = getattr(npo, name), getattr(npo, f"scale_by_{name}")
     own = arguments(direction, inspect.Parameter.KEYWORD_ONLY)
     assert own | DEFAULTS.get(name, {}) == own
-    assert {own[option] for option in own.keys() & {"compute_dtype", "mu_dtype", "matrix_dims"}} == {None}
+    assert {
+        own[option]
+        for option in own.keys() & {"compute_dtype", "mu_dtype", "matrix_dims"}
+    } == {None}
     assert arguments(factory, inspect.Parameter.KEYWORD_ONLY) == {**own, **REST}
     positional = ["precondition"] * (name == "normpre")
-    for f, first in ((factory, ["learning_rate", *positional]), (direction, positional)):
+    for f, first in (
+        (factory, ["learning_rate", *positional]),
+        (direction, positional),
+    ):
         assert [*arguments(f, inspect.Parameter.POSITIONAL_OR_KEYWORD)] == first
-        assert arguments(f).keys() == {*first, *arguments(f, inspect.Parameter.KEYWORD_ONLY)}  # no hidden ones
-        numbers = {option for option, default in arguments(f).items() if option in RANGES or type(default) is float}
+        assert arguments(f).keys() == {
+            *first,
+            *arguments(f, inspect.Parameter.KEYWORD_ONLY),
+        }  # no hidden ones
+        numbers = {
+            option
+            for option, default in arguments(f).items()
+            if option in RANGES or type(default) is float
+        }
         assert npo.static_args(f) == arguments(f).keys() - numbers
-    assert (factory.__name__, factory.__qualname__, factory.__module__) == (name, name, direction.__module__)
+    assert (factory.__name__, factory.__qualname__, factory.__module__) == (
+        name,
+        name,
+        direction.__module__,
+    )
 
 
 def test_with_adamw_and_stages_have_the_same_defaults():
     assert arguments(npo.with_adamw, inspect.Parameter.KEYWORD_ONLY) == REST
     both = {**arguments(npo.scale_by_normpre_g), **arguments(npo.scale_by_normpre_l)}
-    both |= {"rms": None, "mode": "relaxed", **arguments(npo.scale_by_normuon, inspect.Parameter.KEYWORD_ONLY)}
-    stages = (npo.project_to_tangent, npo.precondition_globally, npo.precondition_locally, scale_by_row_moment)
+    both |= {
+        "rms": None,
+        "mode": "relaxed",
+        **arguments(npo.scale_by_normuon, inspect.Parameter.KEYWORD_ONLY),
+    }
+    stages = (
+        npo.project_to_tangent,
+        npo.precondition_globally,
+        npo.precondition_locally,
+        scale_by_row_moment,
+    )
     for stage in stages:
-        own = {option: default for option, default in arguments(stage).items() if option != "eps"}
+        own = {
+            option: default
+            for option, default in arguments(stage).items()
+            if option != "eps"
+        }
         assert own == {option: both[option] for option in own}
         assert isinstance(stage(), optax.GradientTransformationExtraArgs)
 
@@ -77,37 +147,66 @@ def test_with_adamw_and_stages_have_the_same_defaults():
 def test_docstrings_have_their_parts_and_an_example(name):
     thing = getattr(npo, name)
     doc, parameters = inspect.getdoc(thing), inspect.signature(thing).parameters
-    assert doc.splitlines()[0].endswith((".", ":")), "the first line is a sentence of its own"
-    sections = [line.rstrip(":") for line in doc.splitlines() if line in ("Args:", "Returns:", "Raises:", "Example:")]
-    assert sections == [s for s in ("Args", "Returns", "Raises", "Example") if s in sections]
-    described = {line.strip().split(":")[0] for line in doc.split("Args:")[-1].splitlines()}
+    assert doc.splitlines()[0].endswith((".", ":")), (
+        "the first line is a sentence of its own"
+    )
+    sections = [
+        line.rstrip(":")
+        for line in doc.splitlines()
+        if line in ("Args:", "Returns:", "Raises:", "Example:")
+    ]
+    assert sections == [
+        s for s in ("Args", "Returns", "Raises", "Example") if s in sections
+    ]
+    described = {
+        line.strip().split(":")[0] for line in doc.split("Args:")[-1].splitlines()
+    }
     assert ("Args" in sections) == bool(parameters)
-    assert not parameters or parameters.keys() <= described, parameters.keys() - described
+    assert not parameters or parameters.keys() <= described, (
+        parameters.keys() - described
+    )
     assert inspect.Parameter.VAR_KEYWORD not in {p.kind for p in parameters.values()}
     assert inspect.isclass(thing) or "Returns" in sections
-    shown = getattr(npo, name.removeprefix("scale_by_"), thing)  # of a direction, the complete optimizer has it
-    assert doctest.DocTestParser().get_examples(shown.__doc__), "an example that pytest runs"
+    shown = getattr(
+        npo, name.removeprefix("scale_by_"), thing
+    )  # of a direction, the complete optimizer has it
+    assert doctest.DocTestParser().get_examples(shown.__doc__), (
+        "an example that pytest runs"
+    )
 
 
 def test_every_description_of_an_option_is_used():
-    used = {option for name in CALLABLES for option in inspect.signature(getattr(npo, name)).parameters}
+    used = {
+        option
+        for name in CALLABLES
+        for option in inspect.signature(getattr(npo, name)).parameters
+    }
     assert ARGS.keys() - used == {"Returns"}
 
 
 # A call of the package: what its error says.
 INVALID = {
-    "muon(1e-3, wieght_decay=0.1)": r"muon\(\) has no option 'wieght_decay': did you mean 'weight_decay'",
+    "muon(1e-3, wieght_decay=0.1)": (
+        r"muon\(\) has no option 'wieght_decay': did you mean 'weight_decay'"
+    ),
     "muon(1e-3, adam_lr=3e-4)": "did you mean 'adam_learning_rate'",
     "muon(1e-3, b1=0.9)": "did you mean 'adam_b1'",
     "muon(1e-3, consistent_rms=0.2)": "did you mean 'convention'",
     "muon(1e-3, muon_weight_dimension_numbers=None)": "did you mean 'matrix_dims'",
-    "normpre_g(1e-3, consistent_rms=0.2)": "no option 'consistent_rms': its options are learning_rate",
+    "normpre_g(1e-3, consistent_rms=0.2)": (
+        "no option 'consistent_rms': its options are learning_rate"
+    ),
     "mano(lr=1e-3)": "no option 'lr': did you mean 'learning_rate'",
     "scale_by_rmnp(radius=1)": "no option 'radius': its options are momentum, nesterov",
-    "muon()": "missing a required argument: 'learning_rate'|missing 1 required .*'learning_rate'",
+    "muon()": (
+        "missing a required argument: 'learning_rate'|missing 1 required"
+        " .*'learning_rate'"
+    ),
     "muon(1e-3, momentum=1.5)": r"momentum must be in \[0, 1\), got 1.5",
     "muon(1e-3, momentum=0.99999999)": r"momentum must be in \[0, 1\)",  # 1 in float32
-    "normpre_h(1e-2, 1e-3, metric_strength=100.0)": r"metric_strength must be in \[0, 10\)",
+    "normpre_h(1e-2, 1e-3, metric_strength=100.0)": (
+        r"metric_strength must be in \[0, 10\)"
+    ),
     "normuon(1e-3, b2=1.0)": r"b2 must be in \[0, 1\), got 1.0",
     "mano(1e-3, weight_decay=-0.1)": r"weight_decay must be in \[0, inf\), got -0.1",
     "muon(1e-3, adam_b2=np.nan)": r"adam_b2 must be in \[0, 1\), got nan",
@@ -119,16 +218,29 @@ INVALID = {
     "muon(jnp.bool_(True))": "learning_rate must be a number, got Array",
     "muon([1e-3])": r"learning_rate must be a number, got \[0.001\]",
     "muon(None)": "learning_rate must be a number, got None",
-    "muon(lambda: 0.1)": "learning_rate must be a number, or a function of the step: .* takes 0 positional",
-    "normpre_h(0.01, 1e-3, slow_weight=lambda: 0.5)": "slow_weight must be a number, or a function of the step",
+    "muon(lambda: 0.1)": (
+        "learning_rate must be a number, or a function of the step: .* takes 0"
+        " positional"
+    ),
+    "normpre_h(0.01, 1e-3, slow_weight=lambda: 0.5)": (
+        "slow_weight must be a number, or a function of the step"
+    ),
     "muon(lambda step: None)": r"learning_rate\(0\) must be a number, got None",
-    "muon(lambda step: -0.1 if step < 10 else 0.1)": r"learning_rate\(0\) must be in \[0, inf\), got -0.1",
-    "normpre_h(1e-2, lambda step: -0.1)": r"adam_learning_rate\(0\) must be in \[0, inf\), got -0.1",
-    "muon(1e-3, weight_decay=lambda step: jnp.ones(2))": r"weight_decay\(0\) must be a number",
+    "muon(lambda step: -0.1 if step < 10 else 0.1)": (
+        r"learning_rate\(0\) must be in \[0, inf\), got -0.1"
+    ),
+    "normpre_h(1e-2, lambda step: -0.1)": (
+        r"adam_learning_rate\(0\) must be in \[0, inf\), got -0.1"
+    ),
+    "muon(1e-3, weight_decay=lambda step: jnp.ones(2))": (
+        r"weight_decay\(0\) must be a number"
+    ),
     "muon(1e-3, weight_decay=None)": "weight_decay must be a number, got None",
     "muon(jnp.array([1e-3]))": "learning_rate must be a number, got Array",
     "muon(jnp.float32(-1.0))": r"learning_rate must be in \[0, inf\), got -1.0",
-    "normpre_l(1e-3, relative_threshold=lambda step: 1.0)": "relative_threshold must be a number .*inject_hyperparams",
+    "normpre_l(1e-3, relative_threshold=lambda step: 1.0)": (
+        "relative_threshold must be a number .*inject_hyperparams"
+    ),
     "normpre_g(1e-3, 0.1)": r"normpre_g\(\): too many positional arguments",
     "normpre_g(1e-3, rms=np.float32(0))": "rms must be in",
     "scale_to_rms(0.0)": "rms must be in",
@@ -143,9 +255,15 @@ INVALID = {
     "mano(1e-3, version=3)": "version=3 is not one of",
     "muon(1e-3, norm_control=optax.scale(2.0))": "norm_control=.* is not one of",
     "normpre_l(1e-3, method='exactly')": "method='exactly' is not one of",
-    "precondition_locally(relative_threshold='median')": "relative_threshold must be a number, got 'median'",
-    "normpre_l(1e-3, relative_threshold='median')": "relative_threshold must be a number",
-    "normpre_l(1e-3, rank=1.0)": "rank must be an int of at least 1, or a share between 0 and 1, got 1.0",
+    "precondition_locally(relative_threshold='median')": (
+        "relative_threshold must be a number, got 'median'"
+    ),
+    "normpre_l(1e-3, relative_threshold='median')": (
+        "relative_threshold must be a number"
+    ),
+    "normpre_l(1e-3, rank=1.0)": (
+        "rank must be an int of at least 1, or a share between 0 and 1, got 1.0"
+    ),
     "normpre_l(1e-3, rank='2')": "rank must be an int.*got '2'",
     "normpre_l(1e-3, rank=True)": "rank must be an int",
     "normpre_l(1e-3, rank=np.nan)": "rank must be an int",
@@ -159,47 +277,107 @@ INVALID = {
     "muon(1e-3, ns_coefficients='muno')": "ns_coefficients='muno' is not one of",
     "muon(1e-3, nesterov=1)": "nesterov must be True or False, got 1",
     "muon(1e-3, convention=np.ones(2))": "convention=.* is not one of",
-    "rmnp(1e-3, mu_dtype=jnp.float32(0.5))": "mu_dtype must be bfloat16, float32, float64 or None",
+    "rmnp(1e-3, mu_dtype=jnp.float32(0.5))": (
+        "mu_dtype must be bfloat16, float32, float64 or None"
+    ),
     "rmnp(1e-3, mu_dtype=int)": "mu_dtype must be bfloat16, float32, float64 or None",
-    "rmnp(1e-3, mu_dtype='bf16')": "mu_dtype must be bfloat16, float32, float64 or None",
-    "precondition_globally(compute_dtype='int8')": "compute_dtype must be bfloat16, float32, float64, narrow or None",
+    "rmnp(1e-3, mu_dtype='bf16')": (
+        "mu_dtype must be bfloat16, float32, float64 or None"
+    ),
+    "precondition_globally(compute_dtype='int8')": (
+        "compute_dtype must be bfloat16, float32, float64, narrow or None"
+    ),
     "normpre_h(1e-2)": "missing a required argument: 'adam_learning_rate'",
     "normpre_h(1e-2, 1e-3, weight_decay=0.1)": "did you mean 'adam_weight_decay'",
-    "normpre_h(1e-2, 1e-3, tangent='none')": "no option 'tangent': its options are learning_rate",
-    "muon(1e-2, norm_control='hyperball')": 'norm_control="hyperball" needs adam_learning_rate',
-    "muon(1e-2, norm_control='hyperball', adam_learning_rate=1e-3, convention='keller')": "convention has no effect",
-    "normpre_g(1e-2, norm_control='hyperball', adam_learning_rate=1e-3, rms=0.1)": "rms has no effect",
+    "normpre_h(1e-2, 1e-3, tangent='none')": (
+        "no option 'tangent': its options are learning_rate"
+    ),
+    "muon(1e-2, norm_control='hyperball')": (
+        'norm_control="hyperball" needs adam_learning_rate'
+    ),
+    "muon(1e-2, norm_control='hyperball', adam_learning_rate=1e-3, convention='keller')": (
+        "convention has no effect"
+    ),
+    "normpre_g(1e-2, norm_control='hyperball', adam_learning_rate=1e-3, rms=0.1)": (
+        "rms has no effect"
+    ),
     "muon(1e-3, row_norms=1.0)": "row_norms has no effect without norm_control",
-    "muon(lambda step: 1e-3 * (1 - step / 2**31))": r"learning_rate is a schedule of int32 steps.* 2\*\*31 .*floats",
-    "hyperball(optax.linear_schedule(0.02, 0.0, 2**40))": "learning_rate is a schedule of int32 steps",
-    "rmnp(1e-3, weight_decay=optax.join_schedules([lambda step: 0.1] * 2, [2**31]))": "weight_decay is a schedule of",
-    "two_momenta(slow_weight=lambda step: jnp.where(step < 2**40, 0.0, 0.5))": "slow_weight is a schedule of int32",
-    "muon(1e-3, ns_steps=2**40)": "ns_steps must be at least 1 and below 1000, got 1099511627776",
-    "normpre_l(1e-3, power_iterations=2**40)": "power_iterations must be at least 0 and below 1000",
+    "muon(lambda step: 1e-3 * (1 - step / 2**31))": (
+        r"learning_rate is a schedule of int32 steps.* 2\*\*31 .*floats"
+    ),
+    "hyperball(optax.linear_schedule(0.02, 0.0, 2**40))": (
+        "learning_rate is a schedule of int32 steps"
+    ),
+    "rmnp(1e-3, weight_decay=optax.join_schedules([lambda step: 0.1] * 2, [2**31]))": (
+        "weight_decay is a schedule of"
+    ),
+    "two_momenta(slow_weight=lambda step: jnp.where(step < 2**40, 0.0, 0.5))": (
+        "slow_weight is a schedule of int32"
+    ),
+    "muon(1e-3, ns_steps=2**40)": (
+        "ns_steps must be at least 1 and below 1000, got 1099511627776"
+    ),
+    "normpre_l(1e-3, power_iterations=2**40)": (
+        "power_iterations must be at least 0 and below 1000"
+    ),
     "normpre_l(1e-3, rank=2**70)": "rank must be at least 1 and below 2147483648",
-    "normpre_l(1e-3, oversample=2**31)": "oversample must be at least 0 and below 2147483648",
-    "muon(1e-3, ns_steps=None, ns_coefficients='muno')": "ns_coefficients='muno' is not one of",
-    "muon(1e-3, compute_dtype=jnp.float16)": "compute_dtype must be bfloat16, float32, float64, narrow or None",
-    "normpre(1e-3, lambda x: x)": "precondition must be an optax.GradientTransformation",
-    "with_metric(precondition_globally)": "spectral must be an optax.GradientTransformation, got <function",
+    "normpre_l(1e-3, oversample=2**31)": (
+        "oversample must be at least 0 and below 2147483648"
+    ),
+    "muon(1e-3, ns_steps=None, ns_coefficients='muno')": (
+        "ns_coefficients='muno' is not one of"
+    ),
+    "muon(1e-3, compute_dtype=jnp.float16)": (
+        "compute_dtype must be bfloat16, float32, float64, narrow or None"
+    ),
+    "normpre(1e-3, lambda x: x)": (
+        "precondition must be an optax.GradientTransformation"
+    ),
+    "with_metric(precondition_globally)": (
+        "spectral must be an optax.GradientTransformation, got <function"
+    ),
     "with_metric(optax.identity(), clip=0.5)": r"clip must be in \[1, inf\), got 0.5",
     "with_metric(None)": "spectral must be an optax.GradientTransformation, got None",
-    "two_momenta(accumulator_dtype='bf16')": "accumulator_dtype must be bfloat16, float32, float64 or None",
-    "two_momenta(accumulator_dtype=int)": "accumulator_dtype must be bfloat16, float32, float64 or None",
+    "two_momenta(accumulator_dtype='bf16')": (
+        "accumulator_dtype must be bfloat16, float32, float64 or None"
+    ),
+    "two_momenta(accumulator_dtype=int)": (
+        "accumulator_dtype must be bfloat16, float32, float64 or None"
+    ),
     "stages.scale_by_row_moment(b2=1.0)": r"b2 must be in \[0, 1\)",
     "stages.scale_by_row_moment(eps=-1.0)": r"eps must be in \[0, inf\), got -1.0",
     "stages.scale_by_row_moment(eps=None)": "eps must be a number, got None",
-    "scale_by_shape('keller')": r"factor must be a function \(outputs, inputs\) -> number, got 'keller'",
-    "scale_by_shape(None)": r"factor must be a function \(outputs, inputs\) -> number, got None",
-    "normalize_tangent(norm=1.0)": r"norm must be a function \(entries\) -> number, got 1.0",
-    "normalize_tangent(first='both')": r"first='both' is not one of \('rows', 'columns'\)",
-    "per_parameter(normalize_rows())": r"f must be a function \(update, weight, dims\) -> update, got Gradient",
-    "direction(optax.identity(), optax.trace)": "stages must be an optax.GradientTransformation, got <function",
-    "direction([optax.identity()])": r"stages must be an optax.GradientTransformation, got \[",
-    "direction(matrix_dims=None)": "stages must be an optax.GradientTransformation, got None",
-    "with_adamw(scale_by_muon(), 1e-3)": "direction must be a function .*such as scale_by_muon or",
+    "scale_by_shape('keller')": (
+        r"factor must be a function \(outputs, inputs\) -> number, got 'keller'"
+    ),
+    "scale_by_shape(None)": (
+        r"factor must be a function \(outputs, inputs\) -> number, got None"
+    ),
+    "normalize_tangent(norm=1.0)": (
+        r"norm must be a function \(entries\) -> number, got 1.0"
+    ),
+    "normalize_tangent(first='both')": (
+        r"first='both' is not one of \('rows', 'columns'\)"
+    ),
+    "per_parameter(normalize_rows())": (
+        r"f must be a function \(update, weight, dims\) -> update, got Gradient"
+    ),
+    "direction(optax.identity(), optax.trace)": (
+        "stages must be an optax.GradientTransformation, got <function"
+    ),
+    "direction([optax.identity()])": (
+        r"stages must be an optax.GradientTransformation, got \["
+    ),
+    "direction(matrix_dims=None)": (
+        "stages must be an optax.GradientTransformation, got None"
+    ),
+    "with_adamw(scale_by_muon(), 1e-3)": (
+        "direction must be a function .*such as scale_by_muon or"
+    ),
     "with_adamw(muon, 1e-3)": r"muon\(\): missing a required argument: 'learning_rate'",
-    "with_adamw(lambda matrix_dims: None, 1e-3)": "direction must be a function that returns an optax",
+    "with_adamw(lambda matrix_dims: None, 1e-3)": (
+        "direction must be a function that returns an optax"
+    ),
 }
 
 
@@ -210,11 +388,16 @@ def test_an_invalid_argument_is_named_at_construction(call):
 
 
 def test_numbers_of_numpy_are_numbers():
-    assert npo.normpre_l(np.float32(1e-3), rank=np.int64(4), seed=np.uint32(7), rms=np.float64(0.2))
+    assert npo.normpre_l(
+        np.float32(1e-3), rank=np.int64(4), seed=np.uint32(7), rms=np.float64(0.2)
+    )
 
 
 def test_arrays_of_jax_are_numbers_also_inside_of_jit():
-    options = {"row_norms": jnp.array(1.0), "learning_rate_multipliers": lambda params: jnp.array(2.0)}
+    options = {
+        "row_norms": jnp.array(1.0),
+        "learning_rate_multipliers": lambda params: jnp.array(2.0),
+    }
     params, rate = {"up": {"kernel": jnp.ones((4, 8))}}, jnp.array(0.02)
 
     def updated(params):
@@ -225,7 +408,9 @@ def test_arrays_of_jax_are_numbers_also_inside_of_jit():
 
 
 def test_long_schedules_are_schedules():
-    """Up to the last int32, beyond it as floats; and those that work outside of jit only."""
+    """Up to the last int32, beyond it as floats; and those that work outside of jit
+    only.
+    """
     for schedule in (
         optax.linear_schedule(0.02, 0.0, 2**31 - 1),
         optax.linear_schedule(0.02, 0.0, 1e12),

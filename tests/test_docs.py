@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation: its code runs, its links and names exist, and the checks of the site find what they should."""
+"""The documentation: its code runs, its links and names exist, and the checks of the
+site find what they should.
+"""
 
 import importlib.util
 import inspect
@@ -16,15 +18,25 @@ from tests import cases
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("results/**/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.glob("results/**/*.md")),
+]
 # Python code, and the text block right after it: what it prints.
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE
+)
 NOT_RUN = {
     "README.md": "its first block needs a model; get_started.md has one",
     "cpu_hang.md": "the program that never returns",
     "frameworks.md": "tests/test_frameworks.py runs it",
 }
-WITH_CODE = [page for page in PAGES if page.name not in NOT_RUN and BLOCK.search(page.read_text())]
+WITH_CODE = [
+    page
+    for page in PAGES
+    if page.name not in NOT_RUN and BLOCK.search(page.read_text())
+]
 
 
 def load(name):
@@ -49,7 +61,9 @@ def test_the_pages_code_runs(page, capsys):
         comments = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
         if text:
             assert said == text
-        elif comments and len(comments) == len(re.findall(r"^print\(", code, re.MULTILINE)):
+        elif comments and len(comments) == len(
+            re.findall(r"^print\(", code, re.MULTILINE)
+        ):
             assert said.splitlines() == comments
 
 
@@ -59,18 +73,36 @@ def test_what_the_pages_link_and_name_exists():
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         links = re.findall(r"\]\(([^)#\s]+)(?:#[\w.-]*)?\)", text)
-        assert not [x for x in links if not re.match(r"\w+:", x) and not (page.parent / x).exists()], page
-        for file, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
+        assert not [
+            x
+            for x in links
+            if not re.match(r"\w+:", x) and not (page.parent / x).exists()
+        ], page
+        for file, test in re.findall(
+            r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()
+        ):
             assert (ROOT / file).exists(), (page.name, file)
-            assert not test or f"def {test}(" in (ROOT / file).read_text(), (page.name, test)
+            assert not test or f"def {test}(" in (ROOT / file).read_text(), (
+                page.name,
+                test,
+            )
 
 
-RECOMMENDING = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "get_started", "choosing", "moving"))]
-RECOMMENDING += [DOCS / "frameworks.md", ROOT / "examples/quickstart.py", ROOT / "examples/notebooks/nnx_switch.ipynb"]
+RECOMMENDING = [
+    ROOT / "README.md",
+    *(DOCS / f"{name}.md" for name in ("index", "get_started", "choosing", "moving")),
+]
+RECOMMENDING += [
+    DOCS / "frameworks.md",
+    ROOT / "examples/quickstart.py",
+    ROOT / "examples/notebooks/nnx_switch.ipynb",
+]
 
 
 def test_every_page_recommends_the_same_optimizer_first():
-    """And its learning rate by the number of steps; the schedules of toys peak at 1e-2 or 1.6e-2."""
+    """And its learning rate by the number of steps; the schedules of toys peak at 1e-2
+    or 1.6e-2.
+    """
     called = re.compile(rf"\b({'|'.join(['normpre_h', *npo.families()])})\(")
     for page in RECOMMENDING:
         text = page.read_text()
@@ -87,14 +119,28 @@ def test_the_version_is_the_same_everywhere():
         DOCS / "changelog.md": r"^## ([\d.]+) \(",  # the newest entry is the first
     }
     for path, pattern in versions.items():
-        assert re.search(pattern, path.read_text(), re.MULTILINE)[1] == npo.__version__, path
+        assert (
+            re.search(pattern, path.read_text(), re.MULTILINE)[1] == npo.__version__
+        ), path
 
 
 def test_every_argument_of_optaxs_muon_has_a_place_here():
-    """In the tables of moving.md: each in one row, next to options of this package's Muon, or none."""
-    section = (DOCS / "moving.md").read_text().partition("## From optax's Muon\n")[2].partition("\n## ")[0]
-    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
-    theirs, ours = ([x for row in rows for x in re.findall(r"`(\w+)=", row[column])] for column in (0, 1))
+    """In the tables of moving.md: each in one row, next to options of this package's
+    Muon, or none.
+    """
+    section = (
+        (DOCS / "moving.md")
+        .read_text()
+        .partition("## From optax's Muon\n")[2]
+        .partition("\n## ")[0]
+    )
+    rows = [
+        line.split(" | ") for line in section.splitlines() if line.startswith("| `")
+    ]
+    theirs, ours = (
+        [x for row in rows for x in re.findall(r"`(\w+)=", row[column])]
+        for column in (0, 1)
+    )
     assert sorted(theirs) == sorted(inspect.signature(optax.contrib.muon).parameters)
     assert ours
     assert set(ours) <= inspect.signature(npo.muon).parameters.keys()
@@ -141,13 +187,17 @@ def test_an_undocumented_name_is_a_problem(more, expected, tmp_path, monkeypatch
     listed = [f"face.{name}" for name in check.public_names(module)]
     assert list(check.problems(module, listed)) == expected
     without = [name for name in listed if name != "face.told"]
-    assert sorted(check.problems(module, without)) == sorted([*expected, "the public name face.told stands on no page"])
+    assert sorted(check.problems(module, without)) == sorted(
+        [*expected, "the public name face.told stands on no page"]
+    )
 
 
 def test_the_library_documents_its_public_names():
     check = load("_ext/public_names")
     assert check.public_names(npo) == list(npo.__all__)
-    assert not list(check.problems(npo, [f"normpre_optax.{name}" for name in npo.__all__]))
+    assert not list(
+        check.problems(npo, [f"normpre_optax.{name}" for name in npo.__all__])
+    )
 
 
 # Generated pages.
@@ -171,7 +221,10 @@ def test_notebooks_are_copied_and_listed(tmp_path):
     (source / "zebra.ipynb").unlink()
     assert "zebra" not in index()
     assert not (target / "zebra.ipynb").exists()
-    assert pages.titled("results/small_eigh", "`command`\n") == "# small eigh\n\n`command`\n"
+    assert (
+        pages.titled("results/small_eigh", "`command`\n")
+        == "# small eigh\n\n`command`\n"
+    )
     assert pages.titled("results/nano/README", "# Comparison\n") == "# Comparison\n"
 
 
@@ -187,19 +240,33 @@ AdamW ends at 1.6496 and Muon at 1.4514, 0.198 ahead ([report](results/r.md)). T
 - A list item that cites nothing has 7.7777.
 - Rounding was 2.5e-6, of 1,234.5 ms and 2,178 ms ([report](results/r.md)).
 """
-REPORT = "| AdamW | 1.64961 | 0.0068 |\n| Muon | 1.45140 |\n\n2.5e-06, 1,234.5 ms, 2,178 ms"
+REPORT = (
+    "| AdamW | 1.64961 | 0.0068 |\n| Muon | 1.45140 |\n\n2.5e-06, 1,234.5 ms, 2,178 ms"
+)
 
 
 def test_a_number_that_no_cited_report_has_is_found(tmp_path):
-    """Any changed digit is a problem, at its line; text without a report, and code, are not checked."""
+    """Any changed digit is a problem, at its line; text without a report, and code, are
+    not checked.
+    """
     check, page = load("figures_in_text"), tmp_path / "page.md"
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "r.md").write_text(REPORT)
     page.write_text(CITING)
     assert check.problems(page) == []
     for right, wrong, line in (
-        *(("This", "9.9999", 2), ("1.6496", "1.6469", 2), ("1.4514", "1.4515", 2), ("0.198", "0.197", 2)),
-        *(("1.65", "1.66", 4), ("0.0068", "0.0069", 4), ("2.5e-6", "2.6e-6", 9), ("1,234.5", "1,234.6", 9)),
+        *(
+            ("This", "9.9999", 2),
+            ("1.6496", "1.6469", 2),
+            ("1.4514", "1.4515", 2),
+            ("0.198", "0.197", 2),
+        ),
+        *(
+            ("1.65", "1.66", 4),
+            ("0.0068", "0.0069", 4),
+            ("2.5e-6", "2.6e-6", 9),
+            ("1,234.5", "1,234.6", 9),
+        ),
         ("2,178", "2,179", 9),
     ):
         page.write_text(CITING.replace(right, wrong))
@@ -213,6 +280,12 @@ def test_the_numbers_on_the_pages_are_in_the_reports_that_they_cite(capsys):
 
 
 def test_the_index_lists_every_report():
-    listed = re.findall(r"^\| \[[^\]]*\]\(([^)]+)\)", (DOCS / "results" / "index.md").read_text(), re.MULTILINE)
-    reports = {str(path.relative_to(DOCS / "results")) for path in DOCS.glob("results/**/*.md")} - {"index.md"}
+    listed = re.findall(
+        r"^\| \[[^\]]*\]\(([^)]+)\)",
+        (DOCS / "results" / "index.md").read_text(),
+        re.MULTILINE,
+    )
+    reports = {
+        str(path.relative_to(DOCS / "results")) for path in DOCS.glob("results/**/*.md")
+    } - {"index.md"}
     assert sorted(listed) == sorted(reports)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of docs/frameworks.md: in the real library where it is installed, else in a stand-in for it."""
+"""The blocks of docs/frameworks.md: in the real library where it is installed, else in
+a stand-in for it.
+"""
 
 import dataclasses
 import importlib.util
@@ -33,7 +35,9 @@ def run_block(framework, **scope):
 
 
 def stand_in(monkeypatch, name, **content):
-    """Install a module of this name, and the packages above it, where the library is missing."""
+    """Install a module of this name, and the packages above it, where the library is
+    missing.
+    """
     top, *rest = name.split(".")
     if importlib.util.find_spec(top):
         return
@@ -55,11 +59,19 @@ def test_haiku():
 def test_maxtext():
     """On LLaMA 3 with layers scanned along axis 1."""
     scope = run_block("MaxText")
-    config = types.SimpleNamespace(learning_rate=6e-4, adam_b1=0.9, adam_b2=0.95, adam_eps=1e-8, adam_weight_decay=0.1)
+    config = types.SimpleNamespace(
+        learning_rate=6e-4,
+        adam_b1=0.9,
+        adam_b2=0.95,
+        adam_eps=1e-8,
+        adam_weight_decay=0.1,
+    )
     config.learning_rate_schedule_steps = 1500
     tx = scope["normpre_h"](config, optax.constant_schedule(6e-4))
     params = tree(entries_of("LLaMA 3", "MaxText, scanned", "maxtext"))
-    updates = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params)[0], params)
+    updates = jax.eval_shape(
+        lambda params: tx.update(params, tx.init(params), params)[0], params
+    )
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
@@ -75,7 +87,9 @@ class OptimizerConfig:
         return lambda cls: cls
 
     def lr_scheduler(self, num_train_steps, override_lr=None):
-        return optax.cosine_decay_schedule(override_lr or self.learning_rate, num_train_steps)
+        return optax.cosine_decay_schedule(
+            override_lr or self.learning_rate, num_train_steps
+        )
 
     def build_weight_decay_mask(self):
         return lambda params: jax.tree.map(lambda leaf: True, params)
@@ -87,7 +101,9 @@ def test_levanter(monkeypatch):
     tx = scope["NormPreHConfig"](adam_learning_rate=0.005).build(100)
     for model in ("GPT-2", "LLaMA 3"):
         params = tree(entries_of(model, "Levanter", ""))
-        updates, state = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params), params)
+        updates, state = jax.eval_shape(
+            lambda params: tx.update(params, tx.init(params), params), params
+        )
         assert jax.tree.structure(updates) == jax.tree.structure(params)
         assert set(state.hyperparams) == {"learning_rate", "adam_learning_rate"}
 
@@ -101,8 +117,15 @@ class PeftTrainer:
 
 
 def test_tunix(monkeypatch):
-    config = dataclasses.make_dataclass("TrainingConfig", ["eval_every_n_steps", "max_steps"])
-    stand_in(monkeypatch, "tunix.sft.peft_trainer", PeftTrainer=PeftTrainer, TrainingConfig=config)
+    config = dataclasses.make_dataclass(
+        "TrainingConfig", ["eval_every_n_steps", "max_steps"]
+    )
+    stand_in(
+        monkeypatch,
+        "tunix.sft.peft_trainer",
+        PeftTrainer=PeftTrainer,
+        TrainingConfig=config,
+    )
     scope = run_block("tunix")
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     trainer = scope["trainer_of"](model, steps=10)
@@ -110,15 +133,25 @@ def test_tunix(monkeypatch):
     for _ in range(2):  # the first step of the warm-up has a learning rate of zero
         trainer.optimizer.update(model, nnx.state(model, nnx.Param))
     assert abs(before - model.kernel[...]).max() > 0
-    assert trainer.optimizer.opt_state.hyperparams["learning_rate"][...] > 0  # where tunix looks for it
+    assert (
+        trainer.optimizer.opt_state.hyperparams["learning_rate"][...] > 0
+    )  # where tunix looks for it
 
 
 class Model(nnx.Module):
-    """Two kernels and their biases; on a mesh, one kernel is sharded along its outputs, one along its inputs."""
+    """Two kernels and their biases; on a mesh, one kernel is sharded along its outputs,
+    one along its inputs.
+    """
 
     def __init__(self, rngs):
-        init, sharded = nnx.initializers.normal(), not jax.sharding.get_abstract_mesh().empty
-        columns, rows = (nnx.with_partitioning(init, s) if sharded else init for s in ((None, "x"), ("x", None)))
+        init, sharded = (
+            nnx.initializers.normal(),
+            not jax.sharding.get_abstract_mesh().empty,
+        )
+        columns, rows = (
+            nnx.with_partitioning(init, s) if sharded else init
+            for s in ((None, "x"), ("x", None))
+        )
         self.up = nnx.Linear(4, 8, kernel_init=columns, rngs=rngs)
         self.down = nnx.Linear(8, 4, kernel_init=rows, rngs=rngs)
 
@@ -132,35 +165,65 @@ def create(name):
 
 
 def step(model, optimizer):
-    optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 4))) ** 2))(model))
+    optimizer.update(
+        model, nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 4))) ** 2))(model)
+    )
     return model.up.kernel[...]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", cases.FACTORIES)
 def test_nnx_shapes_of_a_sharded_optimizer(name, kind):
-    """As ``nnx.jit`` creates it: no Variable without an array, which ``nnx.eval_shape`` cannot shard."""
-    with jax.set_mesh(jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])):
+    """As ``nnx.jit`` creates it: no Variable without an array, which ``nnx.eval_shape``
+    cannot shard.
+    """
+    with jax.set_mesh(
+        jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    ):
         shapes = nnx.state(nnx.eval_shape(lambda: create(name)))
-        assert all(jax.tree.leaves(x) for x in jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+        assert all(
+            jax.tree.leaves(x)
+            for x in jax.tree.leaves(
+                shapes, is_leaf=lambda x: isinstance(x, nnx.Variable)
+            )
+        )
         made = nnx.state(nnx.jit(lambda: create(name))())
-        describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-        assert jax.tree.map(describe, nnx.to_pure_dict(shapes)) == jax.tree.map(describe, nnx.to_pure_dict(made))
+
+        def describe(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+        assert jax.tree.map(describe, nnx.to_pure_dict(shapes)) == jax.tree.map(
+            describe, nnx.to_pure_dict(made)
+        )
         kernels = [x for x in jax.tree.leaves(shapes[1]) if x.shape in ((4, 8), (8, 4))]
         assert {"x" in x.sharding.spec for x in kernels} == {True}
 
 
 def test_nnx_creates_a_masked_optimizer_in_jit():
-    """Flax's ``nnx.eval_shape`` fails: what optax masks before this package sees it is a Variable without an array."""
-    mask = lambda params: jax.tree.map(lambda x: x.ndim == 2, params)  # noqa: E731
+    """Flax's ``nnx.eval_shape`` fails: what optax masks before this package sees it is
+    a Variable without an array.
+    """
+
+    def mask(params):
+        return jax.tree.map(lambda x: x.ndim == 2, params)
 
     def create_masked():
         model = Model(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.masked(cases.make("normpre_g", 0.01), mask), wrt=nnx.Param)
+        return model, nnx.Optimizer(
+            model, optax.masked(cases.make("normpre_g", 0.01), mask), wrt=nnx.Param
+        )
 
-    with jax.set_mesh(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])):
+    with jax.set_mesh(
+        jax.make_mesh(
+            (2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
+        )
+    ):
         model, optimizer = nnx.jit(create_masked)()
-        kernels = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.shape in ((4, 8), (8, 4))]
+        kernels = [
+            x
+            for x in jax.tree.leaves(nnx.state(optimizer))
+            if x.shape in ((4, 8), (8, 4))
+        ]
         assert [tuple(x.sharding.spec) for x in kernels] == [("x",), (None, "x")]
         nnx.jit(step)(model, optimizer)
 
@@ -171,7 +234,9 @@ def test_nnx_restored_from_a_pure_dict(name, tmp_path):
     model, optimizer = create(name)
     step(model, optimizer)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", nnx.to_pure_dict(nnx.state((model, optimizer))))
+        checkpointer.save(
+            tmp_path / "state", nnx.to_pure_dict(nnx.state((model, optimizer)))
+        )
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "state")
     again = create(name)

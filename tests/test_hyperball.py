@@ -24,8 +24,13 @@ NORMS = {"wide": 0.5, "stack": 2.0}
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_steps_follow_the_published_rule(alone):
-    rates = optax.piecewise_constant_schedule(0.1, {2: 0.1}) if alone else lambda step: 0.03
-    direction = lambda matrix_dims: optax.identity()  # noqa: E731
+    rates = (
+        optax.piecewise_constant_schedule(0.1, {2: 0.1}) if alone else lambda step: 0.03
+    )
+
+    def direction(matrix_dims):
+        return optax.identity()
+
     more = {"norm_control": "hyperball", "adam_learning_rate": 0.1, "row_norms": NORMS}
     tx = npo.with_adamw(direction, 0.03, matrix_dims=DIMS, **more)
     if alone:
@@ -34,52 +39,79 @@ def test_steps_follow_the_published_rule(alone):
     def by_rule(name, index, w, *gradients):
         w = np.float64(w)
         for step, gradient in enumerate(gradients):
-            w = oracles.hyperball(w, np.float64(gradient), float(rates(step)), NORMS[name])
+            w = oracles.hyperball(
+                w, np.float64(gradient), float(rates(step)), NORMS[name]
+            )
         return w
 
     gradients = cases.gradients(4, shapes=SHAPES)
     with jax.enable_x64(True):
         got = cases.path(tx, gradients, SHAPES, jnp.float64)
-    for name, w in cases.each_matrix(by_rule, cases.weights(shapes=SHAPES), *gradients).items():
+    for name, w in cases.each_matrix(
+        by_rule, cases.weights(shapes=SHAPES), *gradients
+    ).items():
         # The new norm comes from three sums; a schedule is float32.
-        np.testing.assert_allclose(got[name], w, rtol=1e-6 if alone else 1e-11, atol=1e-13)
+        np.testing.assert_allclose(
+            got[name], w, rtol=1e-6 if alone else 1e-11, atol=1e-13
+        )
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-12, 1.0, 1e12])
 def test_the_initial_norm_has_no_effect(size):
-    """A zero matrix takes the direction of its first step; a zero update changes nothing, not even the norm."""
+    """A zero matrix takes the direction of its first step; a zero update changes
+    nothing, not even the norm.
+    """
     tx, start = npo.hyperball(0.1, row_norms=0.5), {"kernel": size * jnp.eye(4)}
     updates = cases.first_update(tx, {"kernel": jnp.ones((4, 4))}, start)
     new = np.float64(start["kernel"]) + np.float64(updates["kernel"])
     direction = np.eye(4) / 2 - 0.1 / 4 if size else -np.ones((4, 4))
     expected = direction / np.linalg.norm(direction)
-    np.testing.assert_allclose(new, expected, atol=3e-7 * max(1, size))  # float32 cancels 1e12 to 1
+    np.testing.assert_allclose(
+        new, expected, atol=3e-7 * max(1, size)
+    )  # float32 cancels 1e12 to 1
     unchanged = cases.first_update(tx, {"kernel": jnp.zeros((4, 4))}, start)["kernel"]
-    np.testing.assert_allclose(unchanged, 0, atol=1e-7 * size)  # the root of a square, rounded
+    np.testing.assert_allclose(
+        unchanged, 0, atol=1e-7 * size
+    )  # the root of a square, rounded
 
 
 def test_keep_keeps_the_norm_of_every_matrix():
-    """With the same directions. A zero matrix gets the norm of its role. Small rates are no reason to warn."""
-    params, grads = (cases.numbers({"layers": [{"up": (4, 8), "down": (8, 4)}], "bias": (3,)}, s) for s in (0, 1))
+    """With the same directions. A zero matrix gets the norm of its role. Small rates
+    are no reason to warn.
+    """
+    params, grads = (
+        cases.numbers({"layers": [{"up": (4, 8), "down": (8, 4)}], "bias": (3,)}, s)
+        for s in (0, 1)
+    )
     params["layers"][0]["down"] *= 3
     with warnings.catch_warnings(action="error"):
-        kept, alone = npo.normpre_h(1e-3, 1e-3, row_norms="keep"), npo.hyperball(1e-3, row_norms="keep")
+        kept, alone = (
+            npo.normpre_h(1e-3, 1e-3, row_norms="keep"),
+            npo.hyperball(1e-3, row_norms="keep"),
+        )
     by_role = npo.normpre_h(1e-3, 1e-3, row_norms=1.0)
     new, other = (
-        optax.apply_updates(params, cases.first_update(tx, grads, params))["layers"][0] for tx in (kept, by_role)
+        optax.apply_updates(params, cases.first_update(tx, grads, params))["layers"][0]
+        for tx in (kept, by_role)
     )
     for name, w in params["layers"][0].items():
-        np.testing.assert_allclose(np.linalg.norm(new[name]), np.linalg.norm(w), rtol=1e-6)
+        np.testing.assert_allclose(
+            np.linalg.norm(new[name]), np.linalg.norm(w), rtol=1e-6
+        )
         directions = (x[name] / np.linalg.norm(x[name]) for x in (new, other))
         np.testing.assert_allclose(*directions, atol=1e-6)  # two roundings
     zero, one = {"w": jnp.zeros((4, 8))}, {"w": jnp.ones((4, 8))}  # (in, out)
-    np.testing.assert_allclose(np.linalg.norm(cases.first_update(alone, one, zero)["w"]), 8**0.5, rtol=1e-6)
+    np.testing.assert_allclose(
+        np.linalg.norm(cases.first_update(alone, one, zero)["w"]), 8**0.5, rtol=1e-6
+    )
 
 
 def test_matrices_do_not_decay_but_the_adamw_group_does():
     params = {"kernel": jnp.eye(3), "bias": jnp.ones(3)}
     free, decayed = (
-        cases.first_update(npo.rmnp(0.01, weight_decay=decay, **cases.HYPERBALL), params, params)
+        cases.first_update(
+            npo.rmnp(0.01, weight_decay=decay, **cases.HYPERBALL), params, params
+        )
         for decay in (0.0, 0.5)
     )
     np.testing.assert_array_equal(free["kernel"], decayed["kernel"])
@@ -88,46 +120,93 @@ def test_matrices_do_not_decay_but_the_adamw_group_does():
 
 def test_normpre_h_is_its_parts():
     """Its direction, Hyperball by roles, AdamW with its own learning rate."""
-    params, grads = (cases.numbers({"layers": [{"up": (4, 8), "down": (8, 4)}], "bias": (3,)}, s) for s in (0, 1))
-    more = {"norm_control": "hyperball", "adam_learning_rate": 1e-3, "adam_weight_decay": 0.1}
+    params, grads = (
+        cases.numbers({"layers": [{"up": (4, 8), "down": (8, 4)}], "bias": (3,)}, s)
+        for s in (0, 1)
+    )
+    more = {
+        "norm_control": "hyperball",
+        "adam_learning_rate": 1e-3,
+        "adam_weight_decay": 0.1,
+    }
     by_hand = npo.with_adamw(npo.scale_by_normpre_h, 0.02, **more)
-    for tx in (npo.normpre_h(0.02, 1e-3), npo.normpre_h(0.02, adam_learning_rate=lambda step: 1e-3)):
+    for tx in (
+        npo.normpre_h(0.02, 1e-3),
+        npo.normpre_h(0.02, adam_learning_rate=lambda step: 1e-3),
+    ):
         got, expected = (cases.first_update(tx, grads, params) for tx in (tx, by_hand))
         cases.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     new = optax.apply_updates(params, got)
-    for name, norm in (("up", 8**0.5), ("down", 2**0.5 * 2)):  # one matrix writes: sqrt(8 / 4) is its row norm
-        np.testing.assert_allclose(jnp.linalg.norm(new["layers"][0][name]), norm, rtol=1e-5)
+    for name, norm in (
+        ("up", 8**0.5),
+        ("down", 2**0.5 * 2),
+    ):  # one matrix writes: sqrt(8 / 4) is its row norm
+        np.testing.assert_allclose(
+            jnp.linalg.norm(new["layers"][0][name]), norm, rtol=1e-5
+        )
 
 
 def test_a_learning_rate_of_adamw_is_named():
-    """At construction, of a number and of a schedule; not where a traced number is one step's."""
-    warmup, muon = optax.warmup_cosine_decay_schedule, functools.partial(npo.muon, **cases.HYPERBALL)
+    """At construction, of a number and of a schedule; not where a traced number is one
+    step's.
+    """
+    warmup, muon = (
+        optax.warmup_cosine_decay_schedule,
+        functools.partial(npo.muon, **cases.HYPERBALL),
+    )
     for rate in (1e-3, 4e-3, warmup(0.0, 6e-4, 80, 800)):
-        for make in (npo.hyperball, muon, functools.partial(npo.normpre_h, adam_learning_rate=1e-3)):
-            with pytest.warns(UserWarning, match=r"the learning rate is at most \S+, like AdamW's") as seen:
+        for make in (
+            npo.hyperball,
+            muon,
+            functools.partial(npo.normpre_h, adam_learning_rate=1e-3),
+        ):
+            with pytest.warns(
+                UserWarning, match=r"the learning rate is at most \S+, like AdamW's"
+            ) as seen:
                 make(rate)
             assert seen[0].filename == __file__  # the line that a user can change
     with pytest.warns(UserWarning, match=r"at most 1, more than half of the weights"):
         npo.normpre_h(1.0, 1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for rate in (1e-2, 0.0, warmup(0.0, 1.6e-2, 80, 800), lambda step: 1 / 0, jnp.float32(1e-4)):
+        for rate in (
+            1e-2,
+            0.0,
+            warmup(0.0, 1.6e-2, 80, 800),
+            lambda step: 1 / 0,
+            jnp.float32(1e-4),
+        ):
             muon(rate)
         npo.muon(1e-3)
 
 
 def layers(name, transposed):
     """Two layers, with vectors and an embedding around them."""
-    kernel = lambda *shape: {name: jnp.ones(shape[::-1] if transposed else shape), "bias": jnp.ones(shape[-1])}  # noqa: E731
-    layer = {"out": kernel(8, 8), "mlp": {"up": kernel(8, 16), "down": kernel(16, 8)}, "norm": {"scale": jnp.ones(8)}}
-    return {"blocks": {"0": layer, "1": layer}, "wte": {"embedding": jnp.ones((32, 8))}, "norm": {"scale": jnp.ones(8)}}
+
+    def kernel(*shape):
+        return {
+            name: jnp.ones(shape[::-1] if transposed else shape),
+            "bias": jnp.ones(shape[-1]),
+        }
+
+    layer = {
+        "out": kernel(8, 8),
+        "mlp": {"up": kernel(8, 16), "down": kernel(16, 8)},
+        "norm": {"scale": jnp.ones(8)},
+    }
+    return {
+        "blocks": {"0": layer, "1": layer},
+        "wte": {"embedding": jnp.ones((32, 8))},
+        "norm": {"scale": jnp.ones(8)},
+    }
 
 
 def first_layer(path):
     return path.startswith("blocks/0")
 
 
-# What is hidden from the optimizer, and whether the row norms of others may depend on it.
+# What is hidden from the optimizer, and whether the row norms of others may depend on
+# it.
 HIDDEN = (
     (first_layer, True),
     (lambda path: "mlp/down/weight" in path or "mlp/down/kernel" in path, True),
@@ -139,44 +218,83 @@ HIDDEN = (
 @pytest.mark.parametrize(("name", "transposed"), [("kernel", False), ("weight", True)])
 @pytest.mark.parametrize(("hidden", "warns"), HIDDEN)
 def test_matrices_that_are_masked_are_named(name, transposed, hidden, warns):
-    """Where they may change default row norms; by optax.masked, optax.partition, None in a layer, in NNX Variables."""
+    """Where they may change default row norms; by optax.masked, optax.partition, None
+    in a layer, in NNX Variables.
+    """
     params = layers(name, transposed)
-    seen = lambda path: not hidden(jax.tree_util.keystr(path, simple=True, separator="/"))  # noqa: E731
+
+    def seen(path):
+        return not hidden(jax.tree_util.keystr(path, simple=True, separator="/"))
+
     mask = jax.tree.map_with_path(lambda path, x: seen(path), params)
     labels = jax.tree.map(lambda shown: "train" if shown else "freeze", mask)
-    matrices = jax.tree.map_with_path(lambda path, x: seen(path) and str(path[-1].key) == name, params)
+    matrices = jax.tree.map_with_path(
+        lambda path, x: seen(path) and str(path[-1].key) == name, params
+    )
     boxed = jax.tree.map(nnx.Param, params)
     mask_of_boxes = jax.tree.structure(boxed).unflatten(jax.tree.leaves(mask))
     tx, alone = npo.normpre_h(1.6e-2, 1e-3), npo.hyperball(1.6e-2)
     programs = {
         "masked": (optax.masked(tx, mask), params),
-        "partition": (optax.partition({"train": tx, "freeze": optax.set_to_zero()}, labels), params),
-        "alone": (optax.masked(optax.chain(npo.scale_by_muon(), alone), matrices), params),
+        "partition": (
+            optax.partition({"train": tx, "freeze": optax.set_to_zero()}, labels),
+            params,
+        ),
+        "alone": (
+            optax.masked(optax.chain(npo.scale_by_muon(), alone), matrices),
+            params,
+        ),
         "variables": (optax.masked(tx, mask_of_boxes), boxed),
-        "given": (optax.masked(npo.normpre_h(1.6e-2, 1e-3, row_norms=1.0), mask), params),
+        "given": (
+            optax.masked(npo.normpre_h(1.6e-2, 1e-3, row_norms=1.0), mask),
+            params,
+        ),
         "not under Hyperball": (optax.masked(npo.muon(1e-3), mask), params),
     }
-    if hidden is first_layer:  # where no layer has a matrix, None may be a part that the model does not have
-        programs["holes"] = tx, jax.tree.map(lambda shown, x: x if shown else None, mask, params)
+    if (
+        hidden is first_layer
+    ):  # where no layer has a matrix, None may be a part that the model does not have
+        programs["holes"] = (
+            tx,
+            jax.tree.map(lambda shown, x: x if shown else None, mask, params),
+        )
     for case, (program, given) in programs.items():
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             jax.eval_shape(program.init, given)
         said = [str(warning.message) for warning in found]
-        assert len(said) == (warns and case not in ("given", "not under Hyperball")), (case, said)
-        assert all(re.search(r"masked matrices, such as 'blocks/0/.*row_norms=.*optax\.freeze", text) for text in said)
+        assert len(said) == (warns and case not in ("given", "not under Hyperball")), (
+            case,
+            said,
+        )
+        assert all(
+            re.search(
+                r"masked matrices, such as 'blocks/0/.*row_norms=.*optax\.freeze", text
+            )
+            for text in said
+        )
 
 
 def test_what_an_equinox_model_lacks_is_not_masked():
-    """Functions and missing biases are None too. The warning is at the line that calls init."""
+    """Functions and missing biases are None too. The warning is at the line that calls
+    init.
+    """
     mlp = eqx.nn.MLP(8, 8, 32, depth=2, use_bias=False, key=jax.random.key(0))
-    model = {"blocks": [{"mlp": mlp, "ln": eqx.nn.LayerNorm(8, use_weight=False)} for _ in range(2)]}
+    model = {
+        "blocks": [
+            {"mlp": mlp, "ln": eqx.nn.LayerNorm(8, use_weight=False)} for _ in range(2)
+        ]
+    }
     params, tx = eqx.filter(model, eqx.is_inexact_array), npo.normpre_h(1.6e-2, 1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tx.init(params)
-    frozen = eqx.tree_at(lambda model: model["blocks"][0]["mlp"].layers[0].weight, params, None)
-    with pytest.warns(UserWarning, match="masked matrices, such as 'blocks/0/mlp/layers/0/weight'") as seen:
+    frozen = eqx.tree_at(
+        lambda model: model["blocks"][0]["mlp"].layers[0].weight, params, None
+    )
+    with pytest.warns(
+        UserWarning, match="masked matrices, such as 'blocks/0/mlp/layers/0/weight'"
+    ) as seen:
         tx.init(frozen)
     assert [warning.filename for warning in seen] == [__file__]
 
@@ -184,8 +302,14 @@ def test_what_an_equinox_model_lacks_is_not_masked():
 @pytest.mark.parametrize("option", ["row_norms", "learning_rate_multipliers"])
 @cases.rows(
     "value said",
-    *((x, "of 'kernel' must be in") for x in (-1.0, 0, jnp.float32(-1.0), np.float32("nan"))),
-    *((x, "of 'kernel' must be a number") for x in (jnp.ones(3), np.ones((3, 1)), True, 1j)),  # one per row, too
+    *(
+        (x, "of 'kernel' must be in")
+        for x in (-1.0, 0, jnp.float32(-1.0), np.float32("nan"))
+    ),
+    *(
+        (x, "of 'kernel' must be a number")
+        for x in (jnp.ones(3), np.ones((3, 1)), True, 1j)
+    ),  # one per row, too
     ("1", "must be a tree of numbers"),
     ({}, "'kernel' is missing"),
     (lambda params: None, "'kernel' is missing"),
@@ -206,7 +330,9 @@ def test_wrong_numbers_by_parameter_are_named(option, value, said):
 
 def test_map_params_works_with_row_norms_of_parameters():
     """It calls ``init`` with a placeholder that has no parameters."""
-    tx = npo.hyperball(0.01, row_norms={"kernel": 1.0}, matrix_dims={"kernel": npo.MatrixDims(0, 1)})
+    tx = npo.hyperball(
+        0.01, row_norms={"kernel": 1.0}, matrix_dims={"kernel": npo.MatrixDims(0, 1)}
+    )
     state = tx.init({"kernel": jnp.eye(3)})
     assert optax.tree.map_params(tx, lambda x: x, state) == state
 

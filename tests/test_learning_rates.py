@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rates by width, the option that applies them, and learning rates from other Muons."""
+"""Learning rates by width, the option that applies them, and learning rates from other
+Muons.
+"""
 
 import functools
 
@@ -15,10 +17,16 @@ from tests import cases
 
 def test_by_length():
     assert npo.learning_rate_by_length(1500) == 1.6e-2
-    assert [npo.learning_rate_by_length(np.int32(steps)) for steps in (200, 800, 3000)] == [0.054, 0.023, 0.011]
+    assert [
+        npo.learning_rate_by_length(np.int32(steps)) for steps in (200, 800, 3000)
+    ] == [0.054, 0.023, 0.011]
     for steps in (199, 3001):
-        with pytest.warns(UserWarning, match=f"200 to 3,000 steps; for {steps}, try half"):
-            assert npo.learning_rate_by_length(steps) == npo.learning_rate_by_length(min(max(steps, 200), 3000))
+        with pytest.warns(
+            UserWarning, match=f"200 to 3,000 steps; for {steps}, try half"
+        ):
+            assert npo.learning_rate_by_length(steps) == npo.learning_rate_by_length(
+                min(max(steps, 200), 3000)
+            )
     with pytest.raises(ValueError, match="steps must be at least 1"):
         npo.learning_rate_by_length(0)
     with pytest.raises(TypeError, match="steps must be an int"):
@@ -26,8 +34,15 @@ def test_by_length():
 
 
 def kernels(width, seed=0):
-    shapes = {"up": (width, 4 * width), "down": (4 * width, width), "square": (width, width)}  # (in, out)
-    return {name: {"kernel": x / np.sqrt(len(x))} for name, x in cases.numbers(shapes, seed).items()}
+    shapes = {
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+        "square": (width, width),
+    }  # (in, out)
+    return {
+        name: {"kernel": x / np.sqrt(len(x))}
+        for name, x in cases.numbers(shapes, seed).items()
+    }
 
 
 def coherent(matrix_dims):
@@ -47,28 +62,56 @@ def test_a_step_has_the_same_size_at_every_width(factory, update):
     for width in (16, 64):
         multipliers = npo.multipliers_by_width(kernels(width), base, update=update)
         tx, params = factory(1.0, learning_rate_multipliers=multipliers), kernels(width)
-        updates = [cases.first_update(tx, kernels(width, seed), params) for seed in (1, 2)]
-        step = jax.tree.map(jnp.subtract, *updates)  # without weight decay, and without what sets the norms
-        found.append([np.linalg.norm(x, 2) * (x.shape[0] / x.shape[1]) ** 0.5 for x in jax.tree.leaves(step)])
-    # Newton-Schulz brings the largest singular value to 1.1 to 1.2, that of Gaussian weights varies by a tenth.
+        updates = [
+            cases.first_update(tx, kernels(width, seed), params) for seed in (1, 2)
+        ]
+        step = jax.tree.map(
+            jnp.subtract, *updates
+        )  # without weight decay, and without what sets the norms
+        found.append(
+            [
+                np.linalg.norm(x, 2) * (x.shape[0] / x.shape[1]) ** 0.5
+                for x in jax.tree.leaves(step)
+            ]
+        )
+    # Newton-Schulz brings the largest singular value to 1.1 to 1.2, that of Gaussian
+    # weights varies by a tenth.
     np.testing.assert_allclose(*found, rtol=0.2)
 
 
 def arrays(shapes):
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda x: type(x) is tuple)
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32),
+        shapes,
+        is_leaf=lambda x: type(x) is tuple,
+    )
 
 
 def test_the_adamw_group_keeps_its_learning_rate_but_for_heads():
-    """Heads are recognized by their inputs: with other words, as torch stores them, or passed to AdamW by a rule."""
+    """Heads are recognized by their inputs: with other words, as torch stores them, or
+    passed to AdamW by a rule.
+    """
 
     def model(d, vocabulary):
-        heads = {"vocab_head": {"kernel": (d, vocabulary)}, "logits": {"weight": (vocabulary, d)}}
-        heads |= {"Dense_1": {"kernel": (d, 10)}, "lm_head": {"kernel": (d, vocabulary)}}
+        heads = {
+            "vocab_head": {"kernel": (d, vocabulary)},
+            "logits": {"weight": (vocabulary, d)},
+        }
+        heads |= {
+            "Dense_1": {"kernel": (d, 10)},
+            "lm_head": {"kernel": (d, vocabulary)},
+        }
         rest = {"norm": {"scale": (d,)}, "wte": {"embedding": (vocabulary, d)}}
-        return arrays({**heads, **rest, "Dense_0": {"kernel": (d, 4 * d), "bias": (4 * d,)}})
+        return arrays(
+            {**heads, **rest, "Dense_0": {"kernel": (d, 4 * d), "bias": (4 * d,)}}
+        )
 
-    rule = lambda path, leaf: None if "Dense_1" in path else npo.default_matrix_dims(path, leaf)  # noqa: E731
-    found = npo.multipliers_by_width(model(256, 100), model(64, 50), update="elementwise", matrix_dims=rule)
+    def rule(path, leaf):
+        return None if "Dense_1" in path else npo.default_matrix_dims(path, leaf)
+
+    found = npo.multipliers_by_width(
+        model(256, 100), model(64, 50), update="elementwise", matrix_dims=rule
+    )
     assert found == {
         **{name: {"kernel": 0.25} for name in ("vocab_head", "Dense_1", "lm_head")},
         "logits": {"weight": 0.25},
@@ -79,22 +122,43 @@ def test_the_adamw_group_keeps_its_learning_rate_but_for_heads():
 
 
 def test_dimensions_that_grow_alone():
-    """``sqrt(m / (n t))``, t = max(m, n): one matrix gets four times the inputs, the other four times the outputs."""
-    base, wide = arrays({"w": [(64, 32), (16, 64)]}), arrays({"w": [(256, 32), (16, 256)]})
-    for update, expected in {"orthogonal": [0.25, 1.0], "relative": [1.0, 1.0], "elementwise": [0.25, 1.0]}.items():
-        assert npo.multipliers_by_width(wide, base, update=update) == {"w": pytest.approx(expected)}
+    """``sqrt(m / (n t))``, t = max(m, n): one matrix gets four times the inputs, the
+    other four times the outputs.
+    """
+    base, wide = (
+        arrays({"w": [(64, 32), (16, 64)]}),
+        arrays({"w": [(256, 32), (16, 256)]}),
+    )
+    for update, expected in {
+        "orthogonal": [0.25, 1.0],
+        "relative": [1.0, 1.0],
+        "elementwise": [0.25, 1.0],
+    }.items():
+        assert npo.multipliers_by_width(wide, base, update=update) == {
+            "w": pytest.approx(expected)
+        }
 
 
 def test_of_unequal_blocks_the_largest_decides():
     def multiplier(outputs, blocks):
         wide, base = ({"qkv": jnp.zeros((d, outputs(d)))} for d in (64, 16))
-        dims = lambda params: {"qkv": npo.MatrixDims(0, 1, blocks(len(params["qkv"])))}  # noqa: E731
-        return npo.multipliers_by_width(wide, base, update="orthogonal", matrix_dims=dims)
 
-    assert multiplier(lambda d: 2 * d + 16, lambda d: (2 * d, 8, 8)) == multiplier(lambda d: 2 * d, lambda d: 1)
+        def dims(params):
+            return {"qkv": npo.MatrixDims(0, 1, blocks(len(params["qkv"])))}
+
+        return npo.multipliers_by_width(
+            wide, base, update="orthogonal", matrix_dims=dims
+        )
+
+    assert multiplier(lambda d: 2 * d + 16, lambda d: (2 * d, 8, 8)) == multiplier(
+        lambda d: 2 * d, lambda d: 1
+    )
 
 
-PARAMS = {"up": {"kernel": jnp.eye(4) / 2, "bias": jnp.ones(4)}, "down": {"kernel": jnp.eye(4) / 2}}
+PARAMS = {
+    "up": {"kernel": jnp.eye(4) / 2, "bias": jnp.ones(4)},
+    "down": {"kernel": jnp.eye(4) / 2},
+}
 GRADS = cases.numbers(jax.tree.map(jnp.shape, PARAMS))
 
 
@@ -104,19 +168,34 @@ def test_multipliers_apply_to_updates_and_not_to_weight_decay(control):
     """A tree, a prefix of one, a function that returns one, or traced."""
 
     def first_update(grads, times, rate=0.001, decay=0.0):
-        more = {"norm_control": control, "row_norms": 0.5, "adam_learning_rate": rate} if control != "none" else {}
+        more = (
+            {"norm_control": control, "row_norms": 0.5, "adam_learning_rate": rate}
+            if control != "none"
+            else {}
+        )
         tx = npo.rmnp(rate, weight_decay=decay, learning_rate_multipliers=times, **more)
         return cases.first_update(tx, grads, PARAMS)
 
     single, double = (first_update(GRADS, None, rate) for rate in (1e-3, 2e-3))
     times = {"up": {"kernel": 2.0, "bias": 3.0}, "down": {"kernel": jnp.float32(1.0)}}
-    expected = {"up": {"kernel": double["up"]["kernel"], "bias": 3 * single["up"]["bias"]}, "down": single["down"]}
+    expected = {
+        "up": {"kernel": double["up"]["kernel"], "bias": 3 * single["up"]["bias"]},
+        "down": single["down"],
+    }
     by_prefix = {"up": double["up"], "down": single["down"]}
-    for given, wanted in ((lambda params: times, expected), ({"up": 2.0, "down": 1.0}, by_prefix)):
+    for given, wanted in (
+        (lambda params: times, expected),
+        ({"up": 2.0, "down": 1.0}, by_prefix),
+    ):
         cases.assert_close(first_update(GRADS, given), wanted, rtol=1e-5, atol=1e-9)
     zero = jax.tree.map(jnp.zeros_like, GRADS)
-    jax.tree.map(np.testing.assert_array_equal, *(first_update(zero, given, 0.1, 0.5) for given in (None, times)))
-    traced = jax.eval_shape(lambda two: first_update(GRADS, {"up": two, "down": 1.0}), 2.0)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(first_update(zero, given, 0.1, 0.5) for given in (None, times)),
+    )
+    traced = jax.eval_shape(
+        lambda two: first_update(GRADS, {"up": two, "down": 1.0}), 2.0
+    )
     assert jax.tree.map(jnp.shape, traced) == jax.tree.map(jnp.shape, PARAMS)
 
 
@@ -129,10 +208,22 @@ LIKE = "must be a tree like the parameters"
     ("learning_rate_multipliers", {"first": 5.0, "second": 1.0}, LIKE),
     ("learning_rate_multipliers", [5.0, 1.0], LIKE),
     ("learning_rate_multipliers", lambda params: None, LIKE),
-    ("learning_rate_multipliers", {"up": -1.0, "down": 1.0}, r"of 'up/\w+' must be in \[0, inf\)"),
-    ("learning_rate_multipliers", {"up": float("nan"), "down": 1.0}, r"of 'up/\w+' must be in \[0, inf\)"),
+    (
+        "learning_rate_multipliers",
+        {"up": -1.0, "down": 1.0},
+        r"of 'up/\w+' must be in \[0, inf\)",
+    ),
+    (
+        "learning_rate_multipliers",
+        {"up": float("nan"), "down": 1.0},
+        r"of 'up/\w+' must be in \[0, inf\)",
+    ),
     ("weight_decay_mask", "x", "must be a tree of bools"),
-    ("weight_decay_mask", lambda params: jax.tree.map(lambda x: "False", params), "must be a tree of bools"),
+    (
+        "weight_decay_mask",
+        lambda params: jax.tree.map(lambda x: "False", params),
+        "must be a tree of bools",
+    ),
     ("weight_decay_mask", {"up": True}, LIKE),
 )
 def test_an_option_that_is_no_tree_like_the_parameters_is_named(option, given, message):
@@ -144,22 +235,45 @@ def test_what_does_not_fit_is_named():
     a, b, matrix = {"a": jnp.zeros(3)}, {"b": jnp.zeros(3)}, {"a": jnp.zeros((6, 5))}
     for call, said in (
         (lambda: npo.multipliers_by_width(a, b, update="relative"), "different trees"),
-        (lambda: npo.multipliers_by_width({}, {}, update="spectral"), "update='spectral' is not one of"),
-        (lambda: npo.multipliers_by_width(matrix, a, update="relative"), r"'a' has shape \(6, 5\), in base \(3,\)"),
-        (lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="kimi"), "convention='kimi' is not"),
-        (lambda: npo.learning_rate_from_muon(0.02, 0.1, convention=-0.2), "convention must be in"),
-        (lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="moonlight", rms=-1.0), "rms must be in"),
         (
-            lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="keller", shape=768),
+            lambda: npo.multipliers_by_width({}, {}, update="spectral"),
+            "update='spectral' is not one of",
+        ),
+        (
+            lambda: npo.multipliers_by_width(matrix, a, update="relative"),
+            r"'a' has shape \(6, 5\), in base \(3,\)",
+        ),
+        (
+            lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="kimi"),
+            "convention='kimi' is not",
+        ),
+        (
+            lambda: npo.learning_rate_from_muon(0.02, 0.1, convention=-0.2),
+            "convention must be in",
+        ),
+        (
+            lambda: npo.learning_rate_from_muon(
+                0.02, 0.1, convention="moonlight", rms=-1.0
+            ),
+            "rms must be in",
+        ),
+        (
+            lambda: npo.learning_rate_from_muon(
+                0.02, 0.1, convention="keller", shape=768
+            ),
             r"inputs\), not 768",
         ),
-        (lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="keller"), r"shape .*shape=\(outputs, inputs\)"),
+        (
+            lambda: npo.learning_rate_from_muon(0.02, 0.1, convention="keller"),
+            r"shape .*shape=\(outputs, inputs\)",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             call()
 
 
-# The classical iteration to convergence: the five steps of Muon leave singular values between 0.7 and 1.2.
+# The classical iteration to convergence: the five steps of Muon leave singular values
+# between 0.7 and 1.2.
 EXACT = {"ns_coeffs": ((1.875, -1.25, 0.375),) * 12, "ns_steps": 12}
 
 
@@ -172,11 +286,22 @@ EXACT = {"ns_coeffs": ((1.875, -1.25, 0.375),) * 12, "ns_steps": 12}
     (0.5, 0.5),
 )
 def test_converted_learning_rates_take_the_same_step(consistent_rms, convention):
-    """One step of optax's Muon, and of ours at the converted learning rate and weight decay."""
+    """One step of optax's Muon, and of ours at the converted learning rate and weight
+    decay.
+    """
     for shape, given in (((8, 3), 0.03), ((3, 8), lambda step: 0.03)):
-        params, grads = {"kernel": jnp.full(shape[::-1], 0.5)}, {"kernel": jnp.eye(*shape[::-1])}  # (in, out)
-        before = optax.contrib.muon(0.03, **EXACT, weight_decay=0.4, consistent_rms=consistent_rms)
-        rate, decay = npo.learning_rate_from_muon(given, 0.4, convention=convention, shape=shape)
+        params, grads = (
+            {"kernel": jnp.full(shape[::-1], 0.5)},
+            {"kernel": jnp.eye(*shape[::-1])},
+        )  # (in, out)
+        before = optax.contrib.muon(
+            0.03, **EXACT, weight_decay=0.4, consistent_rms=consistent_rms
+        )
+        rate, decay = npo.learning_rate_from_muon(
+            given, 0.4, convention=convention, shape=shape
+        )
         after = npo.muon(rate, ns_steps=None, weight_decay=decay)
-        found, expected = (cases.first_update(tx, grads, params)["kernel"] for tx in (after, before))
+        found, expected = (
+            cases.first_update(tx, grads, params)["kernel"] for tx in (after, before)
+        )
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)

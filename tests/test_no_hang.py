@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No method hangs: compiled steps of many matrices, in a process of its own, under a timeout.
+"""No method hangs: compiled steps of many matrices, in a process of its own, under a
+timeout.
 
-Several batched LAPACK calls in one program can deadlock on two CPU cores (docs/cpu_hang.md). Every run is limited to
-two cores; a model with stacks of several shapes would run into it.
+Several batched LAPACK calls in one program can deadlock on two CPU cores
+(docs/cpu_hang.md). Every run is limited to two cores; a model with stacks of several
+shapes would run into it.
 """
 
 import os
@@ -45,13 +47,15 @@ assert all(bool(jnp.isfinite(p).all()) for p in jax.tree.leaves(params))
 print("returned")
 """
 
-# 48 matrices: three stacks of eight, two of four, and sixteen that stand alone, in eight shapes.
+# 48 matrices: three stacks of eight, two of four, and sixteen that stand alone, in
+# eight shapes.
 MANY = [(8, 128, 128), (8, 64, 128), (8, 128, 48), (4, 96, 96), (4, 32, 64)]
 MANY += [(128, 64)] * 8 + [(40, 128)] * 4 + [(72, 72)] * 4
 # Three stacks of eight: with a batched svd in place of ours this hung within ten steps.
 FEW = [(8, 128, 128), (8, 192, 192), (8, 256, 256)]
 
-# The program of docs/cpu_hang.md with each factorization of the library; with `jnp.linalg.eigh` it never returns.
+# The program of docs/cpu_hang.md with each factorization of the library; with
+# `jnp.linalg.eigh` it never returns.
 KERNEL_SCRIPT = """
 from normpre_optax.linalg.newton_schulz import exact_msign
 from normpre_optax.linalg.precision import solve_together
@@ -72,11 +76,19 @@ print("returned")
 
 def returns(code, timeout):
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    # On a busy machine, OpenBLAS threads that spin while they wait slow a run down; that is another matter.
+    # On a busy machine, OpenBLAS threads that spin while they wait slow a run down;
+    # that is another matter.
     env |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-c", TWO_CORES + code]
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(
+            command,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         pytest.fail(f"did not return within {timeout} s")
     assert done.returncode == 0, done.stderr
@@ -87,9 +99,16 @@ def test_the_factorizations_return():
     returns(KERNEL_SCRIPT, 120)
 
 
-EXACT, G = "normpre_g(0.01, ns_steps=None, matrix_dims=dims)", "normpre_g(0.01, matrix_dims=dims)"
-SKETCH, EXACT_L = "normpre_l(0.01, matrix_dims=dims)", "normpre_l(0.01, method='exact', matrix_dims=dims)"
-# CI runs these; the first two are a short form, for methods that factor matrices. The others are thorough.
+EXACT, G = (
+    "normpre_g(0.01, ns_steps=None, matrix_dims=dims)",
+    "normpre_g(0.01, matrix_dims=dims)",
+)
+SKETCH, EXACT_L = (
+    "normpre_l(0.01, matrix_dims=dims)",
+    "normpre_l(0.01, method='exact', matrix_dims=dims)",
+)
+# CI runs these; the first two are a short form, for methods that factor matrices. The
+# others are thorough.
 RUNS = [(SKETCH, FEW, 10, 0), (EXACT, FEW, 10, 0), (SKETCH, MANY, 200, 0)]
 THOROUGH = [(one, MANY, 200, 0) for one in (G, EXACT, EXACT_L)]
 THOROUGH += [(one, MANY, 20, 4) for one in (G, EXACT, SKETCH, EXACT_L)]
@@ -104,4 +123,7 @@ THOROUGH += [(one, MANY, 20, 4) for one in (G, EXACT, SKETCH, EXACT_L)]
     ),
 )
 def test_two_hundred_steps_of_48_matrices_return(optimizer, shapes, steps, lanes):
-    returns(SCRIPT.format(optimizer=optimizer, shapes=shapes, steps=steps, lanes=lanes), 120 if shapes is FEW else 800)
+    returns(
+        SCRIPT.format(optimizer=optimizer, shapes=shapes, steps=steps, lanes=lanes),
+        120 if shapes is FEW else 800,
+    )

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every optimizer promises for its matrices: one table of optimizers, one table of properties.
+"""What every optimizer promises for its matrices: one table of optimizers, one table of
+properties.
 
-The same two matrices are stored in every layout that ``MatrixDims`` describe, so that one update shows that a stack is
-a loop over its matrices, that transposed storage, several axes and output blocks change nothing, and more.
+The same two matrices are stored in every layout that ``MatrixDims`` describe, so that
+one update shows that a stack is a loop over its matrices, that transposed storage,
+several axes and output blocks change nothing, and more.
 """
 
 import functools
@@ -19,7 +21,8 @@ from tests.cases import EPS32
 
 OUT, IN = 6, 4
 SHAPES = {"A": (OUT, IN), "B": (OUT, IN), "C": (2, IN)}
-# Leaf: its axes, the matrices that it holds, and how it is stored. The first five are for every optimizer.
+# Leaf: its axes, the matrices that it holds, and how it is stored. The first five are
+# for every optimizer.
 LAYOUTS = {
     "kernel": (MatrixDims(0, 1), "A", lambda a: a.T),
     "twin": (MatrixDims(0, 1), "B", lambda b: b.T),
@@ -27,12 +30,24 @@ LAYOUTS = {
     "stack": (MatrixDims(1, 2), "AB", lambda a, b: np.stack([a.T, b.T])),
     "bias": (None, "A", lambda a: a[:, 0]),
     "query": (MatrixDims(0, (1, 2)), "A", lambda a: a.T.reshape(IN, 2, 3)),
-    "fused": (MatrixDims(0, 1, output_blocks=2), "BA", lambda b, a: np.concatenate([b, a]).T),
+    "fused": (
+        MatrixDims(0, 1, output_blocks=2),
+        "BA",
+        lambda b, a: np.concatenate([b, a]).T,
+    ),
     "few": (MatrixDims(0, 1), "C", lambda c: c.T),
     "output": (MatrixDims((0, 1), 2), "A", lambda a: a.T.reshape(2, 2, OUT)),
     "weights": (MatrixDims(2, 1), "BA", lambda b, a: np.stack([b, a])),
-    "between": (MatrixDims(0, 2), "AB", lambda a, b: np.stack([a.T, b.T], axis=1)),  # layers on axis 1
-    "sizes": (MatrixDims(1, 0, output_blocks=(2, 6)), "CA", lambda c, a: np.concatenate([c, a])),
+    "between": (
+        MatrixDims(0, 2),
+        "AB",
+        lambda a, b: np.stack([a.T, b.T], axis=1),
+    ),  # layers on axis 1
+    "sizes": (
+        MatrixDims(1, 0, output_blocks=(2, 6)),
+        "CA",
+        lambda c, a: np.concatenate([c, a]),
+    ),
 }
 ALL_LEAVES = tuple(LAYOUTS)
 COMMON, SMALL = ALL_LEAVES[:5], ("stack", "bias")
@@ -40,12 +55,22 @@ COMMON, SMALL = ALL_LEAVES[:5], ("stack", "bias")
 
 def stored(matrices, leaves=COMMON):
     """Parameters that hold these matrices (out, in)."""
-    return {leaf: jnp.asarray(LAYOUTS[leaf][2](*(matrices[name] for name in LAYOUTS[leaf][1]))) for leaf in leaves}
+    return {
+        leaf: jnp.asarray(
+            LAYOUTS[leaf][2](*(matrices[name] for name in LAYOUTS[leaf][1]))
+        )
+        for leaf in leaves
+    }
 
 
 def each(updates):
-    """Every matrix of a tree: (leaf, name, matrix), found by where the layout stores its elements."""
-    places = {name: i * OUT * IN + np.arange(np.prod(s)).reshape(s) for i, (name, s) in enumerate(SHAPES.items())}
+    """Every matrix of a tree: (leaf, name, matrix), found by where the layout stores
+    its elements.
+    """
+    places = {
+        name: i * OUT * IN + np.arange(np.prod(s)).reshape(s)
+        for i, (name, s) in enumerate(SHAPES.items())
+    }
     for leaf, x in updates.items():
         dims, names, store = LAYOUTS[leaf]
         where = store(*(places[name] for name in names)).ravel()
@@ -55,11 +80,15 @@ def each(updates):
 
 
 def weights(leaves=COMMON, dtype=jnp.float32):
-    return jax.tree.map(lambda x: x.astype(dtype), stored(cases.weights(0, SHAPES), leaves))
+    return jax.tree.map(
+        lambda x: x.astype(dtype), stored(cases.weights(0, SHAPES), leaves)
+    )
 
 
 def gradient(seed, leaves=COMMON, scale=1.0):
-    """Matrices whose smallest singular value is no less than a tenth of the largest: a mild slope of Newton-Schulz."""
+    """Matrices whose smallest singular value is no less than a tenth of the largest: a
+    mild slope of Newton-Schulz.
+    """
     (matrices,) = cases.gradients(1, seed, SHAPES)
     return stored({name: np.float32(scale) * x for name, x in matrices.items()}, leaves)
 
@@ -83,34 +112,54 @@ def plain(name, leaves=COMMON):
     return steps(name, gradient(1, leaves), gradient(2, leaves))[0]
 
 
-# Others take the same paths through the code; the float64 transcriptions see what is different.
+# Others take the same paths through the code; the float64 transcriptions see what is
+# different.
 SLOW = ("muon-hyperball", "muon-keller", "muoneq-columns", "mano-2")
 SLOW += ("muoneq-both", "normpre_g-both-none", "normpre_g-rows-polar", "normpre")
-ALL = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in cases.FACTORIES]
+ALL = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+    for name in cases.FACTORIES
+]
 HYPERBALL = ("normpre_h", "muon-hyperball")
 every_optimizer = pytest.mark.parametrize("name", ALL)
 
 
 def bound(name):
-    """Rounding of a few eps at the start is amplified by at most the slope of Newton-Schulz at zero.
+    """Rounding of a few eps at the start is amplified by at most the slope of
+    Newton-Schulz at zero.
 
-    That is 485, and 970 for Polar Express. Rounding to bfloat16 is 2^-9 in every product, and these matrices see a
-    slope below 50.
+    That is 485, and 970 for Polar Express. Rounding to bfloat16 is 2^-9 in every
+    product, and these matrices see a slope below 50.
     """
-    return 0.1 if name == "normpre_g-bfloat16" else 4 * (970 if "polar" in name else 485) * EPS32
+    return (
+        0.1
+        if name == "normpre_g-bfloat16"
+        else 4 * (970 if "polar" in name else 485) * EPS32
+    )
 
 
-# Draws depend on the path and the batch index: a truncated sketch clips other modes in another layout.
+# Draws depend on the path and the batch index: a truncated sketch clips other modes in
+# another layout.
 TRUNCATED = ("normpre_l-small", "normpre_l-adaptive")
 
 
 @pytest.mark.parametrize("name", [one for one in ALL if one.values[0] not in TRUNCATED])
 def test_a_matrix_is_updated_alike_in_every_layout(name):
-    leaves = ALL_LEAVES if name in ("normpre_g", "normpre_l", "normuon", "normpre_h", "muon-hyperball") else COMMON
+    leaves = (
+        ALL_LEAVES
+        if name in ("normpre_g", "normpre_l", "normuon", "normpre_h", "muon-hyperball")
+        else COMMON
+    )
     for updates in plain(name, leaves):
-        expected = {label: x for leaf, label, x in each(updates) if leaf in ("kernel", "twin", "few")}
+        expected = {
+            label: x
+            for leaf, label, x in each(updates)
+            if leaf in ("kernel", "twin", "few")
+        }
         for leaf, label, x in each(updates):
-            error = np.linalg.norm(x - expected[label]) / np.linalg.norm(expected[label])
+            error = np.linalg.norm(x - expected[label]) / np.linalg.norm(
+                expected[label]
+            )
             assert error <= bound(name), (leaf, label)
 
 
@@ -126,14 +175,24 @@ def test_the_scale_of_gradients_has_no_effect(name):
 
 @every_optimizer
 def test_zero_gradients_give_zero_updates_and_do_no_harm(name):
-    (still, after), state = steps(name, jax.tree.map(jnp.zeros_like, gradient(1)), gradient(1))
-    assert name in HYPERBALL or not any(np.any(u) for u in jax.tree.leaves(still))  # which sets norms
+    (still, after), state = steps(
+        name, jax.tree.map(jnp.zeros_like, gradient(1)), gradient(1)
+    )
+    assert name in HYPERBALL or not any(
+        np.any(u) for u in jax.tree.leaves(still)
+    )  # which sets norms
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((after, state)))
     assert all(np.any(u) for u in jax.tree.leaves(after))
 
 
 # Where the first step works on columns against weights that are not zero there.
-BY_COLUMNS = ("mano", "mano-2", "normpre_g-columns-strict", "normpre_l-exact", "normpre_l-adaptive")
+BY_COLUMNS = (
+    "mano",
+    "mano-2",
+    "normpre_g-columns-strict",
+    "normpre_l-exact",
+    "normpre_l-adaptive",
+)
 
 
 @every_optimizer
@@ -144,9 +203,14 @@ def test_an_output_without_gradient_is_not_updated(name):
     (updates,), _ = steps(name, without)
     assert all(np.isfinite(u).all() for u in jax.tree.leaves(updates))
     if name not in (*BY_COLUMNS, *HYPERBALL):
-        assert np.abs(updates["kernel"][:, 2]).max() <= 1e-6 * np.abs(updates["kernel"]).max()
+        assert (
+            np.abs(updates["kernel"][:, 2]).max()
+            <= 1e-6 * np.abs(updates["kernel"]).max()
+        )
     if name not in HYPERBALL:
-        assert np.abs(updates["stack"][0]).max() <= 1e-6 * max(1, np.abs(updates["stack"][1]).max())
+        assert np.abs(updates["stack"][0]).max() <= 1e-6 * max(
+            1, np.abs(updates["stack"][1]).max()
+        )
     np.testing.assert_array_equal(updates["twin"], plain(name)[0]["twin"])
 
 
@@ -158,7 +222,9 @@ def test_nan_and_infinity_stay_in_their_matrix_and_stay_visible(name):
     bad["kernel"] = bad["kernel"].at[0, 0].set(jnp.inf)
     hurt, _ = steps(name, bad, gradient(2))
     for found, expected in zip(hurt, plain(name), strict=True):
-        for (leaf, label, x), (_, _, y) in zip(each(found), each(expected), strict=True):
+        for (leaf, label, x), (_, _, y) in zip(
+            each(found), each(expected), strict=True
+        ):
             if leaf in ("weight", "kernel") or (leaf == "stack" and label == "B"):
                 assert np.isnan(x).any()
             else:
@@ -174,11 +240,14 @@ RMS.pop("normpre_h")
 
 @pytest.mark.parametrize("name", [one for one in ALL if one.values[0] in RMS])
 def test_every_matrix_update_has_the_rms_of_the_rule(name):
-    # Summation of 24 squares; in Gram form the norm comes from small matrices, whose condition leaves 1e-5. bfloat16
-    # products round the result itself, after its norm is known, by 2^-9 per entry.
+    # Summation of 24 squares; in Gram form the norm comes from small matrices, whose
+    # condition leaves 1e-5. bfloat16 products round the result itself, after its norm
+    # is known, by 2^-9 per entry.
     rtol = 5e-3 if name == "normpre_g-bfloat16" else 3e-5
     for leaf, _, x in itertools.chain(*map(each, plain(name))):
-        np.testing.assert_allclose(np.sqrt(np.mean(x**2)), RMS[name], rtol=rtol, err_msg=leaf)
+        np.testing.assert_allclose(
+            np.sqrt(np.mean(x**2)), RMS[name], rtol=rtol, err_msg=leaf
+        )
 
 
 def structured(kind, m, n, seed, size):
@@ -199,32 +268,79 @@ def structured(kind, m, n, seed, size):
     return np.float32(x * size)
 
 
-KINDS = ("gaussian", "zero rows", "zero columns", "rank one", "constant", "one entry", "orthogonal", "scattered")
+KINDS = (
+    "gaussian",
+    "zero rows",
+    "zero columns",
+    "rank one",
+    "constant",
+    "one entry",
+    "orthogonal",
+    "scattered",
+)
 
 
 def problems(m, n):
-    """Stacks of gradients and weights: all structures at all sizes, also with gradients parallel to the weights."""
+    """Stacks of gradients and weights: all structures at all sizes, also with gradients
+    parallel to the weights.
+    """
     pairs = []
-    for seed, (kind, size) in enumerate(itertools.product(KINDS, (1e-38, 1e-19, 1e-15, 1.0, 1e15))):
-        g, own = structured(kind, m, n, seed, size), structured(kind, m, n, seed + 99, 1.0)
-        pairs += [(g, own), (g, structured("gaussian", m, n, seed, 20.0)), (g, np.zeros((m, n)))]
+    for seed, (kind, size) in enumerate(
+        itertools.product(KINDS, (1e-38, 1e-19, 1e-15, 1.0, 1e15))
+    ):
+        g, own = (
+            structured(kind, m, n, seed, size),
+            structured(kind, m, n, seed + 99, 1.0),
+        )
+        pairs += [
+            (g, own),
+            (g, structured("gaussian", m, n, seed, 20.0)),
+            (g, np.zeros((m, n))),
+        ]
         pairs.append((g, structured(kind, m, n, seed, 1.0)))
     return [np.stack(x).astype(np.float32) for x in zip(*pairs, strict=True)]
 
 
 ANY = ("normpre_g", "normpre_l", "normpre_l-products", "mano")
-ANY_SLOW = ("normpre_g-msign", "normpre_l-exact", "normpre_l-small", "normpre_h", "muon-hyperball", "normuon", "muon")
+ANY_SLOW = (
+    "normpre_g-msign",
+    "normpre_l-exact",
+    "normpre_l-small",
+    "normpre_h",
+    "muon-hyperball",
+    "normuon",
+    "muon",
+)
 
 
-@pytest.mark.parametrize("name", [*ANY, *(pytest.param(x, marks=pytest.mark.slow) for x in ANY_SLOW)])
+@pytest.mark.parametrize(
+    "name", [*ANY, *(pytest.param(x, marks=pytest.mark.slow) for x in ANY_SLOW)]
+)
 def test_finite_gradients_of_any_structure_give_finite_updates(name):
-    """Rows, columns and single numbers too; the rank and the sketch are larger than most of their dimensions."""
+    """Rows, columns and single numbers too; the rank and the sketch are larger than
+    most of their dimensions.
+    """
     sizes = ((1, 6), (6, 1), (1, 1), (4, 5))
-    grads, params = ({f"{m}x{n}": jnp.asarray(problems(m, n)[i]) for m, n in sizes} for i in (0, 1))
-    tx = cases.make(name, 1.0, weight_decay=0.0, matrix_dims=dict.fromkeys(grads, MatrixDims(inputs=2, outputs=1)))
-    updates, state = cases.steps(cases.updater(tx), tx.init(params), params, [grads] * 2)
-    assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in jax.tree.leaves((updates, state)))
-    rms = [np.sqrt(np.mean(np.float64(u) ** 2, axis=(-2, -1))).max() for u in jax.tree.leaves(updates)]
+    grads, params = (
+        {f"{m}x{n}": jnp.asarray(problems(m, n)[i]) for m, n in sizes} for i in (0, 1)
+    )
+    tx = cases.make(
+        name,
+        1.0,
+        weight_decay=0.0,
+        matrix_dims=dict.fromkeys(grads, MatrixDims(inputs=2, outputs=1)),
+    )
+    updates, state = cases.steps(
+        cases.updater(tx), tx.init(params), params, [grads] * 2
+    )
+    assert all(
+        np.isfinite(np.asarray(x, np.float64)).all()
+        for x in jax.tree.leaves((updates, state))
+    )
+    rms = [
+        np.sqrt(np.mean(np.float64(u) ** 2, axis=(-2, -1))).max()
+        for u in jax.tree.leaves(updates)
+    ]
     assert max(rms) <= RMS.get(name, np.inf) * (1 + 1e-4)
 
 
@@ -237,19 +353,30 @@ BEYOND = {"normuon": [(1, OUT)], "normpre_h": [(1, OUT), (IN, 1), (IN, OUT)]}
 EVERYWHERE = {name: [pytest.mark.every_platform] for name in cases.REPRESENTATIVES}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=EVERYWHERE.get(name, ())) for name in cases.FACTORIES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=EVERYWHERE.get(name, ())) for name in cases.FACTORIES],
+)
 def test_dtypes_and_shapes(name):
-    """bfloat16 parameters keep bfloat16 updates and float32 accumulators; nothing relies on rank promotion."""
+    """bfloat16 parameters keep bfloat16 updates and float32 accumulators; nothing
+    relies on rank promotion.
+    """
     leaves = ALL_LEAVES if name in cases.REPRESENTATIVES else COMMON
     tx, params = optimizer(name, leaves), weights(leaves, jnp.bfloat16)
     with jax.numpy_rank_promotion("raise"):
         state = jax.eval_shape(tx.init, params)
-        found = jax.eval_shape(functools.partial(tx.update, value=1.0), params, state, params)
+        found = jax.eval_shape(
+            functools.partial(tx.update, value=1.0), params, state, params
+        )
     assert signature(found) == signature((params, state))
     dtypes = {x.dtype for x in jax.tree.leaves(state)} - {jnp.dtype(jnp.int32)}
     low = {jnp.dtype(jnp.bfloat16)} if name == "normpre_g-bfloat16" else set()
     assert low <= dtypes <= {jnp.dtype(jnp.float32)} | low
-    of_kernel = [x.shape for path, x in jax.tree.leaves_with_path(state) if jax.tree_util.DictKey("kernel") in path]
+    of_kernel = [
+        x.shape
+        for path, x in jax.tree.leaves_with_path(state)
+        if jax.tree_util.DictKey("kernel") in path
+    ]
     expected = [(IN, OUT), *BEYOND.get(name, ())]
     assert sorted(of_kernel) == sorted(expected)
 
@@ -269,14 +396,17 @@ def test_jit_vmap_scan_and_donation_change_nothing(name):
     eager, state = cases.steps(tx.update, tx.init(params), params, gradients)
     donated = tx.init(params)
     scan = cases.quick_jit(
-        lambda s, g: jax.lax.scan(lambda s, g: tx.update(g, s, params)[::-1], s, g), donate_argnums=0
+        lambda s, g: jax.lax.scan(lambda s, g: tx.update(g, s, params)[::-1], s, g),
+        donate_argnums=0,
     )
     after, scanned = scan(donated, stacked(*gradients))
     assert all(x.is_deleted() for x in jax.tree.leaves(donated) if x.ndim)
     assert_close(scanned, stacked(*eager))
     assert_close(after, state, atol=1e-5)
     lanes = stacked(params, other)
-    updates, _ = cases.quick_jit(jax.vmap(tx.update))(stacked(*gradients), jax.vmap(tx.init)(lanes), lanes)
+    updates, _ = cases.quick_jit(jax.vmap(tx.update))(
+        stacked(*gradients), jax.vmap(tx.init)(lanes), lanes
+    )
     alone, _ = tx.update(gradients[1], tx.init(other), other)
     assert_close(updates, stacked(eager[0], alone))
 

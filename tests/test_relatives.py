@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The related optimizers against literal transcriptions of their rules, and Muon against optax's and torch's."""
+"""The related optimizers against literal transcriptions of their rules, and Muon
+against optax's and torch's.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +23,22 @@ def follow(variant, steps, dtype, tolerance=None):
     """Compare a path of the optimizer and of its transcription, matrix by matrix."""
     name, options, start, own_tolerance = VARIANTS[variant]
     gradients = cases.gradients(steps, shapes=SHAPES)
-    tx = npo.families()[name](LEARNING_RATE, weight_decay=WEIGHT_DECAY, matrix_dims=DIMS, **options)
+    tx = npo.families()[name](
+        LEARNING_RATE, weight_decay=WEIGHT_DECAY, matrix_dims=DIMS, **options
+    )
 
     def by_rule(name, index, w, *gradients):
         step, w = start(w.shape), np.float64(w)
         for gradient in gradients:
-            w = decoupled_step(w, step(np.float64(gradient), w), LEARNING_RATE, WEIGHT_DECAY)
+            w = decoupled_step(
+                w, step(np.float64(gradient), w), LEARNING_RATE, WEIGHT_DECAY
+            )
         return w
 
     expected = cases.each_matrix(by_rule, cases.weights(shapes=SHAPES), *gradients)
-    cases.assert_same_path(cases.path(tx, gradients, SHAPES, dtype), expected, tolerance or own_tolerance)
+    cases.assert_same_path(
+        cases.path(tx, gradients, SHAPES, dtype), expected, tolerance or own_tolerance
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -46,7 +54,10 @@ def test_steps_follow_the_rule_in_float32(variant):
 
 
 def test_every_relative_has_a_transcription():
-    assert {name for name, *_ in VARIANTS.values()} == npo.families().keys() - {"normpre_g", "normpre_l"}
+    assert {name for name, *_ in VARIANTS.values()} == npo.families().keys() - {
+        "normpre_g",
+        "normpre_l",
+    }
 
 
 # Muon elsewhere.
@@ -57,27 +68,45 @@ FLAT = {"tall": (12, 5), "wide": (5, 12), "square": (7, 7)}
 def follow_muon(expected, gradients, **options):
     """Compare our Muon with another's weights after the same steps.
 
-    Two float32 programs: ten eps32 each, times a Lipschitz constant of 20 to 100, relative to the path; optax's
-    additive 1e-8 is below eps32 of norms of order one.
+    Two float32 programs: ten eps32 each, times a Lipschitz constant of 20 to 100,
+    relative to the path; optax's additive 1e-8 is below eps32 of norms of order one.
     """
     dims = dict.fromkeys(FLAT, npo.MatrixDims(inputs=0, outputs=1))
     tx = npo.muon(LEARNING_RATE, weight_decay=WEIGHT_DECAY, matrix_dims=dims, **options)
     cases.assert_same_path(cases.path(tx, gradients, FLAT), expected, 1e-4)
 
 
-@cases.rows("convention consistent_rms nesterov steps", ("moonlight", 0.2, False, 4), ("keller", None, True, 1))
+@cases.rows(
+    "convention consistent_rms nesterov steps",
+    ("moonlight", 0.2, False, 4),
+    ("keller", None, True, 1),
+)
 def test_muon_is_optaxs_muon(convention, consistent_rms, nesterov, steps):
     """optax averages, M = beta M + (1 - beta) G, and corrects the bias.
 
-    Without Nesterov that is our momentum times a number, which orthogonalization removes: the same optimizer, at every
-    step. With Nesterov optax weights the gradient by (1 - beta) / (1 - beta^t) and the average by
-    beta / (1 - beta^(t + 1)), which is proportional to ours on the first step only.
+    Without Nesterov that is our momentum times a number, which orthogonalization
+    removes: the same optimizer, at every step. With Nesterov optax weights the gradient
+    by (1 - beta) / (1 - beta^t) and the average by beta / (1 - beta^(t + 1)), which is
+    proportional to ours on the first step only.
     """
-    dims = dict.fromkeys(FLAT, optax.contrib.MuonDimensionNumbers(reduction_axis=0, output_axis=1))
-    options = {"consistent_rms": consistent_rms, "nesterov": nesterov, "weight_decay": WEIGHT_DECAY}
-    tx = optax.contrib.muon(LEARNING_RATE, muon_weight_dimension_numbers=dims, **options)
+    dims = dict.fromkeys(
+        FLAT, optax.contrib.MuonDimensionNumbers(reduction_axis=0, output_axis=1)
+    )
+    options = {
+        "consistent_rms": consistent_rms,
+        "nesterov": nesterov,
+        "weight_decay": WEIGHT_DECAY,
+    }
+    tx = optax.contrib.muon(
+        LEARNING_RATE, muon_weight_dimension_numbers=dims, **options
+    )
     gradients = cases.gradients(steps, shapes=FLAT)
-    follow_muon(cases.path(tx, gradients, FLAT), gradients, convention=convention, nesterov=nesterov)
+    follow_muon(
+        cases.path(tx, gradients, FLAT),
+        gradients,
+        convention=convention,
+        nesterov=nesterov,
+    )
 
 
 RMS, DECAY = npo.learning_rate_from_muon(LEARNING_RATE, WEIGHT_DECAY, convention=0.3)
@@ -91,20 +120,62 @@ RMS, DECAY = npo.learning_rate_from_muon(LEARNING_RATE, WEIGHT_DECAY, convention
         {"ns_coefficients": "muon", "ns_steps": 3, "momentum": 0.8},
     ),
     ({"ns_coeffs": "dion"}, {"ns_coefficients": "you"}),
-    ({"preconditioning": "schatten", "ns_steps": 4}, {"ns_scale": "schatten", "ns_steps": 4}),
-    ({"consistent_rms": 0.3}, {"convention": "moonlight", "learning_rate": RMS, "weight_decay": DECAY}),
-    ({"weight_decay_mask": {"up": {"kernel": False, "bias": True}, "down": True, "wte": True}},) * 2,
-    ({"adam_learning_rate": 0.1, "adam_b1": 0.8, "adam_b2": 0.9, "adam_weight_decay": 0.2},) * 2,
+    (
+        {"preconditioning": "schatten", "ns_steps": 4},
+        {"ns_scale": "schatten", "ns_steps": 4},
+    ),
+    (
+        {"consistent_rms": 0.3},
+        {"convention": "moonlight", "learning_rate": RMS, "weight_decay": DECAY},
+    ),
+    (
+        {
+            "weight_decay_mask": {
+                "up": {"kernel": False, "bias": True},
+                "down": True,
+                "wte": True,
+            }
+        },
+    )
+    * 2,
+    (
+        {
+            "adam_learning_rate": 0.1,
+            "adam_b1": 0.8,
+            "adam_b2": 0.9,
+            "adam_weight_decay": 0.2,
+        },
+    )
+    * 2,
     ({"mu_dtype": jnp.bfloat16},) * 2,
 )
 def test_the_arguments_of_optaxs_muon_have_these_names(theirs, ours):
-    """As the tables of docs/moving.md say, on matrices and vectors, without Nesterov. Tolerances are those above."""
+    """As the tables of docs/moving.md say, on matrices and vectors, without Nesterov.
+    Tolerances are those above.
+    """
     shapes = {"up": {"kernel": (4, 6), "bias": (6,)}, "down": (6, 4), "wte": (5, 3)}
     grads = [cases.numbers(shapes, seed) for seed in (1, 2, 3)]
-    theirs = {"learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "nesterov": False} | theirs
-    same = {"learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "convention": "keller", "nesterov": False}
-    same |= {"adam_learning_rate": LEARNING_RATE, "adam_b2": 0.999, "adam_weight_decay": 0.0}
-    same |= {"matrix_dims": lambda path, leaf: npo.MatrixDims(inputs=0, outputs=1) if leaf.ndim == 2 else None}
+    theirs = {
+        "learning_rate": LEARNING_RATE,
+        "weight_decay": WEIGHT_DECAY,
+        "nesterov": False,
+    } | theirs
+    same = {
+        "learning_rate": LEARNING_RATE,
+        "weight_decay": WEIGHT_DECAY,
+        "convention": "keller",
+        "nesterov": False,
+    }
+    same |= {
+        "adam_learning_rate": LEARNING_RATE,
+        "adam_b2": 0.999,
+        "adam_weight_decay": 0.0,
+    }
+    same |= {
+        "matrix_dims": lambda path, leaf: (
+            npo.MatrixDims(inputs=0, outputs=1) if leaf.ndim == 2 else None
+        )
+    }
     paths = []
     for tx in (optax.contrib.muon(**theirs), npo.muon(**(same | ours))):
         params, state = cases.numbers(shapes), tx.init(cases.numbers(shapes))
@@ -112,24 +183,44 @@ def test_the_arguments_of_optaxs_muon_have_these_names(theirs, ours):
             updates, state = tx.update(g, state, params)
             params = optax.apply_updates(params, updates)
         paths.append(params)
-    # bfloat16 rounds an average and a sum differently: 2^-9, times a Lipschitz constant of 20.
+    # bfloat16 rounds an average and a sum differently: 2^-9, times a Lipschitz constant
+    # of 20.
     tolerance = 0.05 if "mu_dtype" in ours else 1e-4
     cases.assert_close(*paths, rtol=0, atol=tolerance * LEARNING_RATE)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize(("convention", "adjust_lr_fn"), [("keller", "original"), ("moonlight", "match_rms_adamw")])
-def test_muon_is_torchs_muon_in_float32(monkeypatch, convention, adjust_lr_fn, nesterov):
+@pytest.mark.parametrize(
+    ("convention", "adjust_lr_fn"),
+    [("keller", "original"), ("moonlight", "match_rms_adamw")],
+)
+def test_muon_is_torchs_muon_in_float32(
+    monkeypatch, convention, adjust_lr_fn, nesterov
+):
     torch = pytest.importorskip("torch")
-    # torch casts its Newton-Schulz to bfloat16; with the cast taken out the same code runs in float32.
+    # torch casts its Newton-Schulz to bfloat16; with the cast taken out the same code
+    # runs in float32.
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
-    params = {name: torch.nn.Parameter(torch.tensor(x)) for name, x in cases.weights(shapes=FLAT).items()}
-    options = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
-    optimizer, gradients = torch.optim.Muon(params.values(), **options), cases.gradients(12, shapes=FLAT)
+    params = {
+        name: torch.nn.Parameter(torch.tensor(x))
+        for name, x in cases.weights(shapes=FLAT).items()
+    }
+    options = {
+        "lr": LEARNING_RATE,
+        "weight_decay": WEIGHT_DECAY,
+        "nesterov": nesterov,
+        "adjust_lr_fn": adjust_lr_fn,
+    }
+    optimizer, gradients = (
+        torch.optim.Muon(params.values(), **options),
+        cases.gradients(12, shapes=FLAT),
+    )
     for gradient in gradients:
         for name, p in params.items():
             p.grad = torch.tensor(gradient[name])
         optimizer.step()
-    expected = {name: p.detach().numpy().astype(np.float64) for name, p in params.items()}
+    expected = {
+        name: p.detach().numpy().astype(np.float64) for name, p in params.items()
+    }
     follow_muon(expected, gradients, convention=convention, nesterov=nesterov)

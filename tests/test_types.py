@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an editor knows: every option of every optimizer, and misspelled ones are errors."""
+"""What an editor knows: every option of every optimizer, and misspelled ones are
+errors.
+"""
 
 import ast
 import inspect
@@ -10,7 +12,8 @@ import sys
 import normpre_optax as npo
 from tests import stub
 
-# Calls, one a line; pyright must report those after which the comment says so, and no others.
+# Calls, one a line; pyright must report those after which the comment says so, and no
+# others.
 CALLS = """
 import functools
 import jax.numpy as jnp, optax
@@ -42,7 +45,12 @@ def test_the_stub_is_current_and_has_every_public_name():
     assert stub.FILE.read_text() == stub.stub(), "run python -m tests.stub"
     tree = ast.parse(stub.FILE.read_text())
     functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
-    imported = {name.asname for x in tree.body if isinstance(x, ast.ImportFrom) for name in x.names}
+    imported = {
+        name.asname
+        for x in tree.body
+        if isinstance(x, ast.ImportFrom)
+        for name in x.names
+    }
     assert set(npo.__all__) <= functions.keys() | imported
     assert {*npo.families(), "normpre", "normpre_h", "with_adamw"} <= functions.keys()
     for name, function in functions.items():
@@ -52,9 +60,22 @@ def test_the_stub_is_current_and_has_every_public_name():
 def test_a_type_checker_finds_wrong_calls_and_no_others(tmp_path):
     file = tmp_path / "calls.py"
     file.write_text(CALLS)
-    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(file), stub.FILE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--outputjson",
+        "--pythonpath",
+        sys.executable,
+        str(file),
+        stub.FILE,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
+    )
     found = json.loads(done.stdout)["generalDiagnostics"]
     assert not [x for x in found if x["file"] == str(stub.FILE)]
     errors = {x["range"]["start"]["line"] for x in found if x["severity"] == "error"}
-    assert errors == {i for i, line in enumerate(CALLS.splitlines()) if line.endswith("# error")}
+    assert errors == {
+        i for i, line in enumerate(CALLS.splitlines()) if line.endswith("# error")
+    }

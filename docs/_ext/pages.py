@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that are generated: notebooks of `examples/notebooks`, reports of measurements, and the list of relatives.
+"""Pages that are generated: notebooks of `examples/notebooks`, reports of measurements,
+and the list of relatives.
 
-Notebooks are copied to `docs/notebooks`, which git ignores, and listed. Reports begin with the command that made them
-instead of a heading, and get one from the name of their file. The API page of relatives lists all optimizers of
-`families()`.
+Notebooks are copied to `docs/notebooks`, which git ignores, and listed. Reports begin
+with the command that made them instead of a heading, and get one from the name of their
+file. The API page of relatives lists all optimizers of `families()`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 
 ORDER = ("nnx_switch", "linen_trainstate", "equinox", "spectrum", "ablation")
 TITLE = "# Notebooks\n\n"
-FOUND = """Each is run when this site is built, in less than a minute on two CPU cores. Their sources stand in
-`examples/notebooks/`, without outputs.
+FOUND = """Each is run when this site is built, in less than a minute on two CPU cores.
+Their sources stand in `examples/notebooks/`, without outputs.
 
 ```{{toctree}}
 :maxdepth: 1
@@ -41,7 +42,8 @@ def index(names: list[str]) -> str:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Make `target` the notebooks of `source` and their list, and touch nothing that is so already.
+    """Make `target` the notebooks of `source` and their list, and touch nothing that is
+    so already.
 
     Args:
         source: folder of notebooks; it may be missing or empty.
@@ -56,7 +58,9 @@ def copy(source: Path, target: Path) -> None:
         new = target / name
         if not new.exists() or new.read_bytes() != path.read_bytes():
             shutil.copyfile(path, new)
-    (target / "index.md").write_text(index([Path(name).stem for name in notebooks]), encoding="utf-8")
+    (target / "index.md").write_text(
+        index([Path(name).stem for name in notebooks]), encoding="utf-8"
+    )
 
 
 def titled(name: str, text: str) -> str:
@@ -75,7 +79,8 @@ def titled(name: str, text: str) -> str:
 
 
 def with_relatives(text: str) -> str:
-    """Replace the two comments of the API page by directives for every optimizer of `families()` but NormPre.
+    """Replace the two comments of the API page by directives for every optimizer of
+    `families()` but NormPre.
 
     Args:
         text: of the page.
@@ -86,14 +91,19 @@ def with_relatives(text: str) -> str:
     from normpre_optax import families
 
     names = [name for name in families() if not name.startswith("normpre")]
-    for comment, prefix in ((".. all relatives", ""), (".. all directions of relatives", "scale_by_")):
+    for comment, prefix in (
+        (".. all relatives", ""),
+        (".. all directions of relatives", "scale_by_"),
+    ):
         lines = "\n".join(f".. autofunction:: {prefix}{name}" for name in names)
         text = text.replace(f"{comment}\n", f"{lines}\n")
     return text
 
 
 def prepare(app, docname: str, source: list[str]) -> None:
-    """Add headings to reports, and relatives to their API page; change links to a notebook's source to its page."""
+    """Add headings to reports, and relatives to their API page; change links to a
+    notebook's source to its page.
+    """
     if docname.startswith("results/"):
         source[0] = titled(docname, source[0])
     if docname == "api/family":
@@ -104,6 +114,9 @@ def prepare(app, docname: str, source: list[str]) -> None:
 def setup(app) -> dict[str, Any]:
     """Copy before sources are looked for, and read reports with headings."""
     root = Path(app.srcdir)
-    app.connect("builder-inited", lambda _: copy(root.parent / "examples" / "notebooks", root / "notebooks"))
+    app.connect(
+        "builder-inited",
+        lambda _: copy(root.parent / "examples" / "notebooks", root / "notebooks"),
+    )
     app.connect("source-read", prepare)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

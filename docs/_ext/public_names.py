@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every public name is documented and stands on a page: otherwise the build warns, and with `-W` fails.
+"""Every public name is documented and stands on a page: otherwise the build warns, and
+with `-W` fails.
 
-The public names are those of `__all__` and, in `presets`, what it defines without an underscore.
+The public names are those of `__all__` and, in `presets`, what it defines without an
+underscore.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ def public_names(module: types.ModuleType) -> list[str]:
         module: any.
 
     Returns:
-        Its `__all__`; without one, the functions and classes that it defines and the upper-case names that it assigns,
-        in the order of its source.
+        Its `__all__`; without one, the functions and classes that it defines and the
+        upper-case names that it assigns, in the order of its source.
     """
     if hasattr(module, "__all__"):
         return list(module.__all__)
@@ -36,19 +38,25 @@ def public_names(module: types.ModuleType) -> list[str]:
             names.append(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names += [target.id for target in targets if isinstance(target, ast.Name) and target.id.isupper()]
+            names += [
+                target.id
+                for target in targets
+                if isinstance(target, ast.Name) and target.id.isupper()
+            ]
     return [name for name in names if not name.startswith("_")]
 
 
 def documentation(module: types.ModuleType, name: str) -> str:
-    """The docstring of a name of a module; of a constant, the string that follows its assignment.
+    """The docstring of a name of a module; of a constant, the string that follows its
+    assignment.
 
     Args:
         module: the one that shows the name, by defining or by importing it.
         name: a function, class, module or constant.
 
     Returns:
-        The docstring; empty if there is none, or only the one that Python makes for a tuple or a dataclass.
+        The docstring; empty if there is none, or only the one that Python makes for a
+        tuple or a dataclass.
     """
     thing = getattr(module, name)
     if not (callable(thing) or inspect.ismodule(thing)):
@@ -61,12 +69,24 @@ def documentation(module: types.ModuleType, name: str) -> str:
 def _constants_docstring(module: types.ModuleType, name: str) -> str:
     body = ast.parse(inspect.getsource(module)).body
     for node, following in zip(body, [*body[1:], None], strict=True):
-        if isinstance(node, ast.ImportFrom) and node.module and any(a.name == name for a in node.names):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and any(a.name == name for a in node.names)
+        ):
             return _constants_docstring(importlib.import_module(node.module), name)
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if not any(isinstance(target, ast.Name) and target.id == name for target in targets):
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [getattr(node, "target", None)]
+        )
+        if not any(
+            isinstance(target, ast.Name) and target.id == name for target in targets
+        ):
             continue
-        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+        if isinstance(following, ast.Expr) and isinstance(
+            following.value, ast.Constant
+        ):
             return inspect.cleandoc(str(following.value.value))
     return ""
 
@@ -86,7 +106,9 @@ def public_methods(thing: Any) -> list[str]:
     return [
         name
         for name, value in vars(thing).items()
-        if inspect.isfunction(value) and not name.startswith("_") and name not in made_by_python
+        if inspect.isfunction(value)
+        and not name.startswith("_")
+        and name not in made_by_python
     ]
 
 
@@ -105,7 +127,9 @@ def problems(module: types.ModuleType, listed: Iterable[str]) -> Iterator[str]:
         full, thing = f"{module.__name__}.{name}", getattr(module, name)
         if not documentation(module, name):
             yield f"the public name {full} has no documentation"
-        own = {thing.__name__} if inspect.ismodule(thing) else set()  # a module is listed by its own name
+        own = (
+            {thing.__name__} if inspect.ismodule(thing) else set()
+        )  # a module is listed by its own name
         if not listed & {full, *own}:
             yield f"the public name {full} stands on no page"
         for method in public_methods(thing):
@@ -138,14 +162,22 @@ def link_names(app, what, name, obj, options, lines) -> None:
     def link(found: re.Match) -> str:
         mentioned = found[1].removesuffix("()")
         known = mentioned in public and not name.endswith(f".{mentioned}")
-        return f":py:obj:`{found[1]} <{app.config.public_modules[0]}.{mentioned}>`" if known else found[0]
+        return (
+            f":py:obj:`{found[1]} <{app.config.public_modules[0]}.{mentioned}>`"
+            if known
+            else found[0]
+        )
 
     lines[:] = [re.sub(r"``(\w+(?:\(\))?)``", link, line) for line in lines]
 
 
 def leave_out_fields(app, what, name, obj, skip, options) -> bool | None:
-    """Fields of named tuples stand in the class's docstring; what Python says of them tells nothing."""
-    made_by_python = (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
+    """Fields of named tuples stand in the class's docstring; what Python says of them
+    tells nothing.
+    """
+    made_by_python = (getattr(obj, "__doc__", None) or "").startswith(
+        "Alias for field number"
+    )
     return True if made_by_python else None
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that continue a run exactly: parameters, optimizer state, position in the data, step.
+"""Checkpoints that continue a run exactly: parameters, optimizer state, position in the
+data, step.
 
-There is no random state to store: initialization, data order and sampling are functions of the seed, which is part of
-the run's configuration, and of the step. A checkpoint is complete or absent on disk: Orbax renames a finished folder.
-It is written in the background while training continues.
+There is no random state to store: initialization, data order and sampling are functions
+of the seed, which is part of the run's configuration, and of the step. A checkpoint is
+complete or absent on disk: Orbax renames a finished folder. It is written in the
+background while training continues.
 """
 
 import atexit
@@ -29,14 +31,19 @@ from .prepare.sources import one_line
 
 
 class Checkpoints:
-    """The checkpoints of one run, the last ``keep`` of them; None: they are read only, while the run may continue."""
+    """The checkpoints of one run, the last ``keep`` of them; None: they are read only,
+    while the run may continue.
+    """
 
     def __init__(self, folder: Path, keep: int | None = None):
         quiet()
         self.folder = folder
         reads = keep is None
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, read_only=reads, lightweight_initialize=reads, cleanup_tmp_directories=not reads
+            max_to_keep=keep,
+            read_only=reads,
+            lightweight_initialize=reads,
+            cleanup_tmp_directories=not reads,
         )
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
@@ -45,18 +52,24 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, data_state: dict[str, Any], **trees: Any) -> None:
-        """Start to write ``trees`` after ``step`` updates, with the data iterator's; they may be donated afterwards.
+        """Start to write ``trees`` after ``step`` updates, with the data iterator's;
+        they may be donated afterwards.
 
         Raises:
             OSError: if it, or the one before, cannot be written.
         """
         if jax.default_backend() == "cpu":
-            # Orbax copies device memory before it returns, but on CPU it would read these buffers themselves.
+            # Orbax copies device memory before it returns, but on CPU it would read
+            # these buffers themselves.
             trees = jax.tree.map(jnp.copy, trees)
         facts = {"data": data_state, "leaves": leaves_of(trees)}
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         with writing(self.folder):
-            self._manager.save(step, args=ocp.args.Composite(facts=ocp.args.JsonSave(facts), **items), force=True)
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(facts=ocp.args.JsonSave(facts), **items),
+                force=True,
+            )
 
     def restore(self, step: int, **like: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The trees of these names and the data position stored at ``step``.
@@ -68,18 +81,34 @@ class Checkpoints:
         """
         folder = self.folder / str(step)
         try:
-            facts = self._manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
-            leaves = {path: x for path, x in facts["leaves"].items() if path.split("/")[0] in like}
+            facts = self._manager.restore(
+                step, args=ocp.args.Composite(facts=ocp.args.JsonRestore())
+            )["facts"]
+            leaves = {
+                path: x
+                for path, x in facts["leaves"].items()
+                if path.split("/")[0] in like
+            }
             different = difference(leaves, leaves_of(like))
             if not different:
-                abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)  # keeps the sharding
-                items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+                abstract = jax.tree.map(
+                    ocp.utils.to_shape_dtype_struct, like
+                )  # keeps the sharding
+                items = {
+                    name: ocp.args.StandardRestore(tree)
+                    for name, tree in abstract.items()
+                }
                 found = self._manager.restore(step, args=ocp.args.Composite(**items))
                 return dict(found.items()), facts["data"]
         except Exception as error:  # Orbax, Tensorstore and JSON each have their own
             way_out = "delete it to use the checkpoint before"
-            raise RunError(f"{folder} is damaged ({first_line(error)}): {way_out}") from error
-        raise RunError(f"cannot restore {folder}, which belongs to another model or optimizer: {different}")
+            raise RunError(
+                f"{folder} is damaged ({first_line(error)}): {way_out}"
+            ) from error
+        raise RunError(
+            f"cannot restore {folder}, which belongs to another model or optimizer:"
+            f" {different}"
+        )
 
     def close(self) -> None:
         """Wait until everything is written.
@@ -93,27 +122,38 @@ class Checkpoints:
 
 def leaves_of(state: Any) -> dict[str, str]:
     """Path -> dtype and shape of every array."""
-    return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in by_name(state).items()}
+    return {
+        path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in by_name(state).items()
+    }
 
 
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     """The first entry that differs, in words; "" if there is none."""
     for name in dict.fromkeys([*there, *here]):
         if there.get(name) != here.get(name):
-            return f"{name} is {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+            return (
+                f"{name} is {there.get(name, 'absent')} there,"
+                f" {here.get(name, 'absent')} here"
+            )
     return ""
 
 
 @functools.cache
 def quiet() -> None:
-    """Silence what Orbax logs besides what it raises, and Tensorstore's complaints about reads that were given up."""
+    """Silence what Orbax logs besides what it raises, and Tensorstore's complaints
+    about reads that were given up.
+    """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
         coroutine = getattr(unraisable.object, "cr_code", None)
-        if str(unraisable.exc_value) != "Event loop is closed" and "orbax" not in getattr(coroutine, "co_filename", ""):
+        if str(
+            unraisable.exc_value
+        ) != "Event loop is closed" and "orbax" not in getattr(
+            coroutine, "co_filename", ""
+        ):
             before(unraisable)
 
     sys.unraisablehook = hook
@@ -121,16 +161,28 @@ def quiet() -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """While inside, whatever Orbax and Tensorstore raise is an OSError with the reason of the operating system."""
+    """While inside, whatever Orbax and Tensorstore raise is an OSError with the reason
+    of the operating system.
+    """
     try:
         yield
     except Exception as error:  # each has its own
-        atexit.register(gc.collect)  # writes given up, which complain where they outlive the interpreter
+        atexit.register(
+            gc.collect
+        )  # writes given up, which complain where they outlive the interpreter
         code = re.search(r"os_error_code='(\d+)'", str(error))
-        reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None) or first_line(error)
+        reason = (
+            os.strerror(int(code[1]))
+            if code
+            else getattr(error, "strerror", None) or first_line(error)
+        )
         raise OSError(f"cannot write {folder} ({reason})") from error
 
 
 def first_line(error: Exception) -> str:
     """The message of an error, in one short line."""
-    return textwrap.shorten(one_line(error).partition(" See full TensorStore details")[0], 240, placeholder=" ...")
+    return textwrap.shorten(
+        one_line(error).partition(" See full TensorStore details")[0],
+        240,
+        placeholder=" ...",
+    )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that train together: they find each other, agree, and end together.
 
-All run the same program; the first writes what there is to write. What only one of them can know (an error, a signal,
-what is in the run's folder) they exchange before any of them acts on it: a process that ends on its own leaves the
-others waiting. With one process, nothing is exchanged.
+All run the same program; the first writes what there is to write. What only one of them
+can know (an error, a signal, what is in the run's folder) they exchange before any of
+them acts on it: a process that ends on its own leaves the others waiting. With one
+process, nothing is exchanged.
 """
 
 import json
@@ -21,13 +22,19 @@ from jax.experimental import multihost_utils
 from .config import Config, RunError
 from .processes import Stopped
 
-SHUTDOWN_SECONDS = 60  # for a process to wait, at its end, for those that should end with it
+SHUTDOWN_SECONDS = (
+    60  # for a process to wait, at its end, for those that should end with it
+)
 T = TypeVar("T")
 
 
 def addressed(config: Config) -> bool:
     """Whether the command line says that this process is one of several."""
-    return bool(config.coordinator) or config.processes is not None or config.process is not None
+    return (
+        bool(config.coordinator)
+        or config.processes is not None
+        or config.process is not None
+    )
 
 
 def refuse_several(config: Config, command: str) -> None:
@@ -37,23 +44,33 @@ def refuse_several(config: Config, command: str) -> None:
         RunError: naming the command.
     """
     if addressed(config):
-        raise RunError(f"{command} runs in one process: remove --coordinator, --processes and --process")
+        raise RunError(
+            f"{command} runs in one process: remove --coordinator, --processes and"
+            " --process"
+        )
 
 
 def several(environment: Mapping[str, str]) -> bool:
     """Whether a cluster's launcher says that this process is one of several."""
     return (
-        ("SLURM_STEP_NODELIST" in environment and int(environment.get("SLURM_NTASKS", 1)) > 1)
+        (
+            "SLURM_STEP_NODELIST" in environment
+            and int(environment.get("SLURM_NTASKS", 1)) > 1
+        )
         or int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
         or "," in environment.get("TPU_WORKER_HOSTNAMES", "")
-        or ("KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment)
+        or (
+            "KUBERNETES_SERVICE_HOST" in environment
+            and "JOB_COMPLETION_INDEX" in environment
+        )
         or "JAX_COORDINATOR_ADDRESS" in environment
     )
 
 
 @contextmanager
 def joined(config: Config) -> Iterator[None]:
-    """While inside, this process is one of those that train on ``config.devices`` together, if there are several.
+    """While inside, this process is one of those that train on ``config.devices``
+    together, if there are several.
 
     Must be entered before JAX looks for devices.
 
@@ -61,13 +78,18 @@ def joined(config: Config) -> Iterator[None]:
         RunError: if their address is incomplete, or they do not find each other.
     """
     if addressed(config) and config.devices == 1:
-        raise RunError("--coordinator is for processes that train together: add --fsdp N, their number of devices")
+        raise RunError(
+            "--coordinator is for processes that train together: add --fsdp N, their"
+            " number of devices"
+        )
     if config.coordinator and not config.coordinator.rpartition(":")[2].isdecimal():
         raise RunError(f"--coordinator must be host:port, got {config.coordinator!r}")
     if config.devices == 1 or not (addressed(config) or several(os.environ)):
         yield
         return
-    jax.config.update("jax_enable_preemption_service", False)  # its handler of SIGTERM would replace the program's
+    jax.config.update(
+        "jax_enable_preemption_service", False
+    )  # its handler of SIGTERM would replace the program's
     try:
         jax.distributed.initialize(
             config.coordinator or None,
@@ -78,16 +100,20 @@ def joined(config: Config) -> Iterator[None]:
         )
     except (ValueError, RuntimeError) as error:
         way_out = "pass --coordinator host:port --processes N --process I"
-        raise RunError(f"the processes did not find each other ({error}): {way_out}") from error
+        raise RunError(
+            f"the processes did not find each other ({error}): {way_out}"
+        ) from error
     with leaving_at_once():
         yield
 
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """End the process, with a line or traceback, at an error that the other processes do not know of.
+    """End the process, with a line or traceback, at an error that the other processes
+    do not know of.
 
-    They notice that it is gone; if it ended in the ordinary way, it would wait for them, and they for it.
+    They notice that it is gone; if it ended in the ordinary way, it would wait for
+    them, and they for it.
     """
     try:
         yield
@@ -97,8 +123,12 @@ def leaving_at_once() -> Iterator[None]:
         if alone():
             raise
         resume = "the same commands with --resume continue from the last checkpoint"
-        if isinstance(error, jax.errors.JaxRuntimeError | OSError):  # another process is gone, or a disk is full
-            print(f"error: {str(error).splitlines()[0]:.160}: {resume}", file=sys.stderr)
+        if isinstance(
+            error, jax.errors.JaxRuntimeError | OSError
+        ):  # another process is gone, or a disk is full
+            print(
+                f"error: {str(error).splitlines()[0]:.160}: {resume}", file=sys.stderr
+            )
         else:
             traceback.print_exc()
         sys.stdout.flush()
@@ -124,7 +154,10 @@ def gathered(text: str) -> list[str]:
     lengths = multihost_utils.process_allgather(np.int32(len(own)))
     padded = np.resize(np.append(own, 0).astype(np.uint8), int(np.max(lengths)) + 1)
     lines = np.asarray(multihost_utils.process_allgather(padded))
-    return [bytes(line[:length]).decode() for line, length in zip(lines, lengths, strict=True)]
+    return [
+        bytes(line[:length]).decode()
+        for line, length in zip(lines, lengths, strict=True)
+    ]
 
 
 def together(function: Callable[[], T]) -> T:
@@ -158,29 +191,40 @@ def first_of_all(function: Callable[[], T]) -> T:
 
 
 def from_the_first(function: Callable[[], T]) -> T:
-    """The result, JSON, of ``function()`` in the first process; the others do not call it."""
+    """The result, JSON, of ``function()`` in the first process; the others do not call
+    it.
+    """
     result = together(lambda: function() if first() else None)
-    return result if alone() else json.loads(gathered(json.dumps(result))[0])  # pyright: ignore[reportReturnType]
+    if alone():
+        return result  # pyright: ignore[reportReturnType]
+    return json.loads(gathered(json.dumps(result))[0])
 
 
 class Vote:
     """The largest number that any process has passed, one call late.
 
-    By then the devices have long computed it: a call waits for the step before the one they work on.
+    By then the devices have long computed it: a call waits for the step before the one
+    they work on.
     """
 
     def __init__(self) -> None:
         self._largest: jax.Array | None = None
         if not alone():
             mesh = jax.make_mesh((jax.device_count(),), ("all",))
-            self._sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
+            self._sharding = jax.sharding.NamedSharding(
+                mesh, jax.sharding.PartitionSpec("all")
+            )
             self._max = jax.jit(lambda votes: votes.max())
 
     def __call__(self, mine: int | None) -> int | None:
-        """The largest number that a process passed the last time, None if there was none."""
+        """The largest number that a process passed the last time, None if there was
+        none.
+        """
         if alone():
             return mine
         before = None if self._largest is None else int(self._largest)
         local = np.full(jax.local_device_count(), mine or 0, np.int32)
-        self._largest = self._max(jax.make_array_from_process_local_data(self._sharding, local))
+        self._largest = self._max(
+            jax.make_array_from_process_local_data(self._sharding, local)
+        )
         return before or None

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's model is used for, finished or not: to be scored, to continue a text, to be exported."""
+"""What a run's model is used for, finished or not: to be scored, to continue a text, to
+be exported.
+"""
 
 import dataclasses
 import functools
@@ -15,7 +17,15 @@ from flax import nnx
 
 from . import data
 from .checkpoint import Checkpoints
-from .config import Config, Evaluate, Export, Generate, RunError, check_ranges, from_dict
+from .config import (
+    Config,
+    Evaluate,
+    Export,
+    Generate,
+    RunError,
+    check_ranges,
+    from_dict,
+)
 from .mesh import make_layout
 from .prepare.token_files import end_of_text
 from .train import evaluation, initialize, vocabulary_of
@@ -33,8 +43,11 @@ class Trained(NamedTuple):
     step: int
 
 
-def read_run(folder: Path, tokens: Path | None = None) -> tuple[dict[str, Any], Config, data.Dataset]:
-    """``run.json`` of the run in ``folder``, its configuration, and the data it was trained on, or ``tokens``.
+def read_run(
+    folder: Path, tokens: Path | None = None
+) -> tuple[dict[str, Any], Config, data.Dataset]:
+    """``run.json`` of the run in ``folder``, its configuration, and the data it was
+    trained on, or ``tokens``.
 
     Raises:
         RunError: if there is no such run, or its token files are gone or have changed.
@@ -44,57 +57,81 @@ def read_run(folder: Path, tokens: Path | None = None) -> tuple[dict[str, Any], 
         config = from_dict(run["config"])
         fingerprint, where = run["fingerprint"], Path(run["data"]["folder"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{folder} is not the folder of a run: its run.json is missing or damaged") from error
+        raise RunError(
+            f"{folder} is not the folder of a run: its run.json is missing or damaged"
+        ) from error
     dataset = data.load(tokens or where)
     if tokens is None and dataset.manifest["fingerprint"] != fingerprint:
-        raise RunError(f"{where} is not the text that {folder} was trained on: pass the folder to use as --tokens")
+        raise RunError(
+            f"{where} is not the text that {folder} was trained on: pass the folder to"
+            " use as --tokens"
+        )
     if dataset.manifest["tokenizer_sha256"] != run["data"].get("tokenizer_sha256"):
         raise RunError(f"{dataset.folder} has another tokenizer than {folder}")
     return run, config, dataset
 
 
 def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> Trained:
-    """The model of the run in ``folder`` after ``step`` updates, on the first device, and its data, or ``tokens``.
+    """The model of the run in ``folder`` after ``step`` updates, on the first device,
+    and its data, or ``tokens``.
 
     Raises:
         RunError: as ``read_run``, and if there is no such checkpoint.
     """
     _, config, dataset = read_run(folder, tokens)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla"))  # on any device
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, attention="xla")
+    )  # on any device
     graphdef, params = initialize(config, dataset)
     params = make_layout().parameters(params)
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         there = checkpoints.steps()
         if not there or step not in (None, *there):
             which = "" if step is None else f" of step {step}"
-            raise RunError(f"no checkpoint{which} in {folder}: there are {', '.join(map(str, there)) or 'none'}")
+            raise RunError(
+                f"no checkpoint{which} in {folder}: there are"
+                f" {', '.join(map(str, there)) or 'none'}"
+            )
         chosen = there[-1] if step is None else step
         found, _ = checkpoints.restore(chosen, params=params)
     return Trained(config, dataset, graphdef, found["params"], chosen)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def next_logits(graphdef: nnx.GraphDef, params: Any, window_T: jax.Array, last: jax.Array) -> jax.Array:
+def next_logits(
+    graphdef: nnx.GraphDef, params: Any, window_T: jax.Array, last: jax.Array
+) -> jax.Array:
     """Logits (V,) of the token after position ``last`` of the window."""
     return nnx.merge(graphdef, params)(window_T[None])[0, last].astype(jnp.float32)
 
 
-def continuation(model: Trained, prompt: str, *, new_tokens: int, temperature: float, seed: int) -> str:
-    """``prompt`` and its continuation by at most ``new_tokens`` tokens; stops at the end of a file."""
+def continuation(
+    model: Trained, prompt: str, *, new_tokens: int, temperature: float, seed: int
+) -> str:
+    """``prompt`` and its continuation by at most ``new_tokens`` tokens; stops at the
+    end of a file.
+    """
     tokenizer, context = model.dataset.tokenizer, model.config.model.context
     end = end_of_text(tokenizer, model.dataset.manifest.get("end_token"))
     start = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
     tokens = list(start)
     for key in jax.random.split(jax.random.key(seed), new_tokens):
         seen = np.array(tokens[-context:], np.int32)
-        window = np.resize(seen, context)  # of fixed length: one compilation; what follows ``seen`` has no effect
+        window = np.resize(
+            seen, context
+        )  # of fixed length: one compilation; what follows ``seen`` has no effect
         logits = next_logits(model.graphdef, model.params, window, len(seen) - 1)
         # Divided by less than 1e-6, logits could overflow.
-        token = int(jax.random.categorical(key, logits / temperature) if temperature > 1e-6 else jnp.argmax(logits))
+        token = int(
+            jax.random.categorical(key, logits / temperature)
+            if temperature > 1e-6
+            else jnp.argmax(logits)
+        )
         if token == end:
             break
         tokens.append(token)
-    # Decoded with the prompt: alone, a word's leading space would be lost under SentencePiece.
+    # Decoded with the prompt: alone, a word's leading space would be lost under
+    # SentencePiece.
     return prompt + tokenizer.decode(tokens)[len(tokenizer.decode(start)) :]
 
 
@@ -104,9 +141,15 @@ def evaluate(options: Evaluate) -> None:
     trained = load(options.run, options.step, options.tokens)
     count = options.validation_tokens or trained.config.validation_tokens
     config = dataclasses.replace(trained.config, validation_tokens=count)
-    score = evaluation(config, trained.dataset, trained.graphdef, make_layout())(trained.params)
-    losses = f"loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte"
-    print(f"step {trained.step:,}: {losses} (validation text of {trained.dataset.folder})")
+    score = evaluation(config, trained.dataset, trained.graphdef, make_layout())(
+        trained.params
+    )
+    losses = (
+        f"loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte"
+    )
+    print(
+        f"step {trained.step:,}: {losses} (validation text of {trained.dataset.folder})"
+    )
 
 
 def generate(options: Generate) -> None:
@@ -114,7 +157,9 @@ def generate(options: Generate) -> None:
     check_ranges(vars(options))
     trained = load(options.run, options.step, options.tokens)
     how = {"temperature": options.temperature, "seed": options.seed}
-    print(continuation(trained, options.prompt, new_tokens=options.sample_tokens, **how))
+    print(
+        continuation(trained, options.prompt, new_tokens=options.sample_tokens, **how)
+    )
 
 
 def export(options: Export) -> None:
@@ -123,9 +168,17 @@ def export(options: Export) -> None:
 
     there = [name for name in EXPORTED if (options.output / name).exists()]
     if there and not options.overwrite:
-        raise RunError(f"{options.output} has a {there[0]}: pass --overwrite to replace it, or another --output")
+        raise RunError(
+            f"{options.output} has a {there[0]}: pass --overwrite to replace it, or"
+            " another --output"
+        )
     trained = load(options.run, options.step, options.tokens)
     vocabulary = vocabulary_of(trained.config, trained.dataset)
-    hugging_face.save_hf(options.output, trained.config.model, vocabulary, jax.device_get(trained.params))
+    hugging_face.save_hf(
+        options.output, trained.config.model, vocabulary, jax.device_get(trained.params)
+    )
     trained.dataset.tokenizer.save(str(options.output / "tokenizer.json"))
-    print(f"step {trained.step:,} of {options.run}: {options.output}/{', '.join(EXPORTED)}")
+    print(
+        f"step {trained.step:,} of {options.run}:"
+        f" {options.output}/{', '.join(EXPORTED)}"
+    )

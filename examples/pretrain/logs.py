@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes to be read: ``log.jsonl`` (a line per step and per evaluation), ``run.json``, its progress."""
+"""What a run writes to be read: ``log.jsonl`` (a line per step and per evaluation),
+``run.json``, its progress.
+"""
 
 import importlib.metadata
 import json
@@ -19,19 +21,45 @@ from rich.console import Console
 
 from .config import RunError
 
-PACKAGES = ("normpre_optax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
+PACKAGES = (
+    "normpre_optax",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "tokenizers",
+    "numpy",
+)
 LINE_SECONDS = 30
 
 
 def environment() -> dict[str, Any]:
     """Versions and device, as stored with the run."""
     device = jax.devices()[0]
-    versions = {found.name: found.version for found in importlib.metadata.distributions() if found.name in PACKAGES}
+    versions = {
+        found.name: found.version
+        for found in importlib.metadata.distributions()
+        if found.name in PACKAGES
+    }
     return {
         "versions": {"python": platform.python_version(), **versions},
-        "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
-        **{"processes": jax.process_count(), "machine": platform.platform(), "command": sys.argv},
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "device": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "count": jax.device_count(),
+        },
+        **{
+            "processes": jax.process_count(),
+            "machine": platform.platform(),
+            "command": sys.argv,
+        },
+        "cores": (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count()
+        ),
     }
 
 
@@ -51,8 +79,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, without a last line that a kill cut short; damaged lines are left out with a warning."""
-    records, lines = [], path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    """The records of a log, without a last line that a kill cut short; damaged lines
+    are left out with a warning.
+    """
+    records, lines = (
+        [],
+        path.read_bytes().splitlines(keepends=True) if path.exists() else [],
+    )
     for line in lines:
         with suppress(ValueError, RecursionError, TypeError, KeyError):
             record = json.loads(line)
@@ -64,19 +97,26 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Log:
-    """Records as lines of JSON; a resumed run first drops those after the checkpoint of step ``start``.
+    """Records as lines of JSON; a resumed run first drops those after the checkpoint of
+    step ``start``.
 
     Of several processes one ``writes``.
     """
 
     def __init__(self, folder: Path, start: int, *, writes: bool = True):
         path = folder / "log.jsonl" if writes else Path(os.devnull)
-        kept = [line for line in read_lines(path) if line["step"] <= start] if start else []
+        kept = (
+            [line for line in read_lines(path) if line["step"] <= start]
+            if start
+            else []
+        )
         path.write_text("".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a")
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
-        """Append, and flush to the operating system, so that a killed process loses nothing written."""
+        """Append, and flush to the operating system, so that a killed process loses
+        nothing written.
+        """
         self._file.write("".join(json.dumps(record) + "\n" for record in records))
         self._file.flush()
 
@@ -86,7 +126,9 @@ class Log:
 
 
 class Progress:
-    """One line on where a run is: kept up to date on a terminal; elsewhere (a file, CI) printed every 30 seconds."""
+    """One line on where a run is: kept up to date on a terminal; elsewhere (a file, CI)
+    printed every 30 seconds.
+    """
 
     def __init__(self, console: Console, steps: int):
         self._console, self._steps, self._last = console, steps, time.monotonic()
@@ -97,9 +139,14 @@ class Progress:
         return time.monotonic() - self._last >= LINE_SECONDS
 
     def update(self, done: int, loss: float, seconds: float, tokens: int) -> None:
-        """Say that ``done`` updates are done, the last ones in so many ``seconds``, with ``tokens``, each."""
+        """Say that ``done`` updates are done, the last ones in so many ``seconds``,
+        with ``tokens``, each.
+        """
         left = timedelta(seconds=round(seconds * (self._steps - done)))
-        line = f"step {done:>6,} of {self._steps:,}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s  {left} left"
+        line = (
+            f"step {done:>6,} of {self._steps:,}  loss {loss:.4f} "
+            f" {tokens / seconds:,.0f} tokens/s  {left} left"
+        )
         self.status.update(line)
         if self.due():
             if not self._console.is_terminal:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the arrays of a run are sharded over devices: over a mesh with the axes ``data`` and ``fsdp``.
+"""How the arrays of a run are sharded over devices: over a mesh with the axes ``data``
+and ``fsdp``.
 
-Both split the sequences of a batch. ``fsdp`` also splits every large parameter, with its optimizer
-state, along the width D of the model: a layer gathers its weight right before it uses it, and the gradient is scattered
-back.
+Both split the sequences of a batch. ``fsdp`` also splits every large parameter, with
+its optimizer state, along the width D of the model: a layer gathers its weight right
+before it uses it, and the gradient is scattered back.
 
-The axes are explicit: the type of an array has its sharding, communication is written in the code (``whole``, an
-``out_sharding``), and JAX refuses any other. On one device all of it is the identity.
+The axes are explicit: the type of an array has its sharding, communication is written
+in the code (``whole``, an ``out_sharding``), and JAX refuses any other. On one device
+all of it is the identity.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,8 @@ BATCH = ("data", "fsdp")
 
 
 def check(config: Config) -> None:
-    """Refuse devices that the model or the batch cannot be split over, before there are any.
+    """Refuse devices that the model or the batch cannot be split over, before there are
+    any.
 
     Raises:
         RunError: naming what does not divide.
@@ -45,7 +48,9 @@ class Layout:
 
     def sharding(self, *axes: Any) -> NamedSharding:
         """The sharding of an array whose axes are split over these of the mesh."""
-        return NamedSharding(self.mesh, PartitionSpec(*axes if self.mesh.size > 1 else ()))
+        return NamedSharding(
+            self.mesh, PartitionSpec(*axes if self.mesh.size > 1 else ())
+        )
 
     def bound(self, function: Callable) -> Callable:
         """``function``, called with this mesh as JAX's current one."""
@@ -57,52 +62,80 @@ class Layout:
         return run
 
     def parameters(self, params: Any) -> Any:
-        """Shard every parameter; each process has all of them before, and its devices' shards after."""
-        shards = [self.known(np.asarray(x), *parameter_axes(name, x.ndim)) for name, x in by_name(params).items()]
+        """Shard every parameter; each process has all of them before, and its devices'
+        shards after.
+        """
+        shards = [
+            self.known(np.asarray(x), *parameter_axes(name, x.ndim))
+            for name, x in by_name(params).items()
+        ]
         return jax.tree.structure(params).unflatten(shards)
 
     def known(self, array: np.ndarray, *axes: Any) -> Any:
         """Shard an array that every process has."""
-        return jax.make_array_from_callback(array.shape, self.sharding(*axes), lambda index: array[index])
+        return jax.make_array_from_callback(
+            array.shape, self.sharding(*axes), lambda index: array[index]
+        )
 
     def batch_part(self, batch_size: int) -> tuple[int, int]:
         """Which part of a batch this process reads, and of how many."""
         starts: dict[int, int] = {}
-        for device, index in self.sharding(BATCH).devices_indices_map((batch_size,)).items():
+        for device, index in (
+            self.sharding(BATCH).devices_indices_map((batch_size,)).items()
+        ):
             start = index[0].start or 0
-            starts[device.process_index] = min(start, starts.get(device.process_index, start))
+            starts[device.process_index] = min(
+                start, starts.get(device.process_index, start)
+            )
         return sorted(starts.values()).index(starts[jax.process_index()]), len(starts)
 
     def batch(self, part_BxS: np.ndarray, batch_size: int) -> Any:
         """The global batch, from the part that this process has read."""
         shape = (batch_size, *part_BxS.shape[1:])
-        return jax.make_array_from_process_local_data(self.sharding(BATCH), part_BxS, shape)
+        return jax.make_array_from_process_local_data(
+            self.sharding(BATCH), part_BxS, shape
+        )
 
 
 def make_layout(replicas: int = 1, fsdp: int = 1) -> Layout:
-    """The layout of these sizes; the axes of one device are not explicit, so that no code sees them.
+    """The layout of these sizes; the axes of one device are not explicit, so that no
+    code sees them.
 
     Raises:
         RunError: if there are more or fewer devices.
     """
     if replicas * fsdp == 1:
-        return Layout(jax.make_mesh((1, 1), BATCH, (AxisType.Auto,) * 2, devices=jax.local_devices()[:1]))
+        return Layout(
+            jax.make_mesh(
+                (1, 1), BATCH, (AxisType.Auto,) * 2, devices=jax.local_devices()[:1]
+            )
+        )
     if replicas * fsdp != jax.device_count():
-        raise RunError(f"--replicas {replicas} x --fsdp {fsdp} must equal the number of devices, {jax.device_count()}")
+        raise RunError(
+            f"--replicas {replicas} x --fsdp {fsdp} must equal the number of devices,"
+            f" {jax.device_count()}"
+        )
     return Layout(jax.make_mesh((replicas, fsdp), BATCH))
 
 
 def by_name(tree: Any) -> dict[str, Any]:
     """The leaves of a tree, by their paths: "blocks/0/mlp/up/kernel"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in leaves
+    }
 
 
 def parameter_axes(path: str, ndim: int) -> tuple[str | None, ...]:
-    """The mesh's axes that the axes of a parameter are split over; an axis of stacked layers is not split.
+    """The mesh's axes that the axes of a parameter are split over; an axis of stacked
+    layers is not split.
 
     Example:
-        >>> parameter_axes("blocks/0/mlp/up/kernel", 2), parameter_axes("blocks/attention/out/kernel", 3)
+        >>> (
+        ...     parameter_axes("blocks/0/mlp/up/kernel", 2),
+        ...     parameter_axes("blocks/attention/out/kernel", 3),
+        ... )
         (('fsdp', None), (None, None, 'fsdp'))
         >>> parameter_axes("tokens/embedding", 2), parameter_axes("final_norm/scale", 1)
         ((None, 'fsdp'), (None,))
@@ -115,7 +148,9 @@ def parameter_axes(path: str, ndim: int) -> tuple[str | None, ...]:
 
 
 def on_mesh() -> bool:
-    """Whether the current computation runs, or is compiled, on a mesh with explicit axes."""
+    """Whether the current computation runs, or is compiled, on a mesh with explicit
+    axes.
+    """
     return bool(jax.sharding.get_abstract_mesh().explicit_axes)
 
 
@@ -130,10 +165,14 @@ def whole(x: jax.Array) -> jax.Array:
 
 
 def gather_again(primitive: Any, *_: Any, **__: Any) -> bool:
-    """What ``jax.checkpoint`` keeps for the backward pass: everything but what was resharded, such as weights."""
+    """What ``jax.checkpoint`` keeps for the backward pass: everything but what was
+    resharded, such as weights.
+    """
     return primitive.name != "reshard"
 
 
 def in_parts(tokens_BxS: jax.Array, parts: int) -> jax.Array:
     """The batch in ``parts``, one after the other, each spread over all devices."""
-    return spread(whole(tokens_BxS).reshape(parts, -1, tokens_BxS.shape[-1]), None, BATCH)
+    return spread(
+        whole(tokens_BxS).reshape(parts, -1, tokens_BxS.shape[-1]), None, BATCH
+    )

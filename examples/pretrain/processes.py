@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Stopped(Exception):
-    """A signal asked to stop, and everything is saved; the text says how to continue."""
+    """A signal asked to stop, all is saved, and the text says how to continue."""
 
     def __init__(self, what: str, signal_number: int):
         super().__init__(what)
@@ -25,7 +25,9 @@ class Stopped(Exception):
 
 @contextmanager
 def on_signals(stop: Callable[[int], None]) -> Iterator[None]:
-    """While inside, SIGTERM and a first Ctrl-C call ``stop`` with their number; a second Ctrl-C ends at once."""
+    """While inside, SIGTERM and a first Ctrl-C call ``stop`` with their number; a
+    second Ctrl-C ends at once.
+    """
     seen = []
 
     def handle(number: int, frame: Any) -> None:
@@ -34,7 +36,10 @@ def on_signals(stop: Callable[[int], None]) -> Iterator[None]:
         seen.append(number)
         stop(number)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, handle)
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield
     finally:
@@ -43,7 +48,8 @@ def on_signals(stop: Callable[[int], None]) -> Iterator[None]:
 
 
 def lock(folder: Path) -> IO[bytes] | None:
-    """Lock the folder for this process until the file is closed; on Windows, which lacks such locks, do nothing.
+    """Lock the folder for this process until the file is closed; on Windows, which
+    lacks such locks, do nothing.
 
     Raises:
         RunError: if another process has locked it.
@@ -57,12 +63,16 @@ def lock(folder: Path) -> IO[bytes] | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise RunError(f"another process is writing {folder}: wait until it has ended, or stop it") from error
+        raise RunError(
+            f"another process is writing {folder}: wait until it has ended, or stop it"
+        ) from error
     return file
 
 
 def begin_as_child(cores: set[int]) -> None:
-    """In a child process, before its program starts: set its cores, if any, and on Linux end it with its parent."""
+    """In a child process, before its program starts: set its cores, if any, and on
+    Linux end it with its parent.
+    """
     if cores:
         os.sched_setaffinity(0, cores)
     if sys.platform == "linux":

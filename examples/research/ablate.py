@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ablations: what one choice in NormPre is worth, everything else being as published.
 
-``python -m examples.research.ablate tangent --config nano --seeds 3 --jobs 2`` trains every variant under every seed at
-the configuration's learning rate and writes a table beside the paper's, a figure and the data. Ablations of one
-configuration share a folder, so what two of them have in common runs once; a stopped one goes on where it was.
+``python -m examples.research.ablate tangent --config nano --seeds 3 --jobs 2`` trains
+every variant under every seed at the configuration's learning rate and writes a table
+beside the paper's, a figure and the data. Ablations of one configuration share a
+folder, so what two of them have in common runs once; a stopped one goes on where it
+was.
 """
 
 import shlex
@@ -25,20 +27,29 @@ from examples.research import train as train  # adds the optimizers of ablations
 
 @dataclass(frozen=True)
 class Options:
-    """Change one choice in NormPre at a time. Any flag of ``train`` may follow and holds for every arm.
+    """Change one choice in NormPre at a time. Any flag of ``train`` may follow and
+    holds for every arm.
 
-    NAME is tangent, orientation, source, rank (the paper's), sketch, newton_schulz, rms, momentum, layers; or all.
+    NAME is tangent, orientation, source, rank (the paper's), sketch, newton_schulz,
+    rms, momentum, layers; or all.
     """
 
     config: str = "nano"  # Named configuration.
     seeds: int = 3  # Seeds (of initialization and data order) of every variant.
     jobs: int = 1  # Arms that run side by side. With one accelerator, 1 is fastest.
     name: str = ""  # Name of the folder; empty: ablate-<config>.
-    runs_folder: Path = Path("runs")  # Where it is made: an arm's run in each subfolder, and report/.
-    rows: str = ""  # Rows of the table to run beside the published one, separated by semicolons; empty: all.
-    # Measure the optimizer's time per step, too, if the ablation is about it (rank, sketch, newton_schulz).
+    runs_folder: Path = Path(
+        "runs"
+    )  # Where it is made: an arm's run in each subfolder, and report/.
+    # Rows of the table to run beside the published one, separated by semicolons; empty:
+    # all.
+    rows: str = ""
+    # Measure the optimizer's time per step, too, if the ablation is about it (rank,
+    # sketch, newton_schulz).
     efficiency: bool = True
-    efficiency_steps: int = 100  # Steps of that measurement, after a fifth as many that are not counted.
+    efficiency_steps: int = (
+        100  # Steps of that measurement, after a fifth as many that are not counted.
+    )
     rest: tyro.conf.Suppress[tuple[str, ...]] = ()  # Options of train.
 
 
@@ -50,11 +61,13 @@ class Ablation(NamedTuple):
 
     Attributes:
         title: of the table.
-        rows: settings by the row's name; None means AdamW. One that begins with _ ends the optimizer's name.
+        rows: settings by the row's name; None means AdamW. One that begins with _ ends
+            the optimizer's name.
         published: name of the row that is the method as published.
         optimizers: what the settings are applied to, in columns.
         shared: settings of every row.
-        paper: the paper's validation losses on GPT-2 Small (one seed) by row, in the order of ``optimizers``.
+        paper: the paper's validation losses on GPT-2 Small (one seed) by row, in the
+            order of ``optimizers``.
         paper_rows: the paper's names of those rows, where they are others.
         axis: what the rows' names count, where they are numbers.
         timed: whether the optimizer's time matters.
@@ -82,25 +95,39 @@ class Ablation(NamedTuple):
     @property
     def cells(self) -> dict[str, tuple[str, str]]:
         """Row and column of every optimizer."""
-        return {self.optimizer(row, name): (row, name) for row in self.rows for name in self.optimizers}
+        return {
+            self.optimizer(row, name): (row, name)
+            for row in self.rows
+            for name in self.optimizers
+        }
 
 
 def ablations(config: Config) -> dict[str, Ablation]:
     """All of them by name, for the model of ``config``."""
 
-    def numbers(name: str, values: Sequence[float], optimizer: str = G) -> dict[str, str]:
+    def numbers(
+        name: str, values: Sequence[float], optimizer: str = G
+    ) -> dict[str, str]:
         usual = settings_of(optimizer)[1][name]
         return {f"{v:g}": "" if v == usual else f"{name}={v:g}" for v in values}
 
     wide = config.model.width >= 512
-    ranks = (8, 16, 32, 64) if wide else tuple(config.model.width * k // 64 for k in (2, 4, 8, 16))
+    ranks = (
+        (8, 16, 32, 64)
+        if wide
+        else tuple(config.model.width * k // 64 for k in (2, 4, 8, 16))
+    )
     inputs = "+".join(f"attention/{part}" for part in ("qkv", "query", "key", "value"))
     return {
         "tangent": Ablation(
             "Momentum processing",
             {"no tangent": "tangent=none", "strict": "tangent=strict", "relaxed": ""},
             "relaxed",
-            paper={"no tangent": (3.0945, 3.1139), "strict": (3.1869, 3.1196), "relaxed": (3.0711, 3.0864)},
+            paper={
+                "no tangent": (3.0945, 3.1139),
+                "strict": (3.1869, 3.1196),
+                "relaxed": (3.0711, 3.0864),
+            },
         ),
         "orientation": Ablation(
             "Orientation of the normalization",
@@ -111,7 +138,11 @@ def ablations(config: Config) -> dict[str, Ablation]:
                 "rows + columns": "orientation=both",
             },
             "alternating",
-            paper={"rows": (3.0604, 3.0817), "alternating": (3.0711, 3.0864), "rows + columns": (3.0735, 3.0878)},
+            paper={
+                "rows": (3.0604, 3.0817),
+                "alternating": (3.0711, 3.0864),
+                "rows + columns": (3.0735, 3.0878),
+            },
         ),
         "source": Ablation(
             "Source of the interaction geometry",
@@ -124,8 +155,18 @@ def ablations(config: Config) -> dict[str, Ablation]:
             numbers("rank", ranks, L),
             f"{ranks[2]}",
             (L,),
-            paper=dict(zip(map(str, ranks), ((3.0962,), (3.0908,), (3.0864,), (3.0827,)), strict=True)),
-            paper_rows={str(r): theirs for r, theirs in zip(ranks, ("8", "16", "32", "64"), strict=True) if not wide},
+            paper=dict(
+                zip(
+                    map(str, ranks),
+                    ((3.0962,), (3.0908,), (3.0864,), (3.0827,)),
+                    strict=True,
+                )
+            ),
+            paper_rows={
+                str(r): theirs
+                for r, theirs in zip(ranks, ("8", "16", "32", "64"), strict=True)
+                if not wide
+            },
             axis="rank",
             timed=True,
         ),
@@ -156,9 +197,19 @@ def ablations(config: Config) -> dict[str, Ablation]:
             (G,),
             timed=True,
         ),
-        "rms": Ablation("Target RMS", numbers("rms", (0.1, 0.2, 0.4)), "0.2", (G,), axis="target RMS"),
+        "rms": Ablation(
+            "Target RMS",
+            numbers("rms", (0.1, 0.2, 0.4)),
+            "0.2",
+            (G,),
+            axis="target RMS",
+        ),
         "momentum": Ablation(
-            "Momentum", numbers("momentum", (0.8, 0.9, 0.95, 0.98)), "0.95", (G,), axis="momentum coefficient"
+            "Momentum",
+            numbers("momentum", (0.8, 0.9, 0.95, 0.98)),
+            "0.95",
+            (G,),
+            axis="momentum coefficient",
         ),
         "layers": Ablation(
             "Matrices in the matrix group of NormPre-G, the others in the AdamW group",
@@ -177,23 +228,34 @@ def ablations(config: Config) -> dict[str, Ablation]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """``python -m examples.research.ablate tangent --config nano --seeds 3 --jobs 2``."""
+    """``python -m examples.research.ablate tangent --config nano --seeds 3``."""
     given = list(arguments)
     word = given.pop(0) if given and not given[0].startswith("-") else ""
     options = read_compare(given, Options, f"examples.research.ablate {word or 'NAME'}")
     study = make_study("ablate", options, "--optimizer", "--seed")
     known = ablations(study.config)
     if word not in (*known, "all"):
-        raise RunError(f"ablate what? {', '.join(known)} or all" + (f", not {word!r}" if word else ""))
+        raise RunError(
+            f"ablate what? {', '.join(known)} or all"
+            + (f", not {word!r}" if word else "")
+        )
     wanted = {name: known[name] for name in (known if word == "all" else [word])}
     if options.rows:
-        wanted = {name: some_rows(ablation, options.rows) for name, ablation in wanted.items()}
+        wanted = {
+            name: some_rows(ablation, options.rows) for name, ablation in wanted.items()
+        }
     for ablation in wanted.values():
         for arm in arms(ablation, study.config, 1):
             study.check(arm)
     with study.begun():
         for name, ablation in wanted.items():
-            run(study, name, ablation, options, f"python -m examples.research.ablate {shlex.join(arguments)}")
+            run(
+                study,
+                name,
+                ablation,
+                options,
+                f"python -m examples.research.ablate {shlex.join(arguments)}",
+            )
 
 
 def some_rows(ablation: Ablation, text: str) -> Ablation:
@@ -205,35 +267,69 @@ def some_rows(ablation: Ablation, text: str) -> Ablation:
     named = [row.strip() for row in text.split(";")]
     unknown = [row for row in named if row not in ablation.rows]
     if unknown:
-        raise RunError(f"--rows must be of {'; '.join(ablation.rows)}, got {unknown[0]!r}")
-    rows = {row: s for row, s in ablation.rows.items() if row in (*named, ablation.published)}
+        raise RunError(
+            f"--rows must be of {'; '.join(ablation.rows)}, got {unknown[0]!r}"
+        )
+    rows = {
+        row: s
+        for row, s in ablation.rows.items()
+        if row in (*named, ablation.published)
+    }
     paper = {row: losses for row, losses in ablation.paper.items() if row in rows}
     return ablation._replace(rows=rows, paper=paper)
 
 
 def arms(ablation: Ablation, config: Config, seeds: int) -> list[Arm]:
     """Every optimizer under every seed, seed by seed."""
-    return [Arm(optimizer, config.learning_rate, seed) for seed in range(seeds) for optimizer in ablation.cells]
+    return [
+        Arm(optimizer, config.learning_rate, seed)
+        for seed in range(seeds)
+        for optimizer in ablation.cells
+    ]
 
 
-def run(study: Study, name: str, ablation: Ablation, options: Options, line: str) -> None:
+def run(
+    study: Study, name: str, ablation: Ablation, options: Options, line: str
+) -> None:
     """The arms of one ablation, and its report."""
     wanted, cells = arms(ablation, study.config, options.seeds), ablation.cells
-    study.console.print(f"{ablation.title}: {len(wanted)} arms of {study.config.steps:,} steps, in {study.folder}/")
+    study.console.print(
+        f"{ablation.title}: {len(wanted)} arms of {study.config.steps:,} steps, in"
+        f" {study.folder}/"
+    )
     study.run(wanted)
     cost = None
     if ablation.timed and options.efficiency:
-        cost = efficiency.of_study(study, list(cells), options.efficiency_steps, f"efficiency-{name}.json")
+        cost = efficiency.of_study(
+            study, list(cells), options.efficiency_steps, f"efficiency-{name}.json"
+        )
     folder = study.folder / "report"
     folder.mkdir(exist_ok=True)
     content = {
         **study.facts(line),
         "name": name,
-        **{key: getattr(ablation, key) for key in ("title", "optimizers", "published", "axis")},
-        **{"rows": list(ablation.rows), "paper": dict(ablation.paper), "paper_rows": dict(ablation.paper_rows)},
-        "cost": cost and {"/".join(cells[optimizer]): row["optimizer_ms"] for optimizer, row in cost["rows"].items()},
+        **{
+            key: getattr(ablation, key)
+            for key in ("title", "optimizers", "published", "axis")
+        },
+        **{
+            "rows": list(ablation.rows),
+            "paper": dict(ablation.paper),
+            "paper_rows": dict(ablation.paper_rows),
+        },
+        "cost": (
+            cost
+            and {
+                "/".join(cells[optimizer]): row["optimizer_ms"]
+                for optimizer, row in cost["rows"].items()
+            }
+        ),
         "arms": [
-            {"row": cells[arm.optimizer][0], "optimizer": cells[arm.optimizer][1], "seed": arm.seed}
+            {
+                "row": cells[arm.optimizer][0],
+                "optimizer": cells[arm.optimizer][1],
+                "seed": arm.seed,
+            }
             | study.results[arm]
             for arm in wanted
         ],

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variants of NormPre for comparison with it.
 
-``normpre_from_x`` builds the preconditioner from X instead of Psi. The paper's ablation on the source of interaction
-geometry applies a preconditioner to the same normalized update ``Psi`` and builds it from the update before
-normalization, ``X``. It does not say how to read a threshold of one, or a whole spectrum, from a matrix without unit
+``normpre_from_x`` builds the preconditioner from X instead of Psi. The paper's ablation
+on the source of interaction geometry applies a preconditioner to the same normalized
+update ``Psi`` and builds it from the update before normalization, ``X``. It does not
+say how to read a threshold of one, or a whole spectrum, from a matrix without unit
 rows. In our implementation
 
-- ``Gram(X)`` is scaled to the trace of ``Gram(Psi)``, as in the paper's figures of spectra;
-- NormPre-G's preconditioner is the polynomial that Newton-Schulz would apply to ``X``, on the range of ``X``;
+- ``Gram(X)`` is scaled to the trace of ``Gram(Psi)``, as in the paper's figures of
+  spectra;
+- NormPre-G's preconditioner is the polynomial that Newton-Schulz would apply to ``X``,
+  on the range of ``X``;
 - NormPre-L's is that of the exact eigenspace.
 
-If all rows of ``X`` have the same norm, both equal NormPre-G and NormPre-L (``method="exact"``).
+If all rows of ``X`` have the same norm, both equal NormPre-G and NormPre-L
+(``method="exact"``).
 """
 
 from collections.abc import Callable
@@ -57,36 +61,61 @@ def scale_by_normpre_from_x(
         return jnp.where(start > 0, y / jnp.where(start > 0, start, 1), 0)
 
     def clipping(s: jax.Array) -> jax.Array:
-        return jnp.where(jnp.arange(len(s)) < modes(rank, len(s)), 1 / jnp.maximum(s, 1), 1)
+        return jnp.where(
+            jnp.arange(len(s)) < modes(rank, len(s)), 1 / jnp.maximum(s, 1), 1
+        )
 
     def precondition(u: jax.Array, s: jax.Array, psi: jax.Array) -> jax.Array:
         if variant == "normpre_g":
             return u @ (polynomial(s)[:, None] * (u.T @ psi))
         return psi + u @ ((clipping(s) - 1)[:, None] * (u.T @ psi))
 
-    stages = optax.trace(momentum, nesterov, mu_dtype), _from_x(precondition, tangent), scale_to_rms(rms)
+    stages = (
+        optax.trace(momentum, nesterov, mu_dtype),
+        _from_x(precondition, tangent),
+        scale_to_rms(rms),
+    )
     return direction(*stages, matrix_dims=matrix_dims)
 
 
 def modes(rank: int | float, side: int) -> int:
-    """Return how many modes of a matrix with this smaller dimension a ``rank`` (a number or a share) selects."""
+    """Return how many modes of a matrix with this smaller dimension a ``rank`` (a
+    number or a share) selects.
+    """
     return min(rank, side) if isinstance(rank, int) else max(1, round(rank * side))
 
 
-def _from_x(precondition: Callable, tangent: Tangent) -> optax.GradientTransformationExtraArgs:
-    """Apply ``precondition(u, s, psi)``: left singular vectors and values of X, scaled to the Frobenius norm of Psi."""
+def _from_x(
+    precondition: Callable, tangent: Tangent
+) -> optax.GradientTransformationExtraArgs:
+    """Apply ``precondition(u, s, psi)``: left singular vectors and values of X, scaled
+    to the Frobenius norm of Psi.
+    """
 
     def of_rows(m: jax.Array, w: jax.Array) -> jax.Array:
         x = tangent_rows(m, w, (1,), tangent)
         psi = unit_rows(x, (1,))
-        u, s, _ = one_at_a_time(lambda x: tuple(jnp.linalg.svd(x, full_matrices=False)))(x)
-        return precondition(u, s * (jnp.linalg.norm(psi) / jnp.where(s.any(), jnp.linalg.norm(s), 1)), psi)
+        u, s, _ = one_at_a_time(
+            lambda x: tuple(jnp.linalg.svd(x, full_matrices=False))
+        )(x)
+        return precondition(
+            u,
+            s * (jnp.linalg.norm(psi) / jnp.where(s.any(), jnp.linalg.norm(s), 1)),
+            psi,
+        )
 
     def update(updates, state, params=None, *, matrix_dims=None, **extra_args):
         def one(m, w, dims):
             stacks = (to_matrices(x, dims) for x in (m, w))
-            rows, columns = jax.vmap(of_rows), jax.vmap(lambda m, w: of_rows(m.T, w.T).T)
-            return from_matrices(jax.lax.cond(state.count % 2 == 0, rows, columns, *stacks), dims, m.shape)
+            rows, columns = (
+                jax.vmap(of_rows),
+                jax.vmap(lambda m, w: of_rows(m.T, w.T).T),
+            )
+            return from_matrices(
+                jax.lax.cond(state.count % 2 == 0, rows, columns, *stacks),
+                dims,
+                m.shape,
+            )
 
         new = map_matrices(one, updates, params, matrix_dims)
         return new, CountState(jnp.asarray(optax.safe_increment(state.count)))

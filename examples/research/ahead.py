@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer step costs on TPUs and GPUs, estimated from programs compiled for them: none is needed.
+"""What an optimizer step costs on TPUs and GPUs, estimated from programs compiled for
+them: none is needed.
 
     python -m examples.research.ahead --target v5e h100 --model gpt2_small --layers 12
-    python -m examples.research.ahead --target v5e --train-step gpt2_small --optimizers adamw normpre_g
+    python -m examples.research.ahead --target v5e --train-step gpt2_small --optimizers
+    adamw normpre_g
 
-The compilers of TPUs (``pip install ".[tpu-compile]"``) and NVIDIA's GPUs (``".[gpu-compile]"``) run anywhere. They get
-the step that ``optimizer_step`` measures: update and application, with gradients, state and parameters donated. From
-the compiled program ``machine_cost`` estimates its time; the compiler itself says how much memory it needs. Next to the
-optimizers stand AdamW and a matrix product of 4096 x 4096 in bfloat16, on which an estimate can be held against what is
-known. ``--train-step`` does the same with a whole step of the pretraining program. Nothing is allocated, nothing runs.
+The compilers of TPUs (``pip install ".[tpu-compile]"``) and NVIDIA's GPUs
+(``".[gpu-compile]"``) run anywhere. They get the step that ``optimizer_step`` measures:
+update and application, with gradients, state and parameters donated. From the compiled
+program ``machine_cost`` estimates its time; the compiler itself says how much memory it
+needs. Next to the optimizers stand AdamW and a matrix product of 4096 x 4096 in
+bfloat16, on which an estimate can be held against what is known. ``--train-step`` does
+the same with a whole step of the pretraining program. Nothing is allocated, nothing
+runs.
 """
 
 import dataclasses
@@ -23,7 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-# The version check of JAX's CUDA plugin asks the driver. Read when JAX looks for its backends.
+# The version check of JAX's CUDA plugin asks the driver. Read when JAX looks for its
+# backends.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
@@ -45,7 +51,8 @@ from examples.research.machine_cost import MACHINES
 
 BASELINE, PRODUCT = "optax_muon", "matmul"
 SIDE = 4096
-# How often loops turn whose bounds are data. No optimizer of the library has one left; others, or a model, may.
+# How often loops turn whose bounds are data. No optimizer of the library has one left;
+# others, or a model, may.
 TURNS = 1.5
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -67,19 +74,25 @@ class Options:
         *(PRODUCT, "adamw", BASELINE),
         *("muon", "mano", "normpre_g", "normpre_l", "normpre_h"),
     )
-    # A configuration of examples.pretrain, such as gpt2_small: its whole step instead of the optimizer's.
+    # A configuration of examples.pretrain, such as gpt2_small: its whole step instead
+    # of the optimizer's.
     train_step: str = ""
-    # Sequences whose gradients are taken at once in that step, as fit into memory; None: as configured.
+    # Sequences whose gradients are taken at once in that step, as fit into memory;
+    # None: as configured.
     micro_batch: int | None = None
     out: Path = Path("docs/results")  # Folder for the reports.
 
 
 def missing(target: str) -> str:
-    """Which extra has to be installed to compile for ``target``, empty where it can be compiled for."""
+    """Which extra has to be installed to compile for ``target``, empty where it can be
+    compiled for.
+    """
     if isinstance(MACHINES[target], machine_cost.Tpu):
         return "" if importlib.util.find_spec("libtpu") else "tpu-compile"
     plugins = importlib.util.find_spec("jax_plugins")
-    found = plugins and any(importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13))
+    found = plugins and any(
+        importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)
+    )
     return "" if found else "gpu-compile"
 
 
@@ -96,53 +109,88 @@ def devices(target: str, count: int | None = None, slices: int = 1) -> list[Any]
         SystemExit: where its compiler is not installed, or knows no such machine.
     """
     if missing(target):
-        raise SystemExit(f'no compiler for {target} here: pip install ".[{missing(target)}]"')
+        raise SystemExit(
+            f'no compiler for {target} here: pip install ".[{missing(target)}]"'
+        )
     machine = MACHINES[target]
     if isinstance(machine, machine_cost.Tpu):
-        os.environ.update({name: os.environ.get(name, value) for name, value in TPU_ENVIRONMENT.items()})
+        os.environ.update(
+            {
+                name: os.environ.get(name, value)
+                for name, value in TPU_ENVIRONMENT.items()
+            }
+        )
         name = machine.topology
         if count is not None:  # as square as a power of two allows
             chip, _, usual = name.partition(":")
             short = 2 ** (int(math.log2(count // slices)) // 2)
             if usual.count("x") != 1 or short < 2 or count % (slices * short):
-                raise SystemExit(f"{count} devices of {target}: only powers of two, and of v5e and v6e, are known here")
+                raise SystemExit(
+                    f"{count} devices of {target}: only powers of two, and of v5e and"
+                    " v6e, are known here"
+                )
             name = f"{chip}:{short}x{count // slices // short}"
         split = {"num_slices": slices} if slices > 1 else {}
-        return topologies.get_topology_desc(platform="tpu", topology_name=name, **split).devices
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name=name, **split
+        ).devices
     shape = f"1x{max((count or 8) // 8, 1)}x{min(count or 8, 8)}"
     cuda = topologies.get_topology_desc(
-        platform="cuda", topology_name=shape, topology=shape, target_config=machine.config
+        platform="cuda",
+        topology_name=shape,
+        topology=shape,
+        target_config=machine.config,
     )
     return cuda.devices
 
 
 def compiled(target: str, function: Any, arguments: tuple) -> tuple[Any, float]:
-    """A jitted function compiled for ``target`` on these shapes, and the seconds that took.
+    """A jitted function compiled for ``target`` on these shapes, and the seconds that
+    took.
 
     Raises:
-        SystemExit: with the compiler's words where the program does not fit into the chip's memory.
+        SystemExit: with the compiler's words where the program does not fit into the
+            chip's memory.
     """
     machine = MACHINES[target]
-    sharding = NamedSharding(Mesh(np.array(devices(target)[:1]), ("device",)), PartitionSpec())
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+    sharding = NamedSharding(
+        Mesh(np.array(devices(target)[:1]), ("device",)), PartitionSpec()
+    )
+
+    def place(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     # Without a GPU there is nothing to time kernels on.
     flags: Any = {"xla_gpu_autotune_level": 0} if machine.platform == "cuda" else {}
     start = time.perf_counter()
-    with warnings.catch_warnings():  # There are three donated trees for two results; a cache cannot give these back.
+    with (
+        warnings.catch_warnings()
+    ):  # There are three donated trees for two results; a cache cannot give these back.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
-        lowered = function.trace(*jax.tree.map(place, arguments)).lower(lowering_platforms=(machine.platform,))
+        warnings.filterwarnings(
+            "ignore", "Error reading persistent compilation cache entry"
+        )
+        lowered = function.trace(*jax.tree.map(place, arguments)).lower(
+            lowering_platforms=(machine.platform,)
+        )
         try:
             return lowered.compile(compiler_options=flags), time.perf_counter() - start
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             said = str(error).partition(": ")[2].partition("\n")[0]
-            raise SystemExit(f"{target}: {said} --layers takes fewer layers, --micro-batch fewer sequences") from None
+            raise SystemExit(
+                f"{target}: {said} --layers takes fewer layers, --micro-batch fewer"
+                " sequences"
+            ) from None
 
 
-def row_of(target: str, function: Any, arguments: tuple, weights: Any, state: Any) -> dict[str, Any]:
-    """Compile, and estimate time and memory; ``weights`` and ``state`` are what sizes are compared with."""
+def row_of(
+    target: str, function: Any, arguments: tuple, weights: Any, state: Any
+) -> dict[str, Any]:
+    """Compile, and estimate time and memory; ``weights`` and ``state`` are what sizes
+    are compared with.
+    """
     program, seconds = compiled(target, function, arguments)
     memory = program.memory_analysis()
     size, count = _bytes(weights), sum(x.size for x in jax.tree.leaves(weights))
@@ -152,10 +200,12 @@ def row_of(target: str, function: Any, arguments: tuple, weights: Any, state: An
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         # Donated arguments hold the results.
-        "peak_bytes": memory.argument_size_in_bytes
-        + memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes,
+        "peak_bytes": (
+            memory.argument_size_in_bytes
+            + memory.temp_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+        ),
         "temporaries_per_weight_byte": memory.temp_size_in_bytes / size,
         "state_per_weight_byte": _bytes(state) / size,
         "hbm_bytes_per_weight": row["hbm_bytes"] / count,
@@ -167,47 +217,73 @@ def _bytes(tree: Any) -> int:
 
 
 @functools.cache
-def estimate(target: str, model: str, layers: int | None, optimizer_name: str) -> dict[str, Any]:
-    """One row: an optimizer's step on the matrices of a model, compiled for and priced on a chip.
+def estimate(
+    target: str, model: str, layers: int | None, optimizer_name: str
+) -> dict[str, Any]:
+    """One row: an optimizer's step on the matrices of a model, compiled for and priced
+    on a chip.
 
     Args:
         target: a name in ``machine_cost.MACHINES``.
         model: a name in ``shapes.MODELS``.
         layers: how many layers of it, None for all.
-        optimizer_name: a name in ``optimizer_step.KNOWN``, or ``"matmul"``: a product of 4096 x 4096 in bfloat16.
+        optimizer_name: a name in ``optimizer_step.KNOWN``, or ``"matmul"``: a product
+            of 4096 x 4096 in bfloat16.
 
     Returns:
-        What ``machine_cost.meter`` returns, and ``compile_s``, ``argument_bytes``, ``temporary_bytes``,
-        ``peak_bytes``, ``temporaries_per_weight_byte``, ``state_per_weight_byte``, ``hbm_bytes_per_weight``.
+        What ``machine_cost.meter`` returns, and ``compile_s``, ``argument_bytes``,
+        ``temporary_bytes``, ``peak_bytes``, ``temporaries_per_weight_byte``,
+        ``state_per_weight_byte``, ``hbm_bytes_per_weight``.
 
     Raises:
         SystemExit: where the compiler for ``target`` is not installed.
     """
     if optimizer_name == PRODUCT:
         square = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.bfloat16)
-        return row_of(target, jax.jit(jnp.matmul), (square, square), (square, square), ())
+        return row_of(
+            target, jax.jit(jnp.matmul), (square, square), (square, square), ()
+        )
     params = jax.eval_shape(lambda: shapes.matrices(model, layers=layers))
-    step, arguments = optimizer_step.jitted(optimizer_step.KNOWN[optimizer_name](1e-3), params)
+    step, arguments = optimizer_step.jitted(
+        optimizer_step.KNOWN[optimizer_name](1e-3), params
+    )
     return row_of(target, step, arguments, params, arguments[1])
 
 
 @functools.cache
 def estimate_train_step(
-    target: str, config_name: str, layers: int | None, optimizer_name: str, *, micro_batch: int | None = None
+    target: str,
+    config_name: str,
+    layers: int | None,
+    optimizer_name: str,
+    *,
+    micro_batch: int | None = None,
 ) -> dict[str, Any]:
-    """One row: a whole step of ``examples.pretrain`` on one device, model arithmetic in bfloat16, attention XLA's.
+    """One row: a whole step of ``examples.pretrain`` on one device, model arithmetic in
+    bfloat16, attention XLA's.
 
-    Arguments and result are ``estimate``'s; ``config_name`` is a file of ``examples.pretrain.configs``, and
-    ``micro_batch`` the number of sequences whose gradients are taken at once, None for as many as it says.
+    Arguments and result are ``estimate``'s; ``config_name`` is a file of
+    ``examples.pretrain.configs``, and ``micro_batch`` the number of sequences whose
+    gradients are taken at once, None for as many as it says.
     """
     config = configs.load(config_name)
-    model = dataclasses.replace(config.model, layers=layers or config.model.layers, attention="xla")
+    model = dataclasses.replace(
+        config.model, layers=layers or config.model.layers, attention="xla"
+    )
     micro_batch = micro_batch or config.micro_batch
     config = dataclasses.replace(
-        config, model=model, optimizer=optimizer_name, micro_batch=micro_batch, replicas=1, fsdp=1
+        config,
+        model=model,
+        optimizer=optimizer_name,
+        micro_batch=micro_batch,
+        replicas=1,
+        fsdp=1,
     )
     vocabulary = model.vocabulary or config.vocabulary
-    build = lambda: models.build(model, vocabulary, dtype=jnp.dtype(jnp.bfloat16), seed=0)  # noqa: E731
+
+    def build():
+        return models.build(model, vocabulary, dtype=jnp.dtype(jnp.bfloat16), seed=0)
+
     graphdef, variables = nnx.split(nnx.eval_shape(build))
     params: Any = nnx.to_pure_dict(variables)
     optimizer = make_optimizer(config, schedule(config))
@@ -221,18 +297,33 @@ def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Rows, each over those of AdamW and of optax's Muon, where they are there."""
     found = {}
     for name, row in rows.items():
-        over = {f"over_{other}": row["ms"] / rows[other]["ms"] for other in ("adamw", BASELINE) if other in rows}
+        over = {
+            f"over_{other}": row["ms"] / rows[other]["ms"]
+            for other in ("adamw", BASELINE)
+            if other in rows
+        }
         if BASELINE in rows:
-            over[f"compile_over_{BASELINE}"] = row["compile_s"] / rows[BASELINE]["compile_s"]
+            over[f"compile_over_{BASELINE}"] = (
+                row["compile_s"] / rows[BASELINE]["compile_s"]
+            )
         found[name] = row if name == PRODUCT else row | over
     return found
 
 
-def result_of(options: Options, target: str, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def result_of(
+    options: Options, target: str, rows: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     """What is written as JSON."""
     machine = MACHINES[target]
-    result = report.header(report.command("ahead", dataclasses.replace(options, target=(target,))), devices(target)[0])
-    for package in ("libtpu",) if machine.platform == "tpu" else ("jax-cuda12-plugin", "jax-cuda13-plugin"):
+    result = report.header(
+        report.command("ahead", dataclasses.replace(options, target=(target,))),
+        devices(target)[0],
+    )
+    for package in (
+        ("libtpu",)
+        if machine.platform == "tpu"
+        else ("jax-cuda12-plugin", "jax-cuda13-plugin")
+    ):
         try:
             result["versions"][package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -244,8 +335,10 @@ def result_of(options: Options, target: str, rows: dict[str, dict[str, Any]]) ->
         "model": options.train_step or options.model,
         "layers": options.layers,
         "whole_train_step": bool(options.train_step),
-        "assumptions": f"{machine.assumptions} Loops whose bounds are data turn {TURNS} times. Collectives cost "
-        "nothing here.",
+        "assumptions": (
+            f"{machine.assumptions} Loops whose bounds are data turn {TURNS} times."
+            " Collectives cost nothing here."
+        ),
         "rows": with_ratios(rows),
     }
 
@@ -253,29 +346,49 @@ def result_of(options: Options, target: str, rows: dict[str, dict[str, Any]]) ->
 def markdown(result: dict[str, Any]) -> str:
     """The report as a table."""
     versions, gpu = result["versions"], MACHINES[result["target"]].platform == "cuda"
-    compilers = ", ".join(f"{name} {version}" for name, version in versions.items() if name not in ("python", "numpy"))
-    layers = f"layers of {result['model']}: {result['layers']}" if result["layers"] else result["model"]
+    compilers = ", ".join(
+        f"{name} {version}"
+        for name, version in versions.items()
+        if name not in ("python", "numpy")
+    )
+    layers = (
+        f"layers of {result['model']}: {result['layers']}"
+        if result["layers"]
+        else result["model"]
+    )
     step = "A whole train step" if result["whole_train_step"] else "An optimizer step"
-    shown = {title: f for title, f in columns(gpu).items() if title not in _hidden(result)}
+    shown = {
+        title: f for title, f in columns(gpu).items() if title not in _hidden(result)
+    }
     page = (
-        f"`{result['command']}`, {result['date']}, {compilers}.\n\n"
-        f"{step} on one {result['chip']}, {layers}: **{result['what']}.** {result['assumptions']}\n\n"
-        + report.table("", shown, result["rows"])
+        f"`{result['command']}`, {result['date']}, {compilers}.\n\n{step} on one"
+        f" {result['chip']}, {layers}: **{result['what']}.**"
+        f" {result['assumptions']}\n\n" + report.table("", shown, result["rows"])
     )
     unpriced = [
-        f"{name}: " + ", ".join(f"{what} x {times:g}" for what, times in row["unpriced"].items())
+        f"{name}: "
+        + ", ".join(f"{what} x {times:g}" for what, times in row["unpriced"].items())
         for name, row in result["rows"].items()
         if row["unpriced"]
     ]
     known = "beyond their bytes and their launch" if gpu else "beyond their bytes"
-    return page + (f"\nNo time is known for, and none is counted {known}: {'; '.join(unpriced)}.\n" if unpriced else "")
+    return page + (
+        f"\nNo time is known for, and none is counted {known}: {'; '.join(unpriced)}.\n"
+        if unpriced
+        else ""
+    )
 
 
 def columns(gpu: bool) -> dict[str, Callable[[dict], str]]:
     """Titles of the first table, and what stands under them."""
     number = report.number
-    figure = lambda key: lambda row: number(row[key])  # noqa: E731
-    scaled = lambda key, unit: lambda row: number(row[key] / unit)  # noqa: E731
+
+    def figure(key):
+        return lambda row: number(row[key])
+
+    def scaled(key, unit):
+        return lambda row: number(row[key] / unit)
+
     return {
         "ms": figure("ms"),
         "kernels ms" if gpu else "cycles ms": figure("compute_ms"),
@@ -284,12 +397,16 @@ def columns(gpu: bool) -> dict[str, Callable[[dict], str]]:
         **({"kernels": lambda row: f"{row['kernels']:,.0f}"} if gpu else {}),
         "/ AdamW": figure("over_adamw"),
         "/ optax Muon": figure(f"over_{BASELINE}"),
-        "TFLOP": lambda row: ", ".join(f"{number(n / 1e12)} {kind}" for kind, n in row["flops"].items()),
+        "TFLOP": lambda row: ", ".join(
+            f"{number(n / 1e12)} {kind}" for kind, n in row["flops"].items()
+        ),
         "bytes / weight": figure("hbm_bytes_per_weight"),
         "peak GB": scaled("peak_bytes", 1e9),
         "arguments GB": scaled("argument_bytes", 1e9),
         "temporaries GB": scaled("temporary_bytes", 1e9),
-        "temporaries / weights": lambda row: f"{row['temporaries_per_weight_byte']:.2f}",
+        "temporaries / weights": lambda row: (
+            f"{row['temporaries_per_weight_byte']:.2f}"
+        ),
         "state / weights": lambda row: f"{row['state_per_weight_byte']:.2f}",
         "compile s": lambda row: f"{row['compile_s']:.1f}",
         "compile / optax Muon": figure(f"compile_over_{BASELINE}"),
@@ -306,11 +423,14 @@ def chosen_names(options: Options) -> list[str]:
     """The optimizers to estimate.
 
     Raises:
-        SystemExit: where a target, model, configuration or optimizer is not known, or there are no such layers.
+        SystemExit: where a target, model, configuration or optimizer is not known, or
+            there are no such layers.
     """
     known = [*TRAINED] if options.train_step else [*optimizer_step.KNOWN, PRODUCT]
     names = list(options.optimizers)
-    if options.optimizers == Options.optimizers:  # optax's, for one, is not among those of the pretraining program
+    if (
+        options.optimizers == Options.optimizers
+    ):  # optax's, for one, is not among those of the pretraining program
         names = [name for name in names if name in known]
     _among("--target", options.target, MACHINES)
     _among("--optimizers", names, known)
@@ -328,14 +448,17 @@ def chosen_names(options: Options) -> list[str]:
 def _among(option: str, given: Sequence[str], known: Iterable[str]) -> None:
     for name in given or [""]:
         if name not in known:
-            raise SystemExit(f"{option} {name or 'without a name'}: it takes {', '.join(known)}")
+            raise SystemExit(
+                f"{option} {name or 'without a name'}: it takes {', '.join(known)}"
+            )
 
 
 def main(options: Options) -> None:
     """Compile, estimate, print, write: a report for every target.
 
     Raises:
-        SystemExit: at the end, where something did not fit into a chip; the rest has its rows.
+        SystemExit: at the end, where something did not fit into a chip; the rest has
+            its rows.
     """
     console = Console(highlight=False)
     names = chosen_names(options)
@@ -346,7 +469,10 @@ def main(options: Options) -> None:
     too_large = []
     of, one = options.model, estimate
     if options.train_step:
-        of, one = options.train_step, functools.partial(estimate_train_step, micro_batch=options.micro_batch)
+        of, one = (
+            options.train_step,
+            functools.partial(estimate_train_step, micro_batch=options.micro_batch),
+        )
     work = [(target, name) for target in options.target for name in names]
     for target, name in track(work, "compiling", console=console):
         try:
@@ -355,7 +481,9 @@ def main(options: Options) -> None:
             too_large.append(f"{name} on {error}")
     what = f"train_step_{of}" if options.train_step else of
     for target, estimated in rows.items():
-        report_name = f"ahead_{target}_{what}" + (f"_{options.layers}layers" if options.layers else "")
+        report_name = f"ahead_{target}_{what}" + (
+            f"_{options.layers}layers" if options.layers else ""
+        )
         if estimated:
             result = result_of(options, target, estimated)
             report.write(options.out, report_name, result, markdown(result))

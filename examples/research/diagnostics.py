@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers about matrices: spectra, mode energies, ranks, alignment, norms.
 
-Functions of matrices ``(..., m, n)`` with output neurons as rows. ``normalized`` returns ``X`` and ``Psi`` of a
-momentum and a weight. ``measure`` takes a parameter in its own layout and returns many diagnostics by name.
+Functions of matrices ``(..., m, n)`` with output neurons as rows. ``normalized``
+returns ``X`` and ``Psi`` of a momentum and a weight. ``measure`` takes a parameter in
+its own layout and returns many diagnostics by name.
 
-Everything is computed in at least float32. Singular values below ``max(m, n) eps`` times the largest count as zero.
+Everything is computed in at least float32. Singular values below ``max(m, n) eps``
+times the largest count as zero.
 """
 
 import functools
@@ -15,7 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from normpre_optax import MatrixDims
-from normpre_optax.linalg.precision import at_least_float32, exact_product, one_at_a_time
+from normpre_optax.linalg.precision import (
+    at_least_float32,
+    exact_product,
+    one_at_a_time,
+)
 from normpre_optax.linalg.rows import tangent_rows, unit_rows
 from normpre_optax.linalg.sketch import clip_by_sketch, sum_of_squares, to_threshold
 from normpre_optax.parameters.dims import to_matrices
@@ -28,21 +34,26 @@ NAMES = (
 
 
 class Signal(NamedTuple):
-    """``X``, the momentum after the tangent projection, and ``Psi``, its rows divided by their norms."""
+    """``X``, the momentum after the tangent projection, and ``Psi``, its rows divided
+    by their norms.
+    """
 
     x: jax.Array
     psi: jax.Array
 
 
 class Spectra(NamedTuple):
-    """Eigenvalues of the Gram matrices, largest first, ``(..., min(m, n))``; both sum to the number of rows."""
+    """Eigenvalues of the Gram matrices, largest first, ``(..., min(m, n))``; both sum
+    to the number of rows.
+    """
 
     before: jax.Array
     after: jax.Array
 
 
 class ModeEnergies(NamedTuple):
-    """How much of the squared change of singular values by ``msign`` belongs to which modes, ``(...,)`` each.
+    """How much of the squared change of singular values by ``msign`` belongs to which
+    modes, ``(...,)`` each.
 
     Attributes:
         top: the at most ``rank`` largest eigenvalues above one: what NormPre-L changes.
@@ -70,7 +81,9 @@ class RowNorms(NamedTuple):
 
 
 class RadialFactor(NamedTuple):
-    """Statistics of ``1 - ||w||^2`` over the rows of a matrix, ``(...,)`` each; ``reversed`` counts negative ones."""
+    """Statistics of ``1 - ||w||^2`` over the rows of a matrix, ``(...,)`` each;
+    ``reversed`` counts negative ones.
+    """
 
     mean: jax.Array
     smallest: jax.Array
@@ -82,14 +95,17 @@ class SketchError(NamedTuple):
 
     Attributes:
         angles: principal angles in radians, smallest first, ``(..., k)``.
-        preconditioner: ``||P_hat - P||_op``: the least ``delta`` of Corollary 1 for this matrix, ``(...,)``.
+        preconditioner: ``||P_hat - P||_op``: the least ``delta`` of Corollary 1 for
+            this matrix, ``(...,)``.
     """
 
     angles: jax.Array
     preconditioner: jax.Array
 
 
-def normalized(momentum: jax.Array, weight: jax.Array, tangent: str = "relaxed") -> Signal:
+def normalized(
+    momentum: jax.Array, weight: jax.Array, tangent: str = "relaxed"
+) -> Signal:
     """Return ``X`` and ``Psi``, the input of the spectral stage, with rows normalized.
 
     Example:
@@ -97,12 +113,15 @@ def normalized(momentum: jax.Array, weight: jax.Array, tangent: str = "relaxed")
         >>> print(x, psi)
         [[3. 0.]] [[1. 0.]]
     """
-    x = tangent_rows(at_least_float32(momentum), at_least_float32(weight), (-1,), tangent)
+    x = tangent_rows(
+        at_least_float32(momentum), at_least_float32(weight), (-1,), tangent
+    )
     return Signal(x, unit_rows(x, (-1,)))
 
 
 def trace_matched_spectra(x: jax.Array) -> Spectra:
-    """Return the eigenvalues of ``(m / tr(X X^T)) X X^T`` and of ``Psi Psi^T``: before and after normalization.
+    """Return the eigenvalues of ``(m / tr(X X^T)) X X^T`` and of ``Psi Psi^T``: before
+    and after normalization.
 
     Example:
         >>> before, after = trace_matched_spectra(jnp.diag(jnp.array([1.0, 3.0])))
@@ -113,14 +132,21 @@ def trace_matched_spectra(x: jax.Array) -> Spectra:
         Normalize-Then-Precondition, "Eigenspectra Before and After Normalization".
     """
     x = _unit_frobenius(x)
-    return Spectra(singular_values(x) ** 2 * x.shape[-2], singular_values(unit_rows(x, (-1,))) ** 2)
+    return Spectra(
+        singular_values(x) ** 2 * x.shape[-2], singular_values(unit_rows(x, (-1,))) ** 2
+    )
 
 
 def mode_energies(psi: jax.Array, rank: int = 32) -> ModeEnergies:
     """Return sums of ``(sqrt(lambda_i) - 1)^2`` over the modes of ``Psi Psi^T``.
 
     Example:
-        >>> print([float(e) for e in mode_energies(jnp.diag(jnp.array([4.0, 3.0, 0.5])), rank=1)])
+        >>> print(
+        ...     [
+        ...         float(e)
+        ...         for e in mode_energies(jnp.diag(jnp.array([4.0, 3.0, 0.5])), rank=1)
+        ...     ]
+        ... )
         [9.0, 4.0, 0.25]
 
     References:
@@ -132,7 +158,9 @@ def mode_energies(psi: jax.Array, rank: int = 32) -> ModeEnergies:
     energy = jnp.where(values == 0, 0, (values - 1) ** 2)
     top = (values > 1) & (jnp.arange(values.shape[-1]) < rank)
     parts = (top, (values > 1) & ~top, values < 1)
-    return ModeEnergies(*(jnp.sum(jnp.where(part, energy, 0), axis=-1) for part in parts))
+    return ModeEnergies(
+        *(jnp.sum(jnp.where(part, energy, 0), axis=-1) for part in parts)
+    )
 
 
 def active_modes(psi: jax.Array) -> jax.Array:
@@ -141,25 +169,34 @@ def active_modes(psi: jax.Array) -> jax.Array:
 
 
 def stable_rank(x: jax.Array) -> jax.Array:
-    """Return ``||X||_F^2 / ||X||_op^2``, between 1 and ``min(m, n)``; 0 for a zero matrix."""
+    """Return ``||X||_F^2 / ||X||_op^2``, between 1 and ``min(m, n)``; 0 for a zero
+    matrix.
+    """
     values = singular_values(_unit_frobenius(x))
-    return jnp.sum((values / jnp.where(values[..., :1] == 0, 1, values[..., :1])) ** 2, axis=-1)
+    return jnp.sum(
+        (values / jnp.where(values[..., :1] == 0, 1, values[..., :1])) ** 2, axis=-1
+    )
 
 
 def condition_number(x: jax.Array) -> jax.Array:
     """Return ``sigma_1 / sigma_min(m, n)``; infinite without full rank."""
     values = singular_values(_unit_frobenius(x))
     smallest = values[..., -1]
-    return jnp.where(smallest == 0, jnp.inf, values[..., 0] / jnp.where(smallest == 0, 1, smallest))
+    return jnp.where(
+        smallest == 0, jnp.inf, values[..., 0] / jnp.where(smallest == 0, 1, smallest)
+    )
 
 
 def descent_alignment(gradient: jax.Array, direction: jax.Array) -> jax.Array:
-    """Return the cosine between a gradient and what is subtracted from the weight; 0 if one of them is zero.
+    """Return the cosine between a gradient and what is subtracted from the weight; 0 if
+    one of them is zero.
 
     References:
         Normalize-Then-Precondition, "Training Dynamics".
     """
-    return jnp.sum(_unit_frobenius(gradient) * _unit_frobenius(direction), axis=(-2, -1))
+    return jnp.sum(
+        _unit_frobenius(gradient) * _unit_frobenius(direction), axis=(-2, -1)
+    )
 
 
 def update_rms(update: jax.Array) -> jax.Array:
@@ -182,7 +219,8 @@ def row_norm_statistics(x: jax.Array) -> RowNorms:
 
 
 def radial_factor(weight: jax.Array) -> RadialFactor:
-    """Return statistics of ``1 - ||w_i||^2``, by which the relaxed tangent multiplies the radial part of row i.
+    """Return statistics of ``1 - ||w_i||^2``, by which the relaxed tangent multiplies
+    the radial part of row i.
 
     Example:
         >>> print(*radial_factor(jnp.array([[2.0, 0.0], [0.0, 1.0]])))
@@ -192,15 +230,20 @@ def radial_factor(weight: jax.Array) -> RadialFactor:
         Normalize-Then-Precondition, "Relaxed Tangent Momentum".
     """
     factor = 1 - _row_norms(at_least_float32(weight))[..., 0] ** 2
-    return RadialFactor(factor.mean(-1), factor.min(-1), jnp.sum(factor < 0, axis=-1, dtype=jnp.int32))
+    return RadialFactor(
+        factor.mean(-1), factor.min(-1), jnp.sum(factor < 0, axis=-1, dtype=jnp.int32)
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("rank", "power_iterations"))
-def sketch_error(psi: jax.Array, omega: jax.Array, rank: int = 32, power_iterations: int = 1) -> SketchError:
-    """Compare the sketch of Algorithm 2 with the exact eigenspace of ``Psi Psi^T``, on the smaller dimension.
+def sketch_error(
+    psi: jax.Array, omega: jax.Array, rank: int = 32, power_iterations: int = 1
+) -> SketchError:
+    """Compare the sketch of Algorithm 2 with the exact eigenspace of ``Psi Psi^T``, on
+    the smaller dimension.
 
-    ``P = I + sum_i (lambda_i^-1/2 - 1) u_i u_i^T`` over the ``rank`` leading modes with ``lambda_i > 1``; ``P_hat`` is
-    the same of the sketched modes.
+    ``P = I + sum_i (lambda_i^-1/2 - 1) u_i u_i^T`` over the ``rank`` leading modes with
+    ``lambda_i > 1``; ``P_hat`` is the same of the sketched modes.
 
     Args:
         psi: ``(..., m, n)``.
@@ -210,7 +253,12 @@ def sketch_error(psi: jax.Array, omega: jax.Array, rank: int = 32, power_iterati
 
     Example:
         >>> psi = jnp.diag(jnp.array([5.0, 3.0, 1.0, 0.1]))
-        >>> error = sketch_error(psi, jax.random.normal(jax.random.key(0), (3, 4)), rank=2, power_iterations=8)
+        >>> error = sketch_error(
+        ...     psi,
+        ...     jax.random.normal(jax.random.key(0), (3, 4)),
+        ...     rank=2,
+        ...     power_iterations=8,
+        ... )
         >>> print(bool(error.angles.max() < 1e-3), bool(error.preconditioner < 1e-3))
         True True
 
@@ -219,36 +267,55 @@ def sketch_error(psi: jax.Array, omega: jax.Array, rank: int = 32, power_iterati
     """
     psi, omega = at_least_float32(psi), at_least_float32(omega)
     wide = psi.mT if psi.shape[-2] > psi.shape[-1] else psi
-    omega, to_one = omega[..., : wide.shape[-2], :], to_threshold(sum_of_squares(wide), rank)
-    # Only the basis is used: orthonormal rows of the subspace that the library's sketch finds.
-    ((basis, *_),) = clip_by_sketch([wide], [omega], [to_one], power_iterations, True, wide.dtype)
+    omega, to_one = (
+        omega[..., : wide.shape[-2], :],
+        to_threshold(sum_of_squares(wide), rank),
+    )
+    # Only the basis is used: orthonormal rows of the subspace that the library's sketch
+    # finds.
+    ((basis, *_),) = clip_by_sketch(
+        [wide], [omega], [to_one], power_iterations, True, wide.dtype
+    )
     basis = jnp.vectorize(_qr, signature="(n,l)->(n,l)")(basis.mT).mT
     seen = exact_product(basis, wide)
 
-    def leading(gram: jax.Array, basis: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Modes as orthonormal rows, and the preconditioner, which clips them to one."""
+    def leading(
+        gram: jax.Array, basis: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Orthonormal rows of modes, and the preconditioner that clips them to one."""
         values, vectors = jnp.vectorize(_eigh, signature="(m,m)->(m),(m,m)")(gram)
-        values, rows = values[..., ::-1][..., :rank], vectors.mT[..., ::-1, :][..., :rank, :]
+        values, rows = (
+            values[..., ::-1][..., :rank],
+            vectors.mT[..., ::-1, :][..., :rank, :],
+        )
         rows = rows if basis is None else exact_product(rows, basis)
         change = jax.lax.rsqrt(jnp.maximum(values, 1)) - 1
-        return rows, jnp.eye(rows.shape[-1], dtype=rows.dtype) + exact_product((rows * change[..., None]).mT, rows)
+        return rows, jnp.eye(rows.shape[-1], dtype=rows.dtype) + exact_product(
+            (rows * change[..., None]).mT, rows
+        )
 
     found, p_hat = leading(exact_product(seen, seen.mT), basis)
     exact, p = leading(exact_product(wide, wide.mT))
-    return SketchError(principal_angles(found, exact), singular_values(p_hat - p)[..., 0])
+    return SketchError(
+        principal_angles(found, exact), singular_values(p_hat - p)[..., 0]
+    )
 
 
 def principal_angles(a: jax.Array, b: jax.Array) -> jax.Array:
     """Return the angles between two subspaces in radians, smallest first, ``(..., k)``.
 
-    Small angles are computed from their sines and large ones from their cosines, against rounding.
+    Small angles are computed from their sines and large ones from their cosines,
+    against rounding.
 
     Args:
         a: orthonormal rows ``(..., k, n)``.
         b: orthonormal rows ``(..., k, n)``.
 
     Example:
-        >>> a, b = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), jnp.array([[1.0, 0.0, 0.0], [0.0, 0.6, 0.8]])
+        >>> a, b = (
+        ...     jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]),
+        ...     jnp.array([[1.0, 0.0, 0.0], [0.0, 0.6, 0.8]]),
+        ... )
         >>> print(principal_angles(a, b).round(4))
         [0.     0.9273]
     """
@@ -272,9 +339,9 @@ def measure(
 ) -> dict[str, Any]:
     """Return diagnostics of one parameter in its own layout, by name.
 
-    ``spectra`` are those of ``X``; ``mode_energies``, ``active_modes``, ``stable_rank`` and ``condition_number`` those
-    of ``Psi``; ``row_norms`` and ``radial_factor`` those of the weight; ``alignment`` and ``update_rms`` those of the
-    update.
+    ``spectra`` are those of ``X``; ``mode_energies``, ``active_modes``, ``stable_rank``
+    and ``condition_number`` those of ``Psi``; ``row_norms`` and ``radial_factor`` those
+    of the weight; ``alignment`` and ``update_rms`` those of the update.
 
     Args:
         momentum: of the parameter, or its gradient.
@@ -282,29 +349,43 @@ def measure(
         dims: its axes; None for matrices ``(..., out, in)``.
         names: which of ``NAMES``; None for all that the arguments allow.
         gradient: for "alignment".
-        update: for "alignment" and "update_rms": the final update, which is added to the weight.
+        update: for "alignment" and "update_rms": the final update, which is added to
+            the weight.
         rank: r of ``mode_energies``.
         orientation: "rows" or "columns": which of them are normalized.
         tangent: see ``normpre_optax.project_to_tangent``.
 
     Returns:
-        Arrays, or named tuples of arrays, with a leading axis for the matrices of the parameter.
+        Arrays, or named tuples of arrays, with a leading axis for the matrices of the
+        parameter.
 
     Raises:
-        ValueError: if a name or the orientation is unknown, or a name needs an argument that is missing.
+        ValueError: if a name or the orientation is unknown, or a name needs an argument
+            that is missing.
 
     Example:
         >>> kernel = jnp.array([[0.0, 0.6], [0.0, 0.8]])  # (in, out)
-        >>> found = measure(jnp.eye(2), kernel, MatrixDims(0, 1), names=["row_norms", "active_modes"])
+        >>> found = measure(
+        ...     jnp.eye(2),
+        ...     kernel,
+        ...     MatrixDims(0, 1),
+        ...     names=["row_norms", "active_modes"],
+        ... )
         >>> print(found["row_norms"].largest, found["active_modes"])
         [1.] [1]
     """
-    missing = {"alignment": gradient is None or update is None, "update_rms": update is None}
-    names = check_names([name for name in NAMES if not missing.get(name)] if names is None else names)
+    missing = {
+        "alignment": gradient is None or update is None,
+        "update_rms": update is None,
+    }
+    names = check_names(
+        [name for name in NAMES if not missing.get(name)] if names is None else names
+    )
     for name in names:
         if missing.get(name):
             raise ValueError(
-                f"the diagnostic {name!r} needs the argument {'gradient' if update is not None else 'update'}"
+                f"the diagnostic {name!r} needs the argument"
+                f" {'gradient' if update is not None else 'update'}"
             )
     if orientation not in ORIENTATIONS:
         raise ValueError(f"{orientation=} is not one of {ORIENTATIONS}")
@@ -336,14 +417,22 @@ def check_names(names: str | Iterable[str]) -> tuple[str, ...]:
     found = (names,) if isinstance(names, str) else tuple(names)
     unknown = [name for name in found if name not in NAMES]
     if unknown or not found:
-        raise ValueError(f"unknown diagnostics {unknown}; choose from {', '.join(NAMES)}")
+        raise ValueError(
+            f"unknown diagnostics {unknown}; choose from {', '.join(NAMES)}"
+        )
     return found
 
 
 def singular_values(x: jax.Array) -> jax.Array:
-    """Return singular values, largest first, ``(..., min(m, n))``; zeros in place of rounding errors."""
+    """Return singular values, largest first, ``(..., min(m, n))``; zeros in place of
+    rounding errors.
+    """
     values = _svd(at_least_float32(x))
-    return jnp.where(values <= max(x.shape[-2:]) * jnp.finfo(values.dtype).eps * values[..., :1], 0, values)
+    return jnp.where(
+        values <= max(x.shape[-2:]) * jnp.finfo(values.dtype).eps * values[..., :1],
+        0,
+        values,
+    )
 
 
 @jax.jit
@@ -366,4 +455,6 @@ def _row_norms(x: jax.Array) -> jax.Array:
 
 def _unit_frobenius(x: jax.Array) -> jax.Array:
     rms = update_rms(x)[..., None, None]
-    return at_least_float32(x) / (jnp.where(rms == 0, 1, rms) * (x.shape[-1] * x.shape[-2]) ** 0.5)
+    return at_least_float32(x) / (
+        jnp.where(rms == 0, 1, rms) * (x.shape[-1] * x.shape[-2]) ** 0.5
+    )

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer costs a training run, by the protocol of the paper's table of training efficiency.
+"""What an optimizer costs a training run, by the protocol of the paper's table of
+training efficiency.
 
     python -m examples.research.efficiency --config nano
 
-Each optimizer trains the model for some steps that are not counted and then for those that are; the device is
-synchronized before and after whatever is timed:
+Each optimizer trains the model for some steps that are not counted and then for those
+that are; the device is synchronized before and after whatever is timed:
 
-- the optimizer's latency: its update and the application of it alone, on the gradients' shapes;
+- the optimizer's latency: its update and the application of it alone, on the gradients'
+  shapes;
 - the whole step: batch to the device, forward, backward, clipping, update.
 
-Evaluation, checkpoints and logging are off. On CPU the optimizers run in turns, step by step, so that a disturbance
-affects all of them; elsewhere one after the other, so that only one has its state in memory, as in the paper.
+Evaluation, checkpoints and logging are off. On CPU the optimizers run in turns, step by
+step, so that a disturbance affects all of them; elsewhere one after the other, so that
+only one has its state in memory, as in the paper.
 """
 
 import json
@@ -35,17 +38,25 @@ from examples.pretrain import cluster, compare, configs, data, mesh
 from examples.pretrain.config import Config, RunError, read_compare
 from examples.pretrain.logs import environment, write_json
 from examples.pretrain.optimizers import make_optimizer
-from examples.pretrain.train import TrainState, compute_dtype, initialize, make_train_step, micro_batches, schedule
+from examples.pretrain.train import (
+    TrainState,
+    compute_dtype,
+    initialize,
+    make_train_step,
+    micro_batches,
+    schedule,
+)
 from examples.research import command
 from examples.research import train as train  # adds the optimizers of ablations
 
 
 @dataclass(frozen=True)
 class Options:
-    """Measure training steps, optimizer by optimizer. Any flag of ``train`` may follow."""
+    """Measure training steps by optimizer. Any flag of ``train`` may follow."""
 
     config: str = "first_run"  # Named configuration.
-    # Optimizers, separated by commas; normpre_l,rank=8 is one with a setting of its own.
+    # Optimizers, separated by commas; normpre_l,rank=8 is one with a setting of its
+    # own.
     optimizers: str = "adamw,muon,mano,normpre_g,normpre_l"
     steps: int = 100  # Steps of each that are counted.
     output: Path = Path("efficiency.json")  # File for the result.
@@ -68,7 +79,9 @@ class Timed:
     def run(self, tokens: np.ndarray) -> None:
         """One training step, and one update alone (whose result is dropped)."""
         start = time.perf_counter()
-        self.state, metrics = self.step(self.state, self.layout.batch(tokens, len(tokens)))
+        self.state, metrics = self.step(
+            self.state, self.layout.batch(tokens, len(tokens))
+        )
         jax.block_until_ready((self.state, metrics))
         middle = time.perf_counter()
         jax.block_until_ready(self.update(self.grads, self.state))
@@ -77,15 +90,26 @@ class Timed:
 
 
 def corpus(config: Config, console: Console) -> data.Dataset:
-    """The configuration's, or random tokens if it has not been prepared: time does not depend on them."""
+    """The configuration's, or random tokens if it has not been prepared: time does not
+    depend on them.
+    """
     folder, vocabulary = config.tokens, config.model.vocabulary
     if folder is None or vocabulary is None or (folder / "manifest.json").exists():
         return data.open_corpus(config, console)
     console.print(f"There are no token files in {folder}: measuring on random tokens")
-    random, count = np.random.default_rng(0), 4 * config.batch_size * config.model.context + 1
+    random, count = (
+        np.random.default_rng(0),
+        4 * config.batch_size * config.model.context + 1,
+    )
     tokens = random.integers(vocabulary, size=count, dtype=np.int32)
-    manifest = {"vocabulary": vocabulary, "largest_token": vocabulary - 1, "layout": "packed"}
-    return data.Dataset(Path("random tokens"), manifest, tokens, tokens, Tokenizer(BPE()))
+    manifest = {
+        "vocabulary": vocabulary,
+        "largest_token": vocabulary - 1,
+        "layout": "packed",
+    }
+    return data.Dataset(
+        Path("random tokens"), manifest, tokens, tokens, Tokenizer(BPE())
+    )
 
 
 def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Timed:
@@ -103,14 +127,22 @@ def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Timed:
 
     step = make_train_step(graphdef, tx, micro_batches(config))
     lower = step.lower  # pyright: ignore[reportFunctionMemberAccess]
-    memory = layout.bound(lower)(state, layout.batch(tokens, config.batch_size)).compile().memory_analysis()
+    memory = (
+        layout.bound(lower)(state, layout.batch(tokens, config.batch_size))
+        .compile()
+        .memory_analysis()
+    )
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes if memory else 0
     grads = jax.block_until_ready(jax.tree.map(lambda p: p / 2, params))
     return Timed(state, layout.bound(step), layout.bound(update), grads, peak, layout)
 
 
-def measure(configs: dict[str, Config], dataset: data.Dataset, steps: int, *, in_turns: bool) -> dict[str, Timed]:
-    """Run ``steps`` steps of every optimizer; ``configs`` differ in their optimizer only."""
+def measure(
+    configs: dict[str, Config], dataset: data.Dataset, steps: int, *, in_turns: bool
+) -> dict[str, Timed]:
+    """Run ``steps`` steps of every optimizer; ``configs`` differ in their optimizer
+    only.
+    """
     found: dict[str, Timed] = {}
     for group in [[*configs]] if in_turns else [[name] for name in configs]:
         config = configs[group[0]]
@@ -128,7 +160,9 @@ def measure(configs: dict[str, Config], dataset: data.Dataset, steps: int, *, in
 
 
 def summary(config: Config, found: dict[str, Timed], warmup: int) -> dict[str, Any]:
-    """Medians (and means, as in the paper) after ``warmup`` steps, and ratios to AdamW in the same turn."""
+    """Medians (and means, as in the paper) after ``warmup`` steps, and ratios to AdamW
+    in the same turn.
+    """
     rows = {}
     for name, timed in found.items():
         step_s, update_s = timed.step_s[warmup:], timed.update_s[warmup:]
@@ -137,7 +171,9 @@ def summary(config: Config, found: dict[str, Timed], warmup: int) -> dict[str, A
             "optimizer_mean_ms": 1e3 * statistics.fmean(update_s),
             "step_ms": 1e3 * statistics.median(step_s),
             "step_mean_ms": 1e3 * statistics.fmean(step_s),
-            "tokens_per_second": config.batch_size * config.model.context / statistics.median(step_s),
+            "tokens_per_second": (
+                config.batch_size * config.model.context / statistics.median(step_s)
+            ),
             "peak_gib": timed.memory / 2**30,
         }
         if "adamw" in found:
@@ -146,19 +182,30 @@ def summary(config: Config, found: dict[str, Timed], warmup: int) -> dict[str, A
     return rows
 
 
-def of_study(study: compare.Study, names: Sequence[str], steps: int, file: str) -> dict[str, Any] | None:
-    """Measure optimizers of a study in a process of its own, once; None if that fails."""
+def of_study(
+    study: compare.Study, names: Sequence[str], steps: int, file: str
+) -> dict[str, Any] | None:
+    """Measure a study's optimizers in a process of its own; None if that fails."""
     path = study.folder / file
     measured = json.loads(path.read_text()) if path.exists() else {"rows": {}}
     if set(names) <= measured["rows"].keys():
         return {**measured, "rows": {name: measured["rows"][name] for name in names}}
     study.console.print(f"Measuring {steps} steps of each optimizer")
-    words = [sys.executable, "-m", "examples.research.efficiency", "--optimizers", ",".join(names)]
+    words = [
+        sys.executable,
+        "-m",
+        "examples.research.efficiency",
+        "--optimizers",
+        ",".join(names),
+    ]
     words += ["--steps", str(steps), "--output", str(path), *study.config_flags]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
-        study.console.print(f"efficiency could not be measured: {lines[-1] if lines else done.returncode}")
+        study.console.print(
+            "efficiency could not be measured:"
+            f" {lines[-1] if lines else done.returncode}"
+        )
         return None
     return json.loads(path.read_text())
 
@@ -177,12 +224,20 @@ def main(arguments: Sequence[str]) -> None:
     in_turns = jax.default_backend() == "cpu"
     names = compare.split_names(options.optimizers)
     each = {name: configs.parse([*options.rest, "--optimizer", name]) for name in names}
-    rows = summary(config, measure(each, dataset, warmup + options.steps, in_turns=in_turns), warmup)
+    rows = summary(
+        config,
+        measure(each, dataset, warmup + options.steps, in_turns=in_turns),
+        warmup,
+    )
     result = {
         "rows": rows,
         "warmup": warmup,
         "steps": options.steps,
-        "how": "optimizers in turns, step by step" if in_turns else "one optimizer after the other",
+        "how": (
+            "optimizers in turns, step by step"
+            if in_turns
+            else "one optimizer after the other"
+        ),
         "text": str(dataset.folder),
         "dtype": str(compute_dtype(config)),
         "device": environment()["device"],
@@ -190,8 +245,9 @@ def main(arguments: Sequence[str]) -> None:
     write_json(options.output, result)
     for name, row in rows.items():
         console.print(
-            f"{name:<10} optimizer {row['optimizer_ms']:8.2f} ms   step {row['step_ms']:8.1f} ms   "
-            f"{row['tokens_per_second']:10,.0f} tokens / s   peak {row['peak_gib']:.3f} GiB"
+            f"{name:<10} optimizer {row['optimizer_ms']:8.2f} ms   step"
+            f" {row['step_ms']:8.1f} ms   {row['tokens_per_second']:10,.0f} tokens / s "
+            f"  peak {row['peak_gib']:.3f} GiB"
         )
 
 

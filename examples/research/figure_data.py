@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the folder of a run to the numbers of the paper's figures, as plain lists.
 
-At every checkpoint stands the update that the run takes next, and is not taken: the gradient of the next batch, the
-momentum ``M`` with that gradient in it, and the optimizer's direction without weight decay. ``X`` and ``Psi`` are those
-of ``M`` and the weights, with the run's tangent, rows active and columns active; an optimizer without ``X`` and ``Psi``
-of its own is looked at as if its momentum were handed to NormPre. Nothing of the training is repeated.
+At every checkpoint stands the update that the run takes next, and is not taken: the
+gradient of the next batch, the momentum ``M`` with that gradient in it, and the
+optimizer's direction without weight decay. ``X`` and ``Psi`` are those of ``M`` and the
+weights, with the run's tangent, rows active and columns active; an optimizer without
+``X`` and ``Psi`` of its own is looked at as if its momentum were handed to NormPre.
+Nothing of the training is repeated.
 """
 
 import functools
@@ -22,13 +24,31 @@ from examples.pretrain.checkpoint import Checkpoints
 from examples.pretrain.commands import read_run
 from examples.pretrain.config import Config, RunError
 from examples.pretrain.logs import read_lines
-from examples.pretrain.optimizers import by_name, hidden_matrices, make_optimizer, settings_of
-from examples.pretrain.train import Trainer, TrainState, loss_and_gradients, micro_batches, schedule
+from examples.pretrain.optimizers import (
+    by_name,
+    hidden_matrices,
+    make_optimizer,
+    settings_of,
+)
+from examples.pretrain.train import (
+    Trainer,
+    TrainState,
+    loss_and_gradients,
+    micro_batches,
+    schedule,
+)
 from examples.research import diagnostics
 from examples.research.ablations import modes
 from normpre_optax import MatrixDims
 
-PAPER_SHARES = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0)  # The paper's checkpoints, as shares of its 10,000 steps.
+PAPER_SHARES = (
+    0.01,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+)  # The paper's checkpoints, as shares of its 10,000 steps.
 SMOOTHED_STEPS = 50  # Length of the paper's moving averages.
 
 
@@ -63,10 +83,13 @@ class OpenRun:
 
     def ranks(self, asked: Sequence[int]) -> tuple[int, ...]:
         """Those asked for, or the run's own; of a share, that of the model's width."""
-        return tuple(dict.fromkeys(asked)) or (modes(self.settings["rank"], self.config.model.width),)
+        return tuple(dict.fromkeys(asked)) or (
+            modes(self.settings["rank"], self.config.model.width),
+        )
 
     def shown(self, asked: Sequence[int]) -> tuple[int, ...]:
-        """The checkpoints of the spectra: those asked for, or those nearest to the paper's shares of a run.
+        """The checkpoints of the spectra: those asked for, or those nearest to the
+        paper's shares of a run.
 
         Raises:
             RunError: where one that is asked for is not there.
@@ -74,8 +97,14 @@ class OpenRun:
         for step in asked:
             if step not in self.steps:
                 there = ", ".join(map(str, self.steps))
-                raise RunError(f"--steps {step}: {self.folder} has no such checkpoint, there are {there}")
-        nearest = (min(self.steps, key=lambda s: abs(s - share * self.config.steps)) for share in PAPER_SHARES)
+                raise RunError(
+                    f"--steps {step}: {self.folder} has no such checkpoint, there are"
+                    f" {there}"
+                )
+        nearest = (
+            min(self.steps, key=lambda s: abs(s - share * self.config.steps))
+            for share in PAPER_SHARES
+        )
         return tuple(sorted(set(asked or nearest)))
 
 
@@ -93,7 +122,9 @@ def open_run(folder: Path, tokens: Path | None = None) -> OpenRun:
     checkpoints = Checkpoints(folder / "checkpoints")
     if not checkpoints.steps():
         raise RunError(f"--run {folder}: it has no checkpoints")
-    return OpenRun(folder, record, config, trainer, checkpoints, make_next_update(trainer))
+    return OpenRun(
+        folder, record, config, trainer, checkpoints, make_next_update(trainer)
+    )
 
 
 def numbers(run: OpenRun, ranks: Sequence[int], shown: Sequence[int]) -> dict[str, Any]:
@@ -102,13 +133,15 @@ def numbers(run: OpenRun, ranks: Sequence[int], shown: Sequence[int]) -> dict[st
     Args:
         run: the run.
         ranks: spectral budgets r of the mode energies.
-        shown: steps of the checkpoints whose spectra are wanted; energies and alignment are those of all.
+        shown: steps of the checkpoints whose spectra are wanted; energies and alignment
+            are those of all.
 
     Returns:
         What ``figures.json`` holds of a run.
 
     Raises:
-        RunError: naming ``--run``, where a checkpoint is damaged or of another version, or there is no log.
+        RunError: naming ``--run``, where a checkpoint is damaged or of another version,
+            or there is no log.
     """
     try:
         found = facts(run) | {
@@ -132,10 +165,20 @@ def facts(run: OpenRun) -> dict[str, Any]:
         RunError: where ``run.json`` does not say what it says today.
     """
     try:
-        session, source, count = run.record["sessions"][-1], run.record["data"]["source"], run.record["parameters"]
-        command, device, versions = session["command"], session["device"]["kind"], session["versions"]
+        session, source, count = (
+            run.record["sessions"][-1],
+            run.record["data"]["source"],
+            run.record["parameters"],
+        )
+        command, device, versions = (
+            session["command"],
+            session["device"]["kind"],
+            session["versions"],
+        )
     except (KeyError, IndexError, TypeError) as error:
-        raise RunError(f"its run.json is of another version or damaged: it has no {error}") from error
+        raise RunError(
+            f"its run.json is of another version or damaged: it has no {error}"
+        ) from error
     config = run.config
     params = run.trainer.state.params
     shapes = {name: by_name(params)[name].shape for name in hidden_matrices(params)}
@@ -145,7 +188,10 @@ def facts(run: OpenRun) -> dict[str, Any]:
         "learning_rate": config.learning_rate,
         "weight_decay": config.weight_decay,
         "tangent": run.settings["tangent"],
-        "model": f"{config.model.family}, {config.model.layers} layers, width {config.model.width}",
+        "model": (
+            f"{config.model.family}, {config.model.layers} layers, width"
+            f" {config.model.width}"
+        ),
         "parameters": count,
         "steps": config.steps,
         "tokens_a_step": config.batch_size * config.model.context,
@@ -154,14 +200,25 @@ def facts(run: OpenRun) -> dict[str, Any]:
         "command": " ".join(["python -m examples.pretrain", *command[1:]]),
         "device": device,
         "versions": versions,
-        "momentum": sorted({source for source, _ in momenta(params, run.trainer.state.opt_state, params).values()}),
+        "momentum": sorted(
+            {
+                source
+                for source, _ in momenta(
+                    params, run.trainer.state.opt_state, params
+                ).values()
+            }
+        ),
         "shapes": {name: list(shape) for name, shape in shapes.items()},
     }
 
 
 def gradient_norms(folder: Path) -> dict[str, list]:
     """Global norm of the gradient before clipping, by step, and its moving average."""
-    records = [(r["step"], r["grad_norm"]) for r in read_lines(folder / "log.jsonl") if "grad_norm" in r]
+    records = [
+        (r["step"], r["grad_norm"])
+        for r in read_lines(folder / "log.jsonl")
+        if "grad_norm" in r
+    ]
     if not records:
         raise FileNotFoundError(f"no gradient norms in {folder / 'log.jsonl'}")
     steps, norms = zip(*records, strict=True)
@@ -173,11 +230,16 @@ def gradient_norms(folder: Path) -> dict[str, list]:
 
 
 def loss_curves(folder: Path) -> dict[str, list]:
-    """Losses in nats per token: of training by step, and of validation where it was taken."""
+    """Losses in nats per token: of training by step, and of validation where it was
+    taken.
+    """
     found, lines = {}, read_lines(folder / "log.jsonl")
     for name, key in (("train", "loss"), ("validation", "validation_loss")):
         points = [(line["step"], line[key]) for line in lines if key in line]
-        found |= {f"{name}_steps": [step for step, _ in points], name: plain([loss for _, loss in points])}
+        found |= {
+            f"{name}_steps": [step for step, _ in points],
+            name: plain([loss for _, loss in points]),
+        }
     return found
 
 
@@ -198,52 +260,83 @@ def restored(run: OpenRun) -> Iterator[tuple[int, TrainState, np.ndarray]]:
 
 
 def make_next_update(trainer: Trainer) -> Callable[[TrainState, np.ndarray], Update]:
-    """A function from a state and a batch to the update without weight decay that they give."""
+    """A function from a state and a batch to the update without weight decay that they
+    give.
+    """
     config = trainer.config
-    optimizer = make_optimizer(replace(config, weight_decay=0.0), schedule(config))  # its state is that of the run's
+    optimizer = make_optimizer(
+        replace(config, weight_decay=0.0), schedule(config)
+    )  # its state is that of the run's
     gradients_of = loss_and_gradients(trainer.graphdef, micro_batches(config))
 
     @jax.jit
     def update(state: TrainState, tokens_BxS: jax.Array) -> Update:
         _, gradients = gradients_of(state.params, tokens_BxS)
-        return Update(gradients, *optimizer.update(gradients, state.opt_state, state.params))
+        return Update(
+            gradients, *optimizer.update(gradients, state.opt_state, state.params)
+        )
 
     return update
 
 
 def moments(opt_state: optax.OptState) -> dict[str, tuple[str, jax.Array]]:
-    """First moments kept in an optimizer's state, by parameter: the momentum of matrices, else Adam's average.
+    """First moments kept in an optimizer's state, by parameter: the momentum of
+    matrices, else Adam's average.
 
     Returns:
-        Parameter name -> name of the field that holds it ("trace", "fast" of ``normpre_h``, or "mu"), and the array. An
-        optimizer that keeps nothing for a parameter leaves it out.
+        Parameter name -> name of the field that holds it ("trace", "fast" of
+        ``normpre_h``, or "mu"), and the array. An optimizer that keeps nothing for a
+        parameter leaves it out.
     """
     found: dict[str, tuple[str, jax.Array]] = {}
     for field in ("trace", "fast", "mu"):
-        is_kept = lambda node, field=field: field in getattr(node, "_fields", ())  # noqa: E731
+
+        def is_kept(node, field=field):
+            return field in getattr(node, "_fields", ())
+
         for node in filter(is_kept, jax.tree.leaves(opt_state, is_leaf=is_kept)):
             for name, leaf in by_name(getattr(node, field)).items():
                 found.setdefault(name, (field, leaf))
     return found
 
 
-def momenta(params: Any, opt_state: optax.OptState, gradients: Any) -> dict[str, tuple[str, jax.Array]]:
-    """What stands for M of every hidden matrix: the name of a field as ``moments`` returns, or "gradient"."""
+def momenta(
+    params: Any, opt_state: optax.OptState, gradients: Any
+) -> dict[str, tuple[str, jax.Array]]:
+    """What stands for M of every hidden matrix: the name of a field as ``moments``
+    returns, or "gradient".
+    """
     kept, gradients = moments(opt_state), by_name(gradients)
-    return {name: kept.get(name, ("gradient", gradients[name])) for name in hidden_matrices(params)}
+    return {
+        name: kept.get(name, ("gradient", gradients[name]))
+        for name in hidden_matrices(params)
+    }
 
 
 def measure(
-    run: OpenRun, step: int, state: TrainState, tokens: np.ndarray, ranks: Sequence[int], with_spectra: bool
+    run: OpenRun,
+    step: int,
+    state: TrainState,
+    tokens: np.ndarray,
+    ranks: Sequence[int],
+    with_spectra: bool,
 ) -> dict[str, Any]:
     """What one checkpoint says."""
     next_update = run.next_update(state, tokens)
-    trees = [by_name(tree) for tree in (state.params, next_update.gradients, next_update.updates)]
-    momentum, dims = momenta(state.params, next_update.opt_state, next_update.gradients), hidden_matrices(state.params)
+    trees = [
+        by_name(tree)
+        for tree in (state.params, next_update.gradients, next_update.updates)
+    ]
+    momentum, dims = (
+        momenta(state.params, next_update.opt_state, next_update.gradients),
+        hidden_matrices(state.params),
+    )
     found = {}
     for name, (_, m) in momentum.items():
         arrays = [m, *(tree[name] for tree in trees)]
-        found[name] = jax.device_get(diagnose(*arrays, dims[name], tuple(ranks), run.settings["tangent"]))
+        found[name] = jax.device_get(
+            diagnose(*arrays, dims[name], tuple(ranks), run.settings["tangent"])
+        )
     alignment = np.concatenate([one["alignment"] for one in found.values()]).mean()
     result: dict[str, Any] = {"step": step, "alignment": plain(alignment)}
     for orientation in diagnostics.ORIENTATIONS:
@@ -254,13 +347,21 @@ def measure(
             means = zip(*shares.values(), strict=True)  # averaged equally over matrices
             energies = {
                 part: plain(np.concatenate(values).mean())
-                for part, values in zip(diagnostics.ModeEnergies._fields, means, strict=True)
+                for part, values in zip(
+                    diagnostics.ModeEnergies._fields, means, strict=True
+                )
             }
             if with_spectra:
-                energies["top_of"] = {name: plain(np.mean(share.top)) for name, share in shares.items()}
+                energies["top_of"] = {
+                    name: plain(np.mean(share.top)) for name, share in shares.items()
+                }
             result[orientation]["energies"][str(rank)] = energies
         for which in diagnostics.Spectra._fields if with_spectra else ():
-            spectra = [values for one in of.values() for values in getattr(one["spectra"], which)]
+            spectra = [
+                values
+                for one in of.values()
+                for values in getattr(one["spectra"], which)
+            ]
             result[orientation][which] = by_rank(spectra)
     return result
 
@@ -276,20 +377,30 @@ def diagnose(
     tangent: str,
 ) -> dict[str, Any]:
     """All diagnostics of one parameter, compiled once for those that are alike."""
-    signal = functools.partial(diagnostics.measure, momentum, weight, dims, tangent=tangent)
+    signal = functools.partial(
+        diagnostics.measure, momentum, weight, dims, tangent=tangent
+    )
     found = signal(names=["alignment"], gradient=gradient, update=update)
     for orientation in diagnostics.ORIENTATIONS:
-        energies = {r: signal(names=["mode_energies"], orientation=orientation, rank=r)["mode_energies"] for r in ranks}
-        found[orientation] = signal(names=["spectra"], orientation=orientation) | {"energies": energies}
+        energies = {
+            r: signal(names=["mode_energies"], orientation=orientation, rank=r)[
+                "mode_energies"
+            ]
+            for r in ranks
+        }
+        found[orientation] = signal(names=["spectra"], orientation=orientation) | {
+            "energies": energies
+        }
     return found
 
 
 def by_rank(spectra: Sequence[np.ndarray]) -> dict[str, list]:
     """Mean and quartiles of the nonzero eigenvalues over matrices, rank by rank.
 
-    At ranks that only matrices with a longer short side have, those alone are counted; ``count`` says how many. An
-    eigenvalue counts as zero below ``(s eps)^2`` times its matrix's largest, ``s`` being the number of eigenvalues and
-    ``eps`` their precision: below that, its square root is rounding.
+    At ranks that only matrices with a longer short side have, those alone are counted;
+    ``count`` says how many. An eigenvalue counts as zero below ``(s eps)^2`` times its
+    matrix's largest, ``s`` being the number of eigenvalues and ``eps`` their precision:
+    below that, its square root is rounding.
     """
     table = np.full((len(spectra), max(map(len, spectra))), np.nan)
     for row, values in zip(table, spectra, strict=True):
@@ -306,7 +417,9 @@ def by_rank(spectra: Sequence[np.ndarray]) -> dict[str, list]:
 
 
 def plain(values: Any) -> Any:
-    """A number or an array as Python floats of five digits, None for what is no finite number: ready for JSON."""
+    """A number or an array as Python floats of five digits, None for what is no finite
+    number: ready for JSON.
+    """
     if np.ndim(values):
         return [plain(value) for value in values]
     return float(f"{float(values):.5g}") if math.isfinite(values) else None

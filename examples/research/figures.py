@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's result figures from runs: ``python -m examples.research.figures --run runs/NAME --out FOLDER``.
+"""The paper's result figures from runs: ``python -m examples.research.figures --run
+runs/NAME --out FOLDER``.
 
-Spectra with quartile bands by training step and transformation energy as stacked bars, rows active and columns active;
-gradient norm and descent alignment; losses. A run keeps what they need with ``--keep-checkpoints 1000``.
+Spectra with quartile bands by training step and transformation energy as stacked bars,
+rows active and columns active; gradient norm and descent alignment; losses. A run keeps
+what they need with ``--keep-checkpoints 1000``.
 """
 
 import json
@@ -20,23 +22,41 @@ from examples.pretrain.config import RunError
 from examples.research import command, figure_data, figure_drawing, report
 from examples.research.figure_drawing import ENERGIES
 
-# Share of the top 32 modes in %, over the checkpoints of NormPre-L on GPT-2 Small, width 768.
+# Share of the top 32 modes in %, over the checkpoints of NormPre-L on GPT-2 Small,
+# width 768.
 PAPER_SHARES_OF_ENERGY = {"rows": "62-67", "columns": "55-60"}
 CAPTIONS = {
-    "spectra": "Eigenvalues of the momentum's Gram matrix after the relaxed tangent, {orientation} active, before "
-    "(solid; scaled to the same trace) and after normalization (dotted): mean over matrices and, shaded, from the 25th "
-    "to the 75th percentile. At one: the target of preconditioning. Below {lowest:g} nothing is shown.",
-    "energy": "Share of the squared change of singular values by mode, {orientation} active, mean over matrices. Left "
-    "bars: global preconditioning changes all of it; right bars: local preconditioning changes the largest modes.",
-    "gradient_norm": "Global gradient norm before clipping: every step (light) and mean of the last 50 steps (dark).",
-    "alignment": "Cosine between the gradient of the next batch and the optimizer's direction without weight decay, "
-    "mean over hidden matrices, at the checkpoints (single batches, no moving average).",
-    "losses": "Training loss, mean of the last 50 steps (light), and validation loss (points). The first tenth of the "
-    "steps is left out.",
+    "spectra": (
+        "Eigenvalues of the momentum's Gram matrix after the relaxed tangent,"
+        " {orientation} active, before (solid; scaled to the same trace) and after"
+        " normalization (dotted): mean over matrices and, shaded, from the 25th to the"
+        " 75th percentile. At one: the target of preconditioning. Below {lowest:g}"
+        " nothing is shown."
+    ),
+    "energy": (
+        "Share of the squared change of singular values by mode, {orientation} active,"
+        " mean over matrices. Left bars: global preconditioning changes all of it;"
+        " right bars: local preconditioning changes the largest modes."
+    ),
+    "gradient_norm": (
+        "Global gradient norm before clipping: every step (light) and mean of the last"
+        " 50 steps (dark)."
+    ),
+    "alignment": (
+        "Cosine between the gradient of the next batch and the optimizer's direction"
+        " without weight decay, mean over hidden matrices, at the checkpoints (single"
+        " batches, no moving average)."
+    ),
+    "losses": (
+        "Training loss, mean of the last 50 steps (light), and validation loss"
+        " (points). The first tenth of the steps is left out."
+    ),
 }
 SOURCES = {
     "mu": "AdamW's average of gradients stands for the momentum",
-    "gradient": "the gradient stands for the momentum, which the optimizer does not keep",
+    "gradient": (
+        "the gradient stands for the momentum, which the optimizer does not keep"
+    ),
 }
 
 
@@ -46,10 +66,11 @@ class Options:
 
     run: tuple[Path, ...] = ()  # Folders of runs: runs/<name>.
     out: Path = Path("figures")  # Folder for the figures, figures.json and README.md.
-    # Modes that local preconditioning clips; the first is drawn, the table has all. None given: the run's own.
+    # Modes that local preconditioning clips; the first is drawn, the table has all.
+    # None given: the run's own.
     rank: tuple[int, ...] = ()
-    # Checkpoints whose spectra and energies are drawn; none given: those nearest to 1, 5, 10, 20, 50 and 100 % of
-    # the run, as in the paper.
+    # Checkpoints whose spectra and energies are drawn; none given: those nearest to 1,
+    # 5, 10, 20, 50 and 100 % of the run, as in the paper.
     steps: tuple[int, ...] = ()
     tokens: Path | None = None  # Folder of the token files, if it has moved.
 
@@ -74,16 +95,55 @@ def energy_table(runs: Sequence[dict[str, Any]]) -> str:
     lines = []
     for run in runs:
         for rank in map(str, run["ranks"]):
-            shares = [(c["step"], [c[o]["energies"][rank] for o in PAPER_SHARES_OF_ENERGY]) for c in run["checkpoints"]]
+            shares = [
+                (c["step"], [c[o]["energies"][rank] for o in PAPER_SHARES_OF_ENERGY])
+                for c in run["checkpoints"]
+            ]
             for step, sides in shares:
                 if step in run["shown"]:
                     cells = [percent(side[part]) for side in sides for part in ENERGIES]
                     lines.append([run["name"], rank, f"{step:,}", *cells])
-            rows, columns = (span([sides[side]["top"] for _, sides in shares]) for side in (0, 1))
-            lines.append([run["name"], rank, f"all {len(shares)} checkpoints", rows, "", "", columns, "", ""])
+            rows, columns = (
+                span([sides[side]["top"] for _, sides in shares]) for side in (0, 1)
+            )
+            lines.append(
+                [
+                    run["name"],
+                    rank,
+                    f"all {len(shares)} checkpoints",
+                    rows,
+                    "",
+                    "",
+                    columns,
+                    "",
+                    "",
+                ]
+            )
     rows, columns = PAPER_SHARES_OF_ENERGY.values()
-    lines.append(["paper: NormPre-L, GPT-2 Small, width 768", "32", "100 to 10,000", rows, "", "", columns, "", ""])
-    titles = ["run", "rank", "step", "rows: top", "remain", "sub", "columns: top", "remain", "sub"]
+    lines.append(
+        [
+            "paper: NormPre-L, GPT-2 Small, width 768",
+            "32",
+            "100 to 10,000",
+            rows,
+            "",
+            "",
+            columns,
+            "",
+            "",
+        ]
+    )
+    titles = [
+        "run",
+        "rank",
+        "step",
+        "rows: top",
+        "remain",
+        "sub",
+        "columns: top",
+        "remain",
+        "sub",
+    ]
     return report.markdown_table(titles, lines)
 
 
@@ -114,26 +174,48 @@ RUN_COLUMNS = {
 def markdown(content: dict[str, Any], drawn: Sequence[str]) -> str:
     """The report."""
     machine, versions, runs = content["machine"], content["versions"], content["runs"]
-    remarks = [f"{run['name']}: {SOURCES[source]}." for run in runs for source in run["momentum"] if source in SOURCES]
+    remarks = [
+        f"{run['name']}: {SOURCES[source]}."
+        for run in runs
+        for source in run["momentum"]
+        if source in SOURCES
+    ]
     if len({(run["vocabulary"], run["text"]) for run in runs}) > 1:
-        remarks.append("The runs have different texts or vocabularies: their losses per token cannot be compared.")
+        remarks.append(
+            "The runs have different texts or vocabularies: their losses per token"
+            " cannot be compared."
+        )
     parts = [
         f"# Figures of {', '.join(run['name'] for run in runs)}\n",
-        f"`{content['command']}`, {content['date']}, {machine['device']}, {machine['cores']} core(s), Python "
-        f"{versions['python']}, jax {versions['jax']}, optax {versions['optax']}, numpy {versions['numpy']}.\n",
+        (
+            f"`{content['command']}`, {content['date']}, {machine['device']},"
+            f" {machine['cores']} core(s), Python {versions['python']}, jax"
+            f" {versions['jax']}, optax {versions['optax']}, numpy"
+            f" {versions['numpy']}.\n"
+        ),
         "## Runs\n",
         report.table("run", RUN_COLUMNS, {run["name"]: run for run in runs}),
-        "".join(f"- `{run['command']}` ({run['device']}, jax {run['versions']['jax']})\n" for run in runs),
+        "".join(
+            f"- `{run['command']}` ({run['device']}, jax {run['versions']['jax']})\n"
+            for run in runs
+        ),
         "".join(f"- {remark}\n" for remark in remarks),
         "## Transformation energy\n",
-        "In % of the energy of all modes, mean over hidden matrices: the at most `rank` largest eigenvalues above one "
-        "(top), the others above one (remain), those below one (sub).\n",
+        (
+            "In % of the energy of all modes, mean over hidden matrices: the at most"
+            " `rank` largest eigenvalues above one (top), the others above one"
+            " (remain), those below one (sub).\n"
+        ),
         energy_table(runs),
         "## Figures\n",
     ]
     for name in drawn:
-        kind, _, orientation = name.partition("_") if name not in CAPTIONS else (name, "", "")
-        caption = CAPTIONS[kind].format(orientation=orientation, lowest=figure_drawing.LOWEST_EIGENVALUE)
+        kind, _, orientation = (
+            name.partition("_") if name not in CAPTIONS else (name, "", "")
+        )
+        caption = CAPTIONS[kind].format(
+            orientation=orientation, lowest=figure_drawing.LOWEST_EIGENVALUE
+        )
         parts.append(f"![{name.replace('_', ' ')}]({name}.png)\n\n{caption}\n")
     return "\n".join(part for part in parts if part)
 
@@ -144,15 +226,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         RunError: where the user can fix something; it names the flag.
     """
-    options = tyro.cli(Options, args=arguments, prog="python -m examples.research.figures")
+    options = tyro.cli(
+        Options, args=arguments, prog="python -m examples.research.figures"
+    )
     check(options)
     opened = [figure_data.open_run(folder, options.tokens) for folder in options.run]
-    chosen = [(run, run.ranks(options.rank), run.shown(options.steps)) for run in opened]
+    chosen = [
+        (run, run.ranks(options.rank), run.shown(options.steps)) for run in opened
+    ]
     runs = [figure_data.numbers(*one) for one in chosen]
-    content = report.header(report.command("figures", options), jax.devices()[0]) | {"runs": runs}
+    content = report.header(report.command("figures", options), jax.devices()[0]) | {
+        "runs": runs
+    }
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "figures.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
-    (options.out / "README.md").write_text(markdown(content, figure_drawing.draw(options.out, runs)))
+    (options.out / "figures.json").write_text(
+        json.dumps(content, separators=(",", ":")) + "\n"
+    )
+    (options.out / "README.md").write_text(
+        markdown(content, figure_drawing.draw(options.out, runs))
+    )
     print(energy_table(runs), f"Figures, numbers and report: {options.out}/", sep="\n")
 
 

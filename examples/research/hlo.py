@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one device does in a compiled program, read off its text.
 
-``parse`` turns the text into computations of instructions. ``executed`` walks them from the entry: a loop counts as
-often as it turns, and of a conditional's branches the most expensive counts. The caller says what an
-instruction costs: ``cost`` adds up bytes of collectives and operations of products, ``machine_cost`` the time on a TPU
-or GPU, from ``products`` and from what ``traffic`` counts.
+``parse`` turns the text into computations of instructions. ``executed`` walks them from
+the entry: a loop counts as often as it turns, and of a conditional's branches the most
+expensive counts. The caller says what an instruction costs: ``cost`` adds up bytes of
+collectives and operations of products, ``machine_cost`` the time on a TPU or GPU, from
+``products`` and from what ``traffic`` counts.
 """
 
 import dataclasses
@@ -17,11 +18,35 @@ from typing import NamedTuple
 import numpy as np
 
 # The last is how TPUs of one slice get something from those of another: by their hosts.
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "recv")
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "reduce-scatter",
+    "recv",
+)
 # What names, groups or waits for values, and does not compute any.
 FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier"),
-    *("partition-id", "replica-id", "copy-done", "slice-done", "dynamic-slice-done", "async-update", "async-done"),
+    *(
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "add-dependency",
+        "opt-barrier",
+    ),
+    *(
+        "partition-id",
+        "replica-id",
+        "copy-done",
+        "slice-done",
+        "dynamic-slice-done",
+        "async-update",
+        "async-done",
+    ),
 }
 _BYTES = {"pred": 1, "bf16": 2, "f16": 2, "c64": 8, "c128": 16, "token": 0}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
@@ -32,7 +57,9 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{\s*$")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line: ``name = shape operation(operands), rest``; ``literal`` is what stands in the parentheses."""
+    """One line: ``name = shape operation(operands), rest``; ``literal`` is what stands
+    in the parentheses.
+    """
 
     name: str
     shape: str
@@ -67,7 +94,9 @@ class Executed(NamedTuple):
 
 
 class Array(NamedTuple):
-    """An array in a shape; ``memory`` is the number of its memory space, 0 for the main one."""
+    """An array in a shape; ``memory`` is the number of its memory space, 0 for the main
+    one.
+    """
 
     dtype: str
     sizes: tuple[int, ...]
@@ -80,7 +109,9 @@ class Array(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Operations (two a multiply-add) of a matrix product on operands of one type at one precision."""
+    """Operations (two a multiply-add) of a matrix product on operands of one type at
+    one precision.
+    """
 
     flops: float
     dtype: str
@@ -88,10 +119,12 @@ class Product(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Per device and run: output bytes by kind of collective, and operations (two a multiply-add) of products.
+    """Per device and run: output bytes by kind of collective, and operations (two a
+    multiply-add) of products.
 
-    ``far`` are those of the bytes that collectives exchange with devices beyond the fast network, ``overlapped`` those
-    that move while the device computes, as the compiler has scheduled it.
+    ``far`` are those of the bytes that collectives exchange with devices beyond the
+    fast network, ``overlapped`` those that move while the device computes, as the
+    compiler has scheduled it.
     """
 
     collectives: dict[str, float]
@@ -106,44 +139,66 @@ class Cost(NamedTuple):
 
 
 def cost(text: str, turns: float | None = None, group: int | None = None) -> Cost:
-    """Count a compiled program. Of a conditional, every kind of cost is that of the branch with most of it.
+    """Count a compiled program. Of a conditional, every kind of cost is that of the
+    branch with most of it.
 
     Args:
         text: ``compiled.as_text()``.
         turns: how often loops turn on average whose bounds are data.
-        group: how many devices, one after the other, share a fast network; None: all of them.
+        group: how many devices, one after the other, share a fast network; None: all of
+            them.
 
     Returns:
         Its cost.
 
     Raises:
-        ValueError: if a loop that multiplies or communicates does not say how often it turns and ``turns`` is None.
+        ValueError: if a loop that multiplies or communicates does not say how often it
+            turns and ``turns`` is None.
     """
     program = parse(text)
 
     def flops(instruction: Instruction, computation: Computation) -> float:
-        return sum(product.flops for product in products(program, instruction, computation))
+        return sum(
+            product.flops for product in products(program, instruction, computation)
+        )
 
     def moved(which: Callable[[Instruction, Computation], bool]) -> float:
         def weight(instruction: Instruction, computation: Computation) -> float:
             within = inside(program, instruction, computation)
-            return sum(collective_bytes(i) for i, where in within if which(i, where) and not continued(i, where))
+            return sum(
+                collective_bytes(i)
+                for i, where in within
+                if which(i, where) and not continued(i, where)
+            )
 
         return total(executed(program, weight, turns), weight)
 
-    kinds = {collective(i) for computation in program.computations.values() for i in computation.values()}
-    totals = {kind: moved(lambda i, _, kind=kind: collective(i) == kind) for kind in COLLECTIVES if kind in kinds}
+    kinds = {
+        collective(i)
+        for computation in program.computations.values()
+        for i in computation.values()
+    }
+    totals = {
+        kind: moved(lambda i, _, kind=kind: collective(i) == kind)
+        for kind in COLLECTIVES
+        if kind in kinds
+    }
     far = 0 if group is None else moved(lambda i, _: goes_beyond(i, group))
     done = total(executed(program, flops, turns), flops)
-    return Cost({kind: n for kind, n in totals.items() if n}, done, far, moved(overlaps))
+    return Cost(
+        {kind: n for kind, n in totals.items() if n}, done, far, moved(overlaps)
+    )
 
 
-def total(done: list[Executed], price: Callable[[Instruction, Computation], float]) -> float:
+def total(
+    done: list[Executed], price: Callable[[Instruction, Computation], float]
+) -> float:
     """The sum of ``price`` over all instructions."""
     return sum(e.times * price(e.instruction, e.computation) for e in done)
 
 
-# --- Reading -----------------------------------------------------------------------------------------------------
+# --- Reading
+# ------------------------------------------------------------------------------------
 
 
 def parse(text: str) -> Program:
@@ -161,7 +216,9 @@ def parse(text: str) -> Program:
         if found and operation:
             literal, rest = _in_parentheses(found[3][operation.end() :])
             shape, root = found[3][: operation.start()], bool(found[1])
-            current[found[2]] = Instruction(found[2], shape, operation[1], _names(literal), literal, rest, root)
+            current[found[2]] = Instruction(
+                found[2], shape, operation[1], _names(literal), literal, rest, root
+            )
     return Program(computations, entry)
 
 
@@ -213,7 +270,13 @@ def arrays(shape: str) -> list[Array]:
     found = []
     for dtype, sizes, layout in _ARRAY.findall(shape):
         space = re.search(r"S\((\d+)\)", layout)
-        found.append(Array(dtype, tuple(int(s) for s in sizes.split(",") if s), int(space[1]) if space else 0))
+        found.append(
+            Array(
+                dtype,
+                tuple(int(s) for s in sizes.split(",") if s),
+                int(space[1]) if space else 0,
+            )
+        )
     return found
 
 
@@ -222,11 +285,14 @@ def root_of(computation: Computation) -> Instruction:
     return next(i for i in computation.values() if i.root)
 
 
-# --- Walking -----------------------------------------------------------------------------------------------------
+# --- Walking
+# ------------------------------------------------------------------------------------
 
 
 def executed(
-    program: Program, weight: Callable[[Instruction, Computation], float], turns: float | None = None
+    program: Program,
+    weight: Callable[[Instruction, Computation], float],
+    turns: float | None = None,
 ) -> list[Executed]:
     """What a run launches.
 
@@ -250,7 +316,9 @@ class _Walk:
     turns: float | None
 
     def computation(self, name: str, constants: dict[int, int]) -> list[Executed]:
-        """What ``name`` launches; ``constants`` are elements of its parameter that are known."""
+        """What ``name`` launches; ``constants`` are elements of its parameter that are
+        known.
+        """
         body, found = self.program.computations[name], []
         for i in body.values():
             if i.operation == "while":
@@ -258,18 +326,29 @@ class _Walk:
             elif i.operation == "conditional":
                 found += self.branches(i)
             elif i.operation in ("call", "async-start") and called(i):
-                handed = _tuple_constants(i, body, constants) if len(i.operands) == 1 else {}
+                handed = (
+                    _tuple_constants(i, body, constants) if len(i.operands) == 1 else {}
+                )
                 found += self.computation(called(i) or "", handed)
             elif i.operation not in FREE:
                 found.append(Executed(i, body, 1))
         return found
 
-    def loop(self, i: Instruction, body: Computation, constants: dict[int, int]) -> list[Executed]:
-        condition, inner = attribute(i, r"condition=%?([\w.\-]+)"), attribute(i, r"body=%?([\w.\-]+)")
+    def loop(
+        self, i: Instruction, body: Computation, constants: dict[int, int]
+    ) -> list[Executed]:
+        condition, inner = (
+            attribute(i, r"condition=%?([\w.\-]+)"),
+            attribute(i, r"body=%?([\w.\-]+)"),
+        )
         assert condition
         assert inner
         starts = _tuple_constants(i, body, constants)
-        kept = {k: v for k, v in starts.items() if k in _invariant(self.program.computations[inner])}
+        kept = {
+            k: v
+            for k, v in starts.items()
+            if k in _invariant(self.program.computations[inner])
+        }
         once = self.computation(inner, kept)
         count = trips(self.program, i, starts, kept)
         if count is not None:
@@ -282,7 +361,11 @@ class _Walk:
 
     def branches(self, i: Instruction) -> list[Executed]:
         listed = attribute(i, r"branch_computations=\{([^}]*)\}")
-        names = listed.split(",") if listed else re.findall(r"(?:true|false)_computation=([^,\s]+)", i.rest)
+        names = (
+            listed.split(",")
+            if listed
+            else re.findall(r"(?:true|false)_computation=([^,\s]+)", i.rest)
+        )
         runs = [self.computation(name.strip().lstrip("%"), {}) for name in names]
         return max(runs, key=lambda run: total(run, self.weight))
 
@@ -291,7 +374,9 @@ def _times(done: list[Executed], n: float) -> list[Executed]:
     return [e._replace(times=e.times * n) for e in done]
 
 
-def trips(program: Program, loop: Instruction, starts: dict[int, int], kept: dict[int, int]) -> int | None:
+def trips(
+    program: Program, loop: Instruction, starts: dict[int, int], kept: dict[int, int]
+) -> int | None:
     """How often a loop turns, None where data decide.
 
     Args:
@@ -308,35 +393,54 @@ def trips(program: Program, loop: Instruction, starts: dict[int, int], kept: dic
     if test.operation == "fusion":
         fused = program.computations[called(test) or ""]
         test = root_of(fused)
-        outer = {i.name: operands[int(i.literal)] for i in fused.values() if i.operation == "parameter"}
+        outer = {
+            i.name: operands[int(i.literal)]
+            for i in fused.values()
+            if i.operation == "parameter"
+        }
         operands = tuple(outer.get(name, name) for name in test.operands)
         condition = fused | condition
     if test.operation != "compare" or attribute(test, r"direction=(\w+)") != "LT":
         return None
-    start, bound = _constant(operands[0], condition, starts), _constant(operands[1], condition, kept)
+    start, bound = (
+        _constant(operands[0], condition, starts),
+        _constant(operands[1], condition, kept),
+    )
     return None if bound is None else max(bound - (start or 0), 0)
 
 
-def _constant(name: str, computation: Computation, parameter: dict[int, int]) -> int | None:
-    """The whole number that ``name`` is; ``parameter`` are known elements of the computation's tuple."""
+def _constant(
+    name: str, computation: Computation, parameter: dict[int, int]
+) -> int | None:
+    """The whole number that ``name`` is; ``parameter`` are known elements of the
+    computation's tuple.
+    """
     i = computation[name]
     if i.operation == "constant" and re.fullmatch(r"-?\d+", i.literal):
         return int(i.literal)
-    if i.operation == "get-tuple-element" and computation[i.operands[0]].operation == "parameter":
+    if (
+        i.operation == "get-tuple-element"
+        and computation[i.operands[0]].operation == "parameter"
+    ):
         return parameter.get(int(attribute(i, r"index=(\d+)") or -1))
     if i.operation in ("copy", "bitcast", "copy-done", "copy-start"):
         return _constant(i.operands[0], computation, parameter)
     return None
 
 
-def _tuple_constants(i: Instruction, computation: Computation, parameter: dict[int, int]) -> dict[int, int]:
+def _tuple_constants(
+    i: Instruction, computation: Computation, parameter: dict[int, int]
+) -> dict[int, int]:
     """The elements, of the tuple that ``i`` takes, that are constants."""
     start = computation[i.operands[0]]
     if start.operation == "parameter":
         return parameter
     if start.operation != "tuple":
         return {}
-    found = {k: _constant(name, computation, parameter) for k, name in enumerate(start.operands)}
+    found = {
+        k: _constant(name, computation, parameter)
+        for k, name in enumerate(start.operands)
+    }
     return {k: v for k, v in found.items() if v is not None}
 
 
@@ -355,7 +459,8 @@ def _invariant(body: Computation) -> set[int]:
     }
 
 
-# --- Counting ----------------------------------------------------------------------------------------------------
+# --- Counting
+# ------------------------------------------------------------------------------------
 
 
 def collective(instruction: Instruction) -> str | None:
@@ -367,21 +472,34 @@ def collective(instruction: Instruction) -> str | None:
 
 
 def continued(instruction: Instruction, computation: Computation) -> bool:
-    """Whether it stands for a collective that another fusion has begun: a TPU's repeat it until it is done."""
-    return _in_chain(instruction) and not any(call_target(i) == "AsyncCollectiveStart" for i in computation.values())
+    """Whether it stands for a collective that another fusion has begun: a TPU's repeat
+    it until it is done.
+    """
+    return _in_chain(instruction) and not any(
+        call_target(i) == "AsyncCollectiveStart" for i in computation.values()
+    )
 
 
 def overlaps(instruction: Instruction, computation: Computation) -> bool:
-    """Whether it is a collective that has something to compute scheduled between its beginning and its end."""
+    """Whether it is a collective that has something to compute scheduled between its
+    beginning and its end.
+    """
     if collective(instruction) is None or instruction.operation == "recv":
         return False
     if _in_chain(instruction):
         return True
     if not instruction.operation.endswith("-start"):
         return False
-    following = list(computation.values())[list(computation).index(instruction.name) + 1 :]
-    between = itertools.takewhile(lambda i: instruction.name not in i.operands, following)
-    return any(i.operation not in FREE and not i.operation.endswith(("-start", "-done")) for i in between)
+    following = list(computation.values())[
+        list(computation).index(instruction.name) + 1 :
+    ]
+    between = itertools.takewhile(
+        lambda i: instruction.name not in i.operands, following
+    )
+    return any(
+        i.operation not in FREE and not i.operation.endswith(("-start", "-done"))
+        for i in between
+    )
 
 
 def _in_chain(instruction: Instruction) -> bool:
@@ -394,11 +512,15 @@ def call_target(instruction: Instruction) -> str | None:
 
 
 def goes_beyond(instruction: Instruction, group: int) -> bool:
-    """Whether it is a collective of devices that are not of one group of so many, one after the other."""
+    """Whether it is a collective of devices that are not of one group of so many, one
+    after the other.
+    """
     kind = collective(instruction)
     if kind in (None, "recv"):
         return kind == "recv"
-    return any(len({device // group for device in one}) > 1 for one in groups(instruction))
+    return any(
+        len({device // group for device in one}) > 1 for one in groups(instruction)
+    )
 
 
 def groups(instruction: Instruction) -> list[list[int]]:
@@ -407,17 +529,33 @@ def groups(instruction: Instruction) -> list[list[int]]:
     listed = pairs or attribute(instruction, r"replica_groups=(\{\{[\d,{}]*\}\})")
     if listed:
         return [_whole_numbers(one) for one in re.findall(r"\{([\d,]+)\}", listed)]
-    lined_up = re.search(r"replica_groups=\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.rest)
+    lined_up = re.search(
+        r"replica_groups=\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?",
+        instruction.rest,
+    )
     if lined_up:
-        return _lined_up(lined_up[2], lined_up[3]).reshape(int(lined_up[1]), -1).tolist()
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", instruction.rest)
+        return (
+            _lined_up(lined_up[2], lined_up[3]).reshape(int(lined_up[1]), -1).tolist()
+        )
+    mesh = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}",
+        instruction.rest,
+    )
     if mesh is None:
         raise ValueError(f"between which devices is not said: {instruction.rest[:200]}")
     axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-    order = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\)?)?", mesh[2] or f"[{math.prod(axes.values())}]")
-    ids = (_lined_up(order[1], order[2]) if order else np.array(_whole_numbers(mesh[2]))).reshape(list(axes.values()))
+    order = re.match(
+        r"\[([\d,]+)\](?:T\(([\d,]+)\)?)?", mesh[2] or f"[{math.prod(axes.values())}]"
+    )
+    ids = (
+        _lined_up(order[1], order[2]) if order else np.array(_whole_numbers(mesh[2]))
+    ).reshape(list(axes.values()))
     among = [list(axes).index(name) for name in re.findall(r"'(\w+)'", mesh[3])]
-    return np.moveaxis(ids, among, range(-len(among), 0)).reshape(-1, math.prod(ids.shape[a] for a in among)).tolist()
+    return (
+        np.moveaxis(ids, among, range(-len(among), 0))
+        .reshape(-1, math.prod(ids.shape[a] for a in among))
+        .tolist()
+    )
 
 
 def _lined_up(sizes: str, order: str | None) -> np.ndarray:
@@ -431,10 +569,14 @@ def collective_bytes(instruction: Instruction) -> float:
     sizes = [array.bytes for array in arrays(instruction.shape)]
     if instruction.operation == "recv":  # and a context, and a token
         return sizes[0]
-    return sum(sizes[len(sizes) // 2 :] if instruction.operation.endswith("-start") else sizes)
+    return sum(
+        sizes[len(sizes) // 2 :] if instruction.operation.endswith("-start") else sizes
+    )
 
 
-def products(program: Program, instruction: Instruction, computation: Computation) -> list[Product]:
+def products(
+    program: Program, instruction: Instruction, computation: Computation
+) -> list[Product]:
     """The matrix products in an instruction and in what is fused in it.
 
     Raises:
@@ -443,23 +585,42 @@ def products(program: Program, instruction: Instruction, computation: Computatio
     found = []
     for i, where in inside(program, instruction, computation):
         if i.operation == "dot":
-            contracted = _whole_numbers(attribute(i, r"lhs_contracting_dims=\{([\d,]*)\}"))
+            contracted = _whole_numbers(
+                attribute(i, r"lhs_contracting_dims=\{([\d,]*)\}")
+            )
             found.append(_product(i, where, _contraction(i, where, contracted)))
         elif i.operation == "convolution":
             found.append(_product(i, where, _taps(i, where)))
-        elif i.operation == "custom-call" and attribute(i, r'custom_call_target="(__cublas\$[^"]*)"'):
+        elif i.operation == "custom-call" and attribute(
+            i, r'custom_call_target="(__cublas\$[^"]*)"'
+        ):
             listed = attribute(i, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-            found.append(_product(i, where, _contraction(i, where, _whole_numbers(listed))))
+            found.append(
+                _product(i, where, _contraction(i, where, _whole_numbers(listed)))
+            )
         elif i.operation == "custom-call" and "matmul" in i.rest:
-            raise ValueError(f"a product hidden in a custom call is not counted: {i.rest[:200]}")
+            raise ValueError(
+                f"a product hidden in a custom call is not counted: {i.rest[:200]}"
+            )
     return found
 
 
 def _product(i: Instruction, computation: Computation, contracted: float) -> Product:
-    precision = attribute(i, r"operand_precision=\{(\w+)") or attribute(i, r'"operand_precision":\["(\w+)"')
-    algorithm = attribute(i, r"algorithm=(dot_\w+)") or attribute(i, r'"algorithm":"ALG_(DOT_\w+)"')
-    result, dtype = arrays(i.shape)[0], arrays(computation[i.operands[0]].shape)[0].dtype
-    return Product(2.0 * math.prod(result.sizes) * contracted, dtype, (algorithm or precision or "default").lower())
+    precision = attribute(i, r"operand_precision=\{(\w+)") or attribute(
+        i, r'"operand_precision":\["(\w+)"'
+    )
+    algorithm = attribute(i, r"algorithm=(dot_\w+)") or attribute(
+        i, r'"algorithm":"ALG_(DOT_\w+)"'
+    )
+    result, dtype = (
+        arrays(i.shape)[0],
+        arrays(computation[i.operands[0]].shape)[0].dtype,
+    )
+    return Product(
+        2.0 * math.prod(result.sizes) * contracted,
+        dtype,
+        (algorithm or precision or "default").lower(),
+    )
 
 
 def _contraction(i: Instruction, computation: Computation, axes: list[int]) -> int:
@@ -468,16 +629,21 @@ def _contraction(i: Instruction, computation: Computation, axes: list[int]) -> i
 
 
 def _taps(i: Instruction, computation: Computation) -> float:
-    """Multiplications for an output of a convolution, which is how a TPU writes products.
+    """Multiplications for an output of a convolution, which is how a TPU writes
+    products.
 
-    They are the kernel's input features times its window, without the zeros that dilation puts in the window: a batch
-    of products is a convolution whose window sees one of them at a time.
+    They are the kernel's input features times its window, without the zeros that
+    dilation puts in the window: a batch of products is a convolution whose window sees
+    one of them at a time.
     """
     labels = attribute(i, r"dim_labels=\w+_(\w+)->") or "io"
     features = arrays(computation[i.operands[1]].shape)[0].sizes[labels.index("i")]
     window = attribute(i, r"window=\{([^}]*)\}") or ""
     sizes, dilation = _by_x(window, "size"), _by_x(window, "lhs_dilate")
-    return features * math.prod(-(-size // d) for size, d in zip(sizes, dilation or [1] * len(sizes), strict=True))
+    return features * math.prod(
+        -(-size // d)
+        for size, d in zip(sizes, dilation or [1] * len(sizes), strict=True)
+    )
 
 
 def _by_x(window: str, name: str) -> list[int]:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every inequality of the paper's convergence analysis, as a function of the matrices of one step.
+"""Every inequality of the paper's convergence analysis, as a function of the matrices
+of one step.
 
-``Step`` holds what an optimizer was given and gave back, in the row orientation, and derives from it in NumPy what the
-analysis speaks of; the preconditioner is that which must have been used, ``P = T Psi^+``. An inequality is a function
-that returns what should be the larger side and what should be the smaller one; ``slack`` compares them. With ``m > n``
-the row-oriented ``Gamma`` has no inverse and the preconditioner cannot be told from the update: ``m <= n`` throughout.
+``Step`` holds what an optimizer was given and gave back, in the row orientation, and
+derives from it in NumPy what the analysis speaks of; the preconditioner is that which
+must have been used, ``P = T Psi^+``. An inequality is a function that returns what
+should be the larger side and what should be the smaller one; ``slack`` compares them.
+With ``m > n`` the row-oriented ``Gamma`` has no inverse and the preconditioner cannot
+be told from the update: ``m <= n`` throughout.
 """
 
 import dataclasses
@@ -19,7 +22,9 @@ Array = np.ndarray
 
 
 class Sides(NamedTuple):
-    """What should be the larger side, and the smaller one: numbers, or arrays for several inequalities at once."""
+    """What should be the larger side, and the smaller one: numbers, or arrays for
+    several inequalities at once.
+    """
 
     larger: npt.ArrayLike
     smaller: npt.ArrayLike
@@ -27,7 +32,8 @@ class Sides(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step ``W - learning_rate T``, of a variant without momentum, RMS scaling and weight decay.
+    """One step ``W - learning_rate T``, of a variant without momentum, RMS scaling and
+    weight decay.
 
     Attributes:
         gradient: ``(m, n)``.
@@ -52,7 +58,10 @@ class Step:
     @functools.cached_property
     def x(self) -> Array:
         """Relaxed tangent gradient."""
-        return self.gradient - np.sum(self.gradient * self.weight, axis=1, keepdims=True) * self.weight
+        return (
+            self.gradient
+            - np.sum(self.gradient * self.weight, axis=1, keepdims=True) * self.weight
+        )
 
     @functools.cached_property
     def psi(self) -> Array:
@@ -84,7 +93,11 @@ class Step:
     def exact_preconditioner(self) -> Array:
         """``P`` as the paper defines it, from the eigendecomposition of ``Gamma``."""
         values, vectors = self.eigen
-        left_alone = (values <= 1) | (np.arange(len(values)) >= self.rank) if self.rank is not None else False
+        left_alone = (
+            (values <= 1) | (np.arange(len(values)) >= self.rank)
+            if self.rank is not None
+            else False
+        )
         return (vectors * np.where(left_alone, 1, values**-0.5)) @ vectors.T
 
     def with_exact_update(self) -> "Step":
@@ -95,7 +108,9 @@ class Step:
     def sines(self) -> Array:
         """``sin(phi_i)``, of the angles between the rows of gradient and weight."""
         along = unit(self.weight)
-        tangent = self.gradient - np.sum(self.gradient * along, axis=1, keepdims=True) * along
+        tangent = (
+            self.gradient - np.sum(self.gradient * along, axis=1, keepdims=True) * along
+        )
         return lengths(tangent) / lengths(self.gradient)
 
     @property
@@ -105,7 +120,9 @@ class Step:
 
     @functools.cached_property
     def gamma_prime(self) -> float:
-        """``gamma'``: the largest norm of a column of cosines between rows of ``Psi`` and a row of the weight."""
+        """``gamma'``: the largest norm of a column of cosines between rows of ``Psi``
+        and a row of the weight.
+        """
         return float(np.linalg.norm(self.psi @ unit(self.weight).T, axis=0).max())
 
     @functools.cached_property
@@ -116,16 +133,22 @@ class Step:
     @property
     def chi(self) -> float:
         """``chi``: the spectral factor."""
-        return float(np.sqrt(self.values[0] / (self.values[-1] if self.rank is None else 1)))
+        return float(
+            np.sqrt(self.values[0] / (self.values[-1] if self.rank is None else 1))
+        )
 
     @property
     def epsilon(self) -> float:
-        """``1 - nu gamma' chi`` of this step; the theorem needs it positive on all steps."""
+        """``1 - nu gamma' chi`` of this step; the theorem needs it positive on all
+        steps.
+        """
         return 1 - self.nu * self.gamma_prime * self.chi
 
     @functools.cached_property
     def delta(self) -> float:
-        """``||P_hat - P||_op``: how far the preconditioner that was used is from the paper's."""
+        """``||P_hat - P||_op``: how far the preconditioner that was used is from the
+        paper's.
+        """
         return float(np.linalg.norm(self.preconditioner - self.exact_preconditioner, 2))
 
     @property
@@ -160,7 +183,9 @@ def lemma_1(step: Step) -> Sides:
 
 
 def lemma_2_basis(step: Step) -> Sides:
-    """``P`` is symmetric and shares the eigenvectors of ``Gamma``: what is left beside their span is nothing."""
+    """``P`` is symmetric and shares the eigenvectors of ``Gamma``: what is left beside
+    their span is nothing.
+    """
     _, vectors = step.eigen
     turned = vectors.T @ step.preconditioner @ vectors
     return Sides(np.linalg.norm(np.diag(turned)), np.linalg.norm(turned))
@@ -174,11 +199,15 @@ def lemma_2_a(step: Step) -> Sides:
 def lemma_2_b(step: Step) -> Sides:
     """``max(m, n)^(1/2) >= m^(1/2) >= ||T||_F``."""
     root = len(step.update) ** 0.5
-    return Sides(np.array([step.side**0.5, root]), np.array([root, np.linalg.norm(step.update)]))
+    return Sides(
+        np.array([step.side**0.5, root]), np.array([root, np.linalg.norm(step.update)])
+    )
 
 
 def lemma_2_b_spectrum(step: Step) -> Sides:
-    """``||T||_F^2`` is m for NormPre-G, and ``sum_C 1 + sum_rest lambda_i`` for NormPre-L: neither more nor less."""
+    """``||T||_F^2`` is m for NormPre-G, and ``sum_C 1 + sum_rest lambda_i`` for
+    NormPre-L: neither more nor less.
+    """
     m = len(step.update)
     kept = step.values[: step.rank or 0]
     expected = m if step.rank is None else m - np.sum(np.maximum(kept, 1) - 1)
@@ -194,7 +223,11 @@ def lemma_2_c(step: Step) -> Sides:
 
 def lemma_2_c_equality(step: Step) -> Sides | None:
     """For NormPre-G ``lambda_min(P)`` is no more than ``lambda_1^(-1/2)`` either."""
-    return None if step.rank is not None else Sides(step.values[0] ** -0.5, step.factors[0])
+    return (
+        None
+        if step.rank is not None
+        else Sides(step.values[0] ** -0.5, step.factors[0])
+    )
 
 
 def lemma_3_factors(step: Step) -> Sides:
@@ -205,47 +238,74 @@ def lemma_3_factors(step: Step) -> Sides:
 def lemma_3_operator(step: Step) -> Sides:
     """``nu gamma' ||P||_op sum_i ||x_i|| >= |<G - X, T>|``."""
     slope = step.nu * step.gamma_prime * np.linalg.norm(step.preconditioner, 2)
-    return Sides(slope * lengths(step.x).sum(), abs(inner(step.gradient - step.x, step.update)))
+    return Sides(
+        slope * lengths(step.x).sum(), abs(inner(step.gradient - step.x, step.update))
+    )
 
 
 def lemma_3(step: Step) -> Sides:
     """``nu gamma' chi <X, T> >= |<G - X, T>|``."""
     slope = step.nu * step.gamma_prime * step.chi
-    return Sides(slope * inner(step.x, step.update), abs(inner(step.gradient - step.x, step.update)))
+    return Sides(
+        slope * inner(step.x, step.update),
+        abs(inner(step.gradient - step.x, step.update)),
+    )
 
 
 def smoothness(step: Step) -> Sides:
     """``loss - lr <G, T> + L lr^2 ||T||^2 / 2 >= next loss``."""
     change = -step.learning_rate * inner(step.gradient, step.update)
-    change += step.smoothness / 2 * (step.learning_rate * np.linalg.norm(step.update)) ** 2
+    change += (
+        step.smoothness / 2 * (step.learning_rate * np.linalg.norm(step.update)) ** 2
+    )
     return Sides(step.loss + change, step.next_loss)
 
 
 def signal(step: Step) -> Sides | None:
-    """Where the condition holds: ``<G, T> >= epsilon <X, T> >= epsilon gamma max(m, n)^(-1/2) ||G||``."""
+    """Where the condition holds: ``<G, T> >= epsilon <X, T> >= epsilon gamma max(m,
+    n)^(-1/2) ||G||``.
+    """
     if step.epsilon <= 0:
         return None
     least = step.epsilon * inner(step.x, step.update)
     last = step.epsilon * step.gamma * step.side**-0.5 * np.linalg.norm(step.gradient)
-    return Sides(np.array([inner(step.gradient, step.update), least]), np.array([least, last]))
+    return Sides(
+        np.array([inner(step.gradient, step.update), least]), np.array([least, last])
+    )
 
 
 def one_step(step: Step) -> Sides | None:
-    """There too: ``loss - lr epsilon gamma max^(-1/2) ||G|| + L lr^2 max / 2 >= next loss``."""
+    """There too: ``loss - lr epsilon gamma max^(-1/2) ||G|| + L lr^2 max / 2 >= next
+    loss``.
+    """
     if step.epsilon <= 0:
         return None
-    change = -step.learning_rate * step.epsilon * step.gamma * step.side**-0.5 * np.linalg.norm(step.gradient)
-    return Sides(step.loss + change + step.smoothness / 2 * step.learning_rate**2 * step.side, step.next_loss)
+    change = (
+        -step.learning_rate
+        * step.epsilon
+        * step.gamma
+        * step.side**-0.5
+        * np.linalg.norm(step.gradient)
+    )
+    return Sides(
+        step.loss + change + step.smoothness / 2 * step.learning_rate**2 * step.side,
+        step.next_loss,
+    )
 
 
 def corollary_perturbation(step: Step) -> Sides:
     """``delta lambda_1^(1/2) >= ||T_hat - T||_op``."""
-    return Sides(step.delta * step.values[0] ** 0.5, np.linalg.norm(step.update - step.with_exact_update().update, 2))
+    return Sides(
+        step.delta * step.values[0] ** 0.5,
+        np.linalg.norm(step.update - step.with_exact_update().update, 2),
+    )
 
 
 def corollary_nuclear(step: Step) -> Sides:
     """``<X, Psi> / gamma >= ||G||_*``."""
-    return Sides(inner(step.x, step.psi) / step.gamma, np.linalg.norm(step.gradient, "nuc"))
+    return Sides(
+        inner(step.x, step.psi) / step.gamma, np.linalg.norm(step.gradient, "nuc")
+    )
 
 
 def corollary_duality(step: Step) -> Sides:
@@ -258,15 +318,22 @@ def corollary_duality(step: Step) -> Sides:
 def corollary_norm(step: Step) -> Sides:
     """``max(m, n)^(1/2) >= ||Psi||_F >= ||T_hat||_F``."""
     size = np.linalg.norm(step.psi)
-    return Sides(np.array([step.side**0.5, size]), np.array([size, np.linalg.norm(step.update)]))
+    return Sides(
+        np.array([step.side**0.5, size]), np.array([size, np.linalg.norm(step.update)])
+    )
 
 
 def corollary_signal(step: Step) -> Sides | None:
-    """Where the condition holds: ``<G, T_hat> >= (epsilon gamma - delta lambda_1) max(m, n)^(-1/2) ||G||``."""
+    """Where the condition holds: ``<G, T_hat> >= (epsilon gamma - delta lambda_1)
+    max(m, n)^(-1/2) ||G||``.
+    """
     rate = step.epsilon * step.gamma - step.delta * step.values[0]
     if step.epsilon <= 0 or rate <= 0:
         return None
-    return Sides(inner(step.gradient, step.update), rate * step.side**-0.5 * np.linalg.norm(step.gradient))
+    return Sides(
+        inner(step.gradient, step.update),
+        rate * step.side**-0.5 * np.linalg.norm(step.gradient),
+    )
 
 
 Inequality = Callable[[Step], Sides | None]  # None where it does not apply.
@@ -296,12 +363,16 @@ COROLLARY: tuple[Inequality, ...] = (
 
 
 def tolerance(step: Step) -> float:
-    """Rounding that is forgiven, as a share of the larger side: sums, and the inversion of ``Gamma`` for ``P``."""
+    """Rounding that is forgiven, as a share of the larger side: sums, and the inversion
+    of ``Gamma`` for ``P``.
+    """
     return float(1e-12 + 64 * np.finfo(float).eps * step.values[0] / step.values[-1])
 
 
 def slack(sides: Sides) -> float:
-    """By how much the larger side is the larger one, as a share of the two; negative where it is not."""
+    """By how much the larger side is the larger one, as a share of the two; negative
+    where it is not.
+    """
     larger, smaller = np.broadcast_arrays(*map(np.asarray, sides))
     size = np.maximum(np.maximum(np.abs(larger), np.abs(smaller)), np.finfo(float).tiny)
     return float(((larger - smaller) / size).min())

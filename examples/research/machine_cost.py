@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled program costs on a TPU or GPU that is not there: a model of the machine.
+"""What a compiled program costs on a TPU or GPU that is not there: a model of the
+machine.
 
-``hlo`` says what is executed, ``traffic`` what it moves. ``Tpu`` and ``Gpu`` hold a machine's published figures and
-price an instruction with them; ``meter`` adds the prices up over a run, and ``assumptions``
-says what they rest on. Nothing runs, so the figures are free of noise: they rank programs. They leave out what the
-compiler's text does not show: the cache of a GPU (every kernel reads and writes main memory), kernels that overlap,
-and collectives, which are counted in bytes only.
+``hlo`` says what is executed, ``traffic`` what it moves. ``Tpu`` and ``Gpu`` hold a
+machine's published figures and price an instruction with them; ``meter`` adds the
+prices up over a run, and ``assumptions`` says what they rest on. Nothing runs, so the
+figures are free of noise: they rank programs. They leave out what the compiler's text
+does not show: the cache of a GPU (every kernel reads and writes main memory), kernels
+that overlap, and collectives, which are counted in bytes only.
 """
 
 import collections
@@ -18,9 +20,11 @@ from typing import Any, NamedTuple
 from examples.research import hlo, traffic
 
 TOP = 10
-# Of a Jacobi eigendecomposition on a TPU: sweeps, and cycles that one round of one matrix takes. No estimate exists.
+# Of a Jacobi eigendecomposition on a TPU: sweeps, and cycles that one round of one
+# matrix takes. No estimate exists.
 EIGH_SWEEPS, EIGH_CYCLES = 8, 150
-# cuSOLVER's batched eigendecomposition takes 0.26 ms for batches of up to 32 x 32 (jax issue 31368).
+# cuSOLVER's batched eigendecomposition takes 0.26 ms for batches of up to 32 x 32 (jax
+# issue 31368).
 EIGH_CALL_MS, EIGH_BATCH, EIGH_SIDE = 0.5, 64, 64
 LAUNCH_MS = 2.5e-3
 # They rearrange names, or reserve memory.
@@ -28,7 +32,8 @@ FREE_CALLS = {"ConcatBitcast", "AllocateBuffer", "Sharding"}
 
 
 class Price(NamedTuple):
-    """Of one instruction, once: milliseconds of computing, of eigendecompositions, bytes of main memory, launches.
+    """Of one instruction, once: milliseconds of computing, of eigendecompositions,
+    bytes of main memory, launches.
 
     ``unpriced`` names what the model knows no time for.
     """
@@ -56,14 +61,19 @@ class Tpu(Memory):
 
     name: str
     topology: str
-    clock: float  # Hz: the published peak over the operations that the matrix units do in a cycle.
+    # Hz: the published peak over the operations that the matrix units do in a cycle.
+    clock: float
     bandwidth: float  # Bytes a second of HBM.
     peak: float  # bfloat16 operations a second.
 
     platform = "tpu"
 
-    def price(self, program: hlo.Program, i: hlo.Instruction, computation: hlo.Computation) -> Price:
-        """Cycles as the compiler estimates them; it prices products as if their operands were on the chip."""
+    def price(
+        self, program: hlo.Program, i: hlo.Instruction, computation: hlo.Computation
+    ) -> Price:
+        """Cycles as the compiler estimates them; it prices products as if their
+        operands were on the chip.
+        """
         target = hlo.call_target(i)
         if target in FREE_CALLS:
             return Price()
@@ -72,12 +82,18 @@ class Tpu(Memory):
             return Price(0, self.eigh_ms(i, computation), moved)
         cycles = hlo.attribute(i, r'"estimated_cycles":"(\d+)"')
         operations = hlo.attribute(i, r'"cost_estimate":\{"flops":"(\d+)"')
-        seconds = int(cycles) / self.clock if cycles else int(operations or 0) / self.peak
+        seconds = (
+            int(cycles) / self.clock if cycles else int(operations or 0) / self.peak
+        )
         known = cycles or operations or i.operation.endswith("-start")
-        return Price(1e3 * seconds, 0, moved, unpriced="" if known else _name_of(i, target))
+        return Price(
+            1e3 * seconds, 0, moved, unpriced="" if known else _name_of(i, target)
+        )
 
     def eigh_ms(self, i: hlo.Instruction, computation: hlo.Computation) -> float:
-        """A Jacobi eigendecomposition of matrices that come in four blocks of half their side."""
+        """A Jacobi eigendecomposition of matrices that come in four blocks of half
+        their side.
+        """
         *batch, half, _ = hlo.arrays(computation[i.operands[0]].shape)[0].sizes
         rounds = EIGH_SWEEPS * (2 * half - 1)
         return 1e3 * math.prod(batch) * rounds * EIGH_CYCLES / self.clock
@@ -90,19 +106,23 @@ class Tpu(Memory):
     def assumptions(self) -> str:
         """What the figures rest on, in words."""
         return (
-            f"cycles ms: the compiler's estimated cycles of all instructions at {self.clock / 1e9:.3g} GHz (published "
-            "peak over the operations of the matrix units in a cycle), loops as often as they turn, of a conditional "
-            "the dearest branch; a Pallas kernel as the operations that it says it does, at the peak. HBM ms: bytes "
-            "of all operands and results in main memory at "
-            f"{self.bandwidth / 1e9:,.0f} GB/s. ms: the larger of the two, plus eigh ms. eigh ms, an assumption, as "
-            f"the compiler estimates none: {EIGH_SWEEPS} sweeps of n - 1 rounds of {EIGH_CYCLES} cycles for every "
-            "matrix of side n."
+            "cycles ms: the compiler's estimated cycles of all instructions at"
+            f" {self.clock / 1e9:.3g} GHz (published peak over the operations of the"
+            " matrix units in a cycle), loops as often as they turn, of a conditional"
+            " the dearest branch; a Pallas kernel as the operations that it says it"
+            " does, at the peak. HBM ms: bytes of all operands and results in main"
+            f" memory at {self.bandwidth / 1e9:,.0f} GB/s. ms: the larger of the two,"
+            " plus eigh ms. eigh ms, an assumption, as the compiler estimates none:"
+            f" {EIGH_SWEEPS} sweeps of n - 1 rounds of {EIGH_CYCLES} cycles for every"
+            " matrix of side n."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu(Memory):
-    """An NVIDIA GPU; ``config`` is what the compiler is told of it (a ``GpuTargetConfig``)."""
+    """An NVIDIA GPU; ``config`` is what the compiler is told of it (a
+    ``GpuTargetConfig``).
+    """
 
     name: str
     bandwidth: float  # Bytes a second of main memory.
@@ -113,7 +133,9 @@ class Gpu(Memory):
 
     platform = "cuda"
 
-    def price(self, program: hlo.Program, i: hlo.Instruction, computation: hlo.Computation) -> Price:
+    def price(
+        self, program: hlo.Program, i: hlo.Instruction, computation: hlo.Computation
+    ) -> Price:
         """Bytes or operations of a kernel, whichever take longer, and its launch."""
         target = hlo.call_target(i)
         if target in FREE_CALLS:
@@ -121,9 +143,14 @@ class Gpu(Memory):
         moved = traffic.moved(program, i, computation)
         if target and "syev" in target:
             return Price(0, self.eigh_ms(i, computation), moved, 1)
-        computing = sum(1e3 * p.flops * self.seconds(p) for p in hlo.products(program, i, computation))
+        computing = sum(
+            1e3 * p.flops * self.seconds(p)
+            for p in hlo.products(program, i, computation)
+        )
         unpriced = target if target and not target.startswith("__cublas") else ""
-        return Price(max(computing, self.moving_ms(moved)) + LAUNCH_MS, 0, moved, 1, unpriced)
+        return Price(
+            max(computing, self.moving_ms(moved)) + LAUNCH_MS, 0, moved, 1, unpriced
+        )
 
     def seconds(self, product: hlo.Product) -> float:
         """Of one operation of a product."""
@@ -131,37 +158,51 @@ class Gpu(Memory):
         times = int(passes[1]) if passes else 1
         if product.dtype in ("bf16", "f16") or product.precision.startswith("dot_bf16"):
             return times / self.bfloat16
-        if product.dtype == "f32" and (product.precision in ("default", "high") or "tf32" in product.precision):
+        if product.dtype == "f32" and (
+            product.precision in ("default", "high") or "tf32" in product.precision
+        ):
             return times / self.tensor_float
         return times / self.float32
 
     def eigh_ms(self, i: hlo.Instruction, computation: hlo.Computation) -> float:
-        """A call for batches of small matrices; more of them, or larger ones, in proportion."""
+        """A call for batches of small matrices; more of them, or larger ones, in
+        proportion.
+        """
         *batch, side, _ = hlo.arrays(computation[i.operands[0]].shape)[0].sizes
-        return EIGH_CALL_MS * math.ceil(math.prod(batch) / EIGH_BATCH) * max(1, side / EIGH_SIDE) ** 3
+        return (
+            EIGH_CALL_MS
+            * math.ceil(math.prod(batch) / EIGH_BATCH)
+            * max(1, side / EIGH_SIDE) ** 3
+        )
 
     def total_ms(self, compute_ms: float, moved: float, eigh_ms: float) -> float:
-        """Kernels run one after the other, and each has been charged for what it moves."""
+        """Kernels run one after the other; each was charged for what it moves."""
         return compute_ms + eigh_ms
 
     @property
     def assumptions(self) -> str:
         """What the figures rest on, in words."""
         return (
-            f"kernels ms: for every kernel its bytes in and out at {self.bandwidth / 1e9:,.0f} GB/s or its products' "
-            f"operations, whichever take longer, and {1e3 * LAUNCH_MS:g} microseconds to launch; loops as often as "
-            "they turn, of a conditional the dearest branch. Operations a second, from NVIDIA's data sheet (dense): "
-            f"bfloat16 {self.bfloat16 / 1e12:g}e12; float32 {self.tensor_float / 1e12:g}e12 as TF32 at default "
-            f"precision, {self.float32 / 1e12:g}e12 at the highest. HBM ms: all bytes, without the cache. ms: kernels "
-            f"ms plus eigh ms. eigh ms, an assumption: {EIGH_CALL_MS} ms a call for up to {EIGH_BATCH} matrices of "
-            f"side up to {EIGH_SIDE} (published: 0.26 ms for batches up to 32 x 32, jax issue 31368)."
+            "kernels ms: for every kernel its bytes in and out at"
+            f" {self.bandwidth / 1e9:,.0f} GB/s or its products' operations, whichever"
+            f" take longer, and {1e3 * LAUNCH_MS:g} microseconds to launch; loops as"
+            " often as they turn, of a conditional the dearest branch. Operations a"
+            " second, from NVIDIA's data sheet (dense): bfloat16"
+            f" {self.bfloat16 / 1e12:g}e12; float32 {self.tensor_float / 1e12:g}e12 as"
+            f" TF32 at default precision, {self.float32 / 1e12:g}e12 at the highest."
+            " HBM ms: all bytes, without the cache. ms: kernels ms plus eigh ms. eigh"
+            f" ms, an assumption: {EIGH_CALL_MS} ms a call for up to {EIGH_BATCH}"
+            f" matrices of side up to {EIGH_SIDE} (published: 0.26 ms for batches up to"
+            " 32 x 32, jax issue 31368)."
         )
 
 
 def _name_of(i: hlo.Instruction, target: str | None) -> str:
     """What to call an instruction without a price; numbers by themselves need none."""
     entries = max((math.prod(array.sizes) for array in hlo.arrays(i.shape)), default=0)
-    return target or (f"{i.operation} ({i.op_name.rpartition('/')[2]})" if entries > 1 else "")
+    return target or (
+        f"{i.operation} ({i.op_name.rpartition('/')[2]})" if entries > 1 else ""
+    )
 
 
 Machine = Tpu | Gpu
@@ -178,7 +219,9 @@ def _gpu_config(
     clock_ghz: float,
     memory: int,
 ) -> str:
-    """Return XLA's ``GpuTargetConfig`` as text; FPUs and shared memory are those of a core, sizes are in bytes."""
+    """Return XLA's ``GpuTargetConfig`` as text; FPUs and shared memory are those of a
+    core, sizes are in bytes.
+    """
     fields = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
@@ -201,30 +244,69 @@ def _gpu_config(
     written = " ".join(f"{name}: {value}" for name, value in fields.items())
     major, minor = capability
     return (
-        f"gpu_device_info {{ {written} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
-        f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{description}"'
+        f"gpu_device_info {{ {written} cuda_compute_capability {{ major: {major} minor:"
+        f" {minor} }} }} "
+        'platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 }'
+        f' device_description_str: "{description}"'
     )
 
 
-# Peaks and bandwidths of TPUs are Google Cloud's, per JAX device: of tpu7x that is half a chip. Operations a cycle are
-# two for each place of the matrix units, four of 128 x 128 (v5e), eight of those (v5p) or four of 256 x 256.
-# GPUs are the SXM modules of NVIDIA's data sheets, without sparsity.
+# Peaks and bandwidths of TPUs are Google Cloud's, per JAX device: of tpu7x that is half
+# a chip. Operations a cycle are two for each place of the matrix units, four of 128 x
+# 128 (v5e), eight of those (v5p) or four of 256 x 256. GPUs are the SXM modules of
+# NVIDIA's data sheets, without sparsity.
 MACHINES: dict[str, Machine] = {
     "v5e": Tpu("TPU v5e", "v5e:2x2", clock=1.5e9, bandwidth=819e9, peak=197e12),
     "v5p": Tpu("TPU v5p", "v5p:2x2x1", clock=1.75e9, bandwidth=2765e9, peak=459e12),
     "v6e": Tpu("TPU v6e", "v6e:2x2", clock=1.75e9, bandwidth=1640e9, peak=918e12),
-    "tpu7x": Tpu("TPU7x (half a chip)", "tpu7x:2x2x1", clock=2.2e9, bandwidth=3690e9, peak=1153e12),
+    "tpu7x": Tpu(
+        "TPU7x (half a chip)",
+        "tpu7x:2x2x1",
+        clock=2.2e9,
+        bandwidth=3690e9,
+        peak=1153e12,
+    ),
     "a100": Gpu(
         *("A100 SXM 80 GB", 2039e9, 312e12, 156e12, 19.5e12),
-        _gpu_config("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 167936, 2039000000000, 41943040, 1.41, 85899345920),
+        _gpu_config(
+            "NVIDIA A100-SXM4-80GB",
+            (8, 0),
+            108,
+            64,
+            167936,
+            2039000000000,
+            41943040,
+            1.41,
+            85899345920,
+        ),
     ),
     "h100": Gpu(
         *("H100 SXM", 3352.32e9, 989e12, 494.7e12, 67e12),
-        _gpu_config("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 233472, 3352320000000, 52428800, 1.98, 84942979072),
+        _gpu_config(
+            "NVIDIA H100 80GB HBM3",
+            (9, 0),
+            132,
+            128,
+            233472,
+            3352320000000,
+            52428800,
+            1.98,
+            84942979072,
+        ),
     ),
     "b200": Gpu(
         *("B200 SXM", 8000e9, 2250e12, 1125e12, 75e12),
-        _gpu_config("NVIDIA B200", (10, 0), 148, 128, 233472, 8000000000000, 132644864, 1.965, 191512248320),
+        _gpu_config(
+            "NVIDIA B200",
+            (10, 0),
+            148,
+            128,
+            233472,
+            8000000000000,
+            132644864,
+            1.965,
+            191512248320,
+        ),
     ),
 }
 
@@ -238,18 +320,24 @@ def meter(text: str, machine: Machine, turns: float | None = None) -> dict[str, 
         turns: how often loops turn on average whose bounds are data.
 
     Returns:
-        ``ms``, the estimate; what it is made of: ``compute_ms``, ``hbm_ms``, ``eigh_ms``;
-        ``hbm_bytes``; ``kernels``; ``flops`` by type and precision of operands; ``collectives``, their output bytes;
-        ``unpriced``, instructions that no time is known for, by name; ``top``, the ten most expensive origins.
+        ``ms``, the estimate; what it is made of: ``compute_ms``, ``hbm_ms``,
+        ``eigh_ms``; ``hbm_bytes``; ``kernels``; ``flops`` by type and precision of
+        operands; ``collectives``, their output bytes; ``unpriced``, instructions that
+        no time is known for, by name; ``top``, the ten most expensive origins.
 
     Raises:
-        ValueError: if a loop whose bounds are data costs anything and ``turns`` is None.
+        ValueError: if a loop whose bounds are data costs anything and ``turns`` is
+            None.
     """
     program = hlo.parse(text)
 
     @functools.cache
     def at(name: str, computation: str) -> Price:
-        return machine.price(program, program.computations[computation][name], program.computations[computation])
+        return machine.price(
+            program,
+            program.computations[computation][name],
+            program.computations[computation],
+        )
 
     owner = {id(body): name for name, body in program.computations.items()}
 
@@ -261,7 +349,9 @@ def meter(text: str, machine: Machine, turns: float | None = None) -> dict[str, 
         return machine.total_ms(one.compute_ms, one.bytes, one.eigh_ms)
 
     compute, eigh, moved, kernels = 0.0, 0.0, 0.0, 0.0
-    flops, collectives, unpriced, origins, times = (collections.defaultdict[str, float](float) for _ in range(5))
+    flops, collectives, unpriced, origins, times = (
+        collections.defaultdict[str, float](float) for _ in range(5)
+    )
     for e in hlo.executed(program, weight, turns):
         one = price(e.instruction, e.computation)
         compute, eigh = compute + e.times * one.compute_ms, eigh + e.times * one.eigh_ms
@@ -286,5 +376,8 @@ def meter(text: str, machine: Machine, turns: float | None = None) -> dict[str, 
         "flops": dict(sorted(flops.items())),
         "collectives": dict(sorted(collectives.items())),
         "unpriced": dict(sorted(unpriced.items())),
-        "top": [{"origin": origin, "ms": origins[origin], "times": times[origin]} for origin in dearest],
+        "top": [
+            {"origin": origin, "ms": origins[origin], "times": times[origin]}
+            for origin in dearest
+        ],
     }

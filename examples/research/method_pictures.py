@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the method: what each stage of NormPre does to small matrices, drawn with the library's own functions.
+"""Pictures of the method: what each stage of NormPre does to small matrices, drawn with
+the library's own functions.
 
-``python -m examples.research.method_pictures`` draws five figures into ``docs/pictures``: six rows in the plane from
-stage to stage, the singular values of a larger matrix, the entries of one whose rows and columns are normalized in
-turn, what the tangent modes leave of a row, and what the metric of ``normpre_h`` changes. ``docs/method.md`` explains
-them.
+``python -m examples.research.method_pictures`` draws five figures into
+``docs/pictures``: six rows in the plane from stage to stage, the singular values of a
+larger matrix, the entries of one whose rows and columns are normalized in turn, what
+the tangent modes leave of a row, and what the metric of ``normpre_h`` changes.
+``docs/method.md`` explains them.
 """
 
 from collections.abc import Mapping
@@ -31,7 +33,8 @@ Array = np.ndarray
 
 
 def planar() -> tuple[Array, Array]:
-    """Six rows in the plane, very unequal and mostly along one direction, and the rows of a weight.
+    """Six rows in the plane, very unequal and mostly along one direction, and the rows
+    of a weight.
 
     Returns:
         Momentum and weight, (6, 2) both.
@@ -48,11 +51,14 @@ def planar() -> tuple[Array, Array]:
 
 def _polar(lengths: list[float], degrees: list[float]) -> Array:
     angles = np.radians(degrees)
-    return np.array(lengths)[:, None] * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    return np.array(lengths)[:, None] * np.stack(
+        [np.cos(angles), np.sin(angles)], axis=1
+    )
 
 
 def correlated(rows: int, columns: int, modes: int = 3) -> Array:
-    """A matrix as gradients are: a few strong directions, noise, and rows and columns of very unequal size.
+    """A matrix as gradients are: a few strong directions, noise, and rows and columns
+    of very unequal size.
 
     Args:
         rows: m.
@@ -65,7 +71,11 @@ def correlated(rows: int, columns: int, modes: int = 3) -> Array:
     draws = np.random.default_rng(0)
     shared = draws.normal(size=(rows, modes)) @ draws.normal(size=(modes, columns))
     scales = [np.exp(draws.normal(scale=0.8, size=size)) for size in (rows, columns)]
-    return scales[0][:, None] * (shared + 0.7 * draws.normal(size=(rows, columns))) * scales[1]
+    return (
+        scales[0][:, None]
+        * (shared + 0.7 * draws.normal(size=(rows, columns)))
+        * scales[1]
+    )
 
 
 def applied(stage: optax.GradientTransformation, x: Array) -> Array:
@@ -87,7 +97,8 @@ def applied(stage: optax.GradientTransformation, x: Array) -> Array:
 
 
 def stages(momentum: Array, weight: Array, rank: int) -> Mapping[str, Array]:
-    """Algorithm 1 in the row orientation, stage by stage, with both spectral stages; and Muon beside them.
+    """Algorithm 1 in the row orientation, stage by stage, with both spectral stages;
+    and Muon beside them.
 
     Args:
         momentum: (m, n).
@@ -95,14 +106,18 @@ def stages(momentum: Array, weight: Array, rank: int) -> Mapping[str, Array]:
         rank: modes that NormPre-L clips.
 
     Returns:
-        ``M``, ``X``, ``Psi``, ``G`` and ``L`` (both ``T``), and ``Muon``, which is ``msign(M)``.
+        ``M``, ``X``, ``Psi``, ``G`` and ``L`` (both ``T``), and ``Muon``, which is
+        ``msign(M)``.
 
     Example:
         >>> found = stages(*planar(), rank=1)
         >>> np.linalg.norm(found["Psi"], axis=1).round(4).tolist()
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     """
-    x, psi = (np.asarray(a) for a in diagnostics.normalized(jnp.asarray(momentum), jnp.asarray(weight)))
+    x, psi = (
+        np.asarray(a)
+        for a in diagnostics.normalized(jnp.asarray(momentum), jnp.asarray(weight))
+    )
     return {
         "M": momentum,
         "X": x,
@@ -133,46 +148,78 @@ def draw_plane() -> Figure:
 
 
 def _plane(ax: Axes, rows: Array, weight: Array | None, title: str) -> None:
-    """Rows as arrows, the image of the unit sphere under them as an ellipse, the unit circle dotted."""
+    """Rows as arrows, the image of the unit sphere under them as an ellipse, the unit
+    circle dotted.
+    """
     _, values, directions = np.linalg.svd(rows, full_matrices=False)
     side = 1.15 * max(values[0], 1.1)
     angle = float(np.degrees(np.arctan2(directions[0, 1], directions[0, 0])))
     shape = {"angle": angle, "facecolor": MODES, "alpha": 0.25, "edgecolor": "none"}
     ax.add_patch(Ellipse((0, 0), 2 * values[0], 2 * values[1], **shape))
-    ax.add_patch(Ellipse((0, 0), 2, 2, fill=False, edgecolor=QUIET, linestyle=":", linewidth=1))
+    ax.add_patch(
+        Ellipse((0, 0), 2, 2, fill=False, edgecolor=QUIET, linestyle=":", linewidth=1)
+    )
     if weight is not None:
         for x, y in weight:
             ax.plot([0, x], [0, y], color=QUIET, linewidth=1.2, zorder=2)
         ax.plot([], [], color=QUIET, linewidth=1.2, label="rows of W")
         ax.legend(loc="lower right", frameon=False, fontsize=8)
     for number, (x, y) in enumerate(rows, 1):
-        ax.annotate("", (x, y), (0, 0), arrowprops={"arrowstyle": "-|>", "color": ROWS, "shrinkA": 0, "shrinkB": 0})
+        ax.annotate(
+            "",
+            (x, y),
+            (0, 0),
+            arrowprops={"arrowstyle": "-|>", "color": ROWS, "shrinkA": 0, "shrinkB": 0},
+        )
         length = np.hypot(x, y)
         beyond = 1 + 0.07 * side / max(length, 1e-3)
-        ax.text(x * beyond, y * beyond, str(number), ha="center", va="center", fontsize=8, color=ROWS)
+        ax.text(
+            x * beyond,
+            y * beyond,
+            str(number),
+            ha="center",
+            va="center",
+            fontsize=8,
+            color=ROWS,
+        )
     ax.set_title(title, fontsize=10)
-    ax.text(0.03, 0.03, f"singular values {values[0]:.2f}, {values[1]:.2f}", transform=ax.transAxes, fontsize=8)
+    ax.text(
+        0.03,
+        0.03,
+        f"singular values {values[0]:.2f}, {values[1]:.2f}",
+        transform=ax.transAxes,
+        fontsize=8,
+    )
     ax.set(xlim=(-side, side), ylim=(-side, side), aspect="equal", xticks=[], yticks=[])
     for line in ax.spines.values():
         line.set_color("#d0d0d0")
 
 
 def spectra() -> Mapping[str, Array]:
-    """Singular values of a 16 x 24 matrix through the stages, largest first; those of M are scaled to Psi's norm.
+    """Singular values of a 16 x 24 matrix through the stages, largest first; those of M
+    are scaled to Psi's norm.
 
     Returns:
         Name of the stage to (16,).
 
     Example:
         >>> found = spectra()
-        >>> bool((found["L"][RANK:] == found["Psi"][RANK:]).all()), found["L"][:RANK].round(3).tolist()
+        >>> (
+        ...     bool((found["L"][RANK:] == found["Psi"][RANK:]).all()),
+        ...     found["L"][:RANK].round(3).tolist(),
+        ... )
         (True, [1.0, 1.0])
     """
     momentum = correlated(16, 24)
-    psi = np.asarray(diagnostics.normalized(jnp.asarray(momentum), jnp.zeros((16, 24))).psi)
-    # The modes of NormPre-L are those of Psi: clipping them needs no second decomposition.
+    psi = np.asarray(
+        diagnostics.normalized(jnp.asarray(momentum), jnp.zeros((16, 24))).psi
+    )
+    # The modes of NormPre-L are those of Psi: clipping them needs no second
+    # decomposition.
     values = np.linalg.svd(psi, compute_uv=False)
-    clipped = np.linalg.svd(applied(precondition_locally(RANK, method="exact"), psi), compute_uv=False)
+    clipped = np.linalg.svd(
+        applied(precondition_locally(RANK, method="exact"), psi), compute_uv=False
+    )
     order = np.where(np.arange(len(values)) < RANK, np.minimum(values, 1), values)
     np.testing.assert_allclose(np.sort(clipped), np.sort(order), rtol=1e-4)
     before = np.linalg.svd(momentum, compute_uv=False)
@@ -194,7 +241,9 @@ def draw_spectra() -> Figure:
     }
     figure, axes = plt.subplots(1, 4, figsize=(11, 2.8), sharey=True)
     for ax, (name, values) in zip(axes, spectra().items(), strict=True):
-        colors = [SECOND if name == "L" and i < RANK else ROWS for i in range(len(values))]
+        colors = [
+            SECOND if name == "L" and i < RANK else ROWS for i in range(len(values))
+        ]
         ax.bar(np.arange(1, len(values) + 1), values, color=colors, width=0.75)
         ax.axhline(1, color=QUIET, linestyle=":", linewidth=1)
         ax.set_title(titles[name], fontsize=10)
@@ -208,7 +257,8 @@ def draw_spectra() -> Figure:
 
 
 def alternation() -> Mapping[str, Array]:
-    """A 10 x 14 matrix, its rows normalized (even steps), and its columns normalized (odd steps).
+    """A 10 x 14 matrix, its rows normalized (even steps), and its columns normalized
+    (odd steps).
 
     Returns:
         Name to (10, 14).
@@ -220,8 +270,14 @@ def alternation() -> Mapping[str, Array]:
     """
     momentum = correlated(10, 14)
     along_rows = diagnostics.normalized(jnp.asarray(momentum), jnp.zeros((10, 14))).psi
-    along_columns = diagnostics.normalized(jnp.asarray(momentum.T), jnp.zeros((14, 10))).psi.T
-    return {"momentum": momentum, "rows": np.asarray(along_rows), "columns": np.asarray(along_columns)}
+    along_columns = diagnostics.normalized(
+        jnp.asarray(momentum.T), jnp.zeros((14, 10))
+    ).psi.T
+    return {
+        "momentum": momentum,
+        "rows": np.asarray(along_rows),
+        "columns": np.asarray(along_columns),
+    }
 
 
 def draw_alternation() -> Figure:
@@ -234,11 +290,27 @@ def draw_alternation() -> Figure:
     figure = plt.figure(figsize=(11, 3.6))
     outer = figure.add_gridspec(1, 3, wspace=0.18)
     for column, (name, x) in enumerate(alternation().items()):
-        inner = outer[column].subgridspec(2, 2, width_ratios=(5, 1), height_ratios=(1, 4), wspace=0.05, hspace=0.08)
-        over, entries, beside = (figure.add_subplot(inner[at]) for at in ((0, 0), (1, 0), (1, 1)))
-        entries.pcolormesh(np.abs(x)[::-1], cmap="Blues", edgecolors="white", linewidth=0.5)
-        over.bar(np.arange(x.shape[1]) + 0.5, np.linalg.norm(x, axis=0), color=ROWS, width=0.8)
-        beside.barh(np.arange(x.shape[0]) + 0.5, np.linalg.norm(x, axis=1)[::-1], color=SECOND, height=0.8)
+        inner = outer[column].subgridspec(
+            2, 2, width_ratios=(5, 1), height_ratios=(1, 4), wspace=0.05, hspace=0.08
+        )
+        over, entries, beside = (
+            figure.add_subplot(inner[at]) for at in ((0, 0), (1, 0), (1, 1))
+        )
+        entries.pcolormesh(
+            np.abs(x)[::-1], cmap="Blues", edgecolors="white", linewidth=0.5
+        )
+        over.bar(
+            np.arange(x.shape[1]) + 0.5,
+            np.linalg.norm(x, axis=0),
+            color=ROWS,
+            width=0.8,
+        )
+        beside.barh(
+            np.arange(x.shape[0]) + 0.5,
+            np.linalg.norm(x, axis=1)[::-1],
+            color=SECOND,
+            height=0.8,
+        )
         over.set(xlim=(0, x.shape[1]), ylim=(0, None))
         beside.set(ylim=(0, x.shape[0]), xlim=(0, None))
         for ax in (over, entries, beside):
@@ -251,7 +323,8 @@ def draw_alternation() -> Figure:
 
 
 def radial_factors(lengths: Array) -> Mapping[str, Array]:
-    """What is left of a momentum along its row of W, by the row's length, in every tangent mode.
+    """What is left of a momentum along its row of W, by the row's length, in every
+    tangent mode.
 
     Args:
         lengths: of rows, positive.
@@ -260,13 +333,19 @@ def radial_factors(lengths: Array) -> Mapping[str, Array]:
         Name of the mode to factors like ``lengths``.
 
     Example:
-        >>> {name: factor.tolist() for name, factor in radial_factors(np.array([0.5, 2.0])).items()}
+        >>> {
+        ...     name: factor.tolist()
+        ...     for name, factor in radial_factors(np.array([0.5, 2.0])).items()
+        ... }
         {'relaxed': [0.75, -3.0], 'strict': [0.0, 0.0], 'none': [1.0, 1.0]}
     """
     weight = jnp.asarray(lengths)[:, None] * jnp.array([[1.0, 0.0]])
     momentum = jnp.broadcast_to(jnp.array([1.0, 0.0]), weight.shape)
     modes = ("relaxed", "strict", "none")
-    return {mode: np.asarray(diagnostics.normalized(momentum, weight, mode).x[:, 0]) for mode in modes}
+    return {
+        mode: np.asarray(diagnostics.normalized(momentum, weight, mode).x[:, 0])
+        for mode in modes
+    }
 
 
 def draw_radial() -> Figure:
@@ -278,7 +357,9 @@ def draw_radial() -> Figure:
         color, line = styles[name]
         ax.plot(lengths, factor, color=color, linestyle=line, linewidth=1.5, label=name)
     ax.axvline(1, color=QUIET, linewidth=0.6, linestyle=":")
-    ax.set(xlabel="norm of the row of W", ylabel="factor", xlim=(0, 2.2), ylim=(-2, 1.2))
+    ax.set(
+        xlabel="norm of the row of W", ylabel="factor", xlim=(0, 2.2), ylim=(-2, 1.2)
+    )
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, fontsize=8, loc="lower left")
     figure.tight_layout()
@@ -286,7 +367,8 @@ def draw_radial() -> Figure:
 
 
 def metric() -> Mapping[str, Array]:
-    """A 16 x 24 gradient and two updates of it: Muon's, and that in the metric of ``normpre_h`` after one like it.
+    """A 16 x 24 gradient and two updates of it: Muon's, and that in the metric of
+    ``normpre_h`` after one like it.
 
     Returns:
         Name to (16, 24).
@@ -349,7 +431,12 @@ def draw(folder: Path) -> list[Path]:
         for name, make in PICTURES.items():
             figure = make()
             files.append(folder / f"{name}.svg")
-            figure.savefig(files[-1], bbox_inches="tight", facecolor="white", metadata={"Date": None})
+            figure.savefig(
+                files[-1],
+                bbox_inches="tight",
+                facecolor="white",
+                metadata={"Date": None},
+            )
             plt.close(figure)
     return files
 

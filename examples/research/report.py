@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of research programs: the command and machine, Markdown tables, and the files."""
+"""Reports of research programs: the command and machine, Markdown tables, and the
+files.
+"""
 
 import dataclasses
 import datetime
@@ -20,7 +22,9 @@ from examples.pretrain.compare import save
 
 
 def command(name: str, options: Any) -> str:
-    """Return the command line that sets ``options``, a dataclass, without its defaults and without ``--out``."""
+    """Return the command line that sets ``options``, a dataclass, without its defaults
+    and without ``--out``.
+    """
     words = [f"python -m examples.research.{name}"]
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -28,17 +32,30 @@ def command(name: str, options: Any) -> str:
             continue
         words.append(f"--{field.name.replace('_', '-')}")
         if value is not True:
-            words += [shlex.quote(str(x)) for x in (value if isinstance(value, tuple) else (value,))]
+            words += [
+                shlex.quote(str(x))
+                for x in (value if isinstance(value, tuple) else (value,))
+            ]
     return " ".join(words)
 
 
 def header(command: str, device: Any) -> dict:
-    """Return what is needed to repeat a measurement: command, date, machine (of a JAX device), versions."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    """Return what is needed to repeat a measurement: command, date, machine (of a JAX
+    device), versions.
+    """
+    cores = (
+        os.sched_getaffinity(0)
+        if hasattr(os, "sched_getaffinity")
+        else range(os.cpu_count() or 1)
+    )
     return {
         "command": command,
         "date": datetime.date.today().isoformat(),
-        "machine": {"device": device.device_kind, "platform": device.platform, "cores": len(cores)},
+        "machine": {
+            "device": device.device_kind,
+            "platform": device.platform,
+            "cores": len(cores),
+        },
         "versions": {
             "python": platform.python_version(),
             "jax": jax.__version__,
@@ -50,38 +67,66 @@ def header(command: str, device: Any) -> dict:
 
 def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table of Markdown, with a newline at its end."""
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+    lines = [
+        f"| {' | '.join(titles)} |",
+        "|---" * len(titles) + "|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
     return "\n".join(lines) + "\n"
 
 
-def table(first: str, columns: Mapping[str, Callable[[dict], str]], rows: Mapping[str, dict] | list[dict]) -> str:
+def table(
+    first: str,
+    columns: Mapping[str, Callable[[dict], str]],
+    rows: Mapping[str, dict] | list[dict],
+) -> str:
     """Return a table with a line for every row and without empty columns.
 
     Args:
-        first: title of the first column, which has the rows' names, or key of a row's name.
-        columns: functions of a row by title. A cell is empty where its function raises a KeyError.
-        rows: values by the row's name, or a list with the names under the key ``first``.
+        first: title of the first column, which has the rows' names, or key of a row's
+            name.
+        columns: functions of a row by title. A cell is empty where its function raises
+            a KeyError.
+        rows: values by the row's name, or a list with the names under the key
+            ``first``.
     """
-    named = rows.items() if isinstance(rows, Mapping) else [(str(row[first]), row) for row in rows]
-    cells = [(name, {title: _cell(f, row) for title, f in columns.items()}) for name, row in named]
+    named = (
+        rows.items()
+        if isinstance(rows, Mapping)
+        else [(str(row[first]), row) for row in rows]
+    )
+    cells = [
+        (name, {title: _cell(f, row) for title, f in columns.items()})
+        for name, row in named
+    ]
     titles = [title for title in columns if any(row[title] for _, row in cells)]
-    return markdown_table([first, *titles], ([name, *(row[t] for t in titles)] for name, row in cells))
+    return markdown_table(
+        [first, *titles], ([name, *(row[t] for t in titles)] for name, row in cells)
+    )
 
 
 def _cell(f: Callable[[dict], str], row: dict) -> str:
     try:
         return f(row)
-    except KeyError:  # not measured, or a ratio to an optimizer that is not in the table
+    except (
+        KeyError
+    ):  # not measured, or a ratio to an optimizer that is not in the table
         return ""
 
 
 def number(value: float) -> str:
-    """Return three significant digits, or all before the point; an empty string for zero."""
+    """Return three significant digits, or all before the point; an empty string for
+    zero.
+    """
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value else ""
 
 
-def panels(count: int, width: float, height: float, **options: Any) -> tuple[Figure, list[Any]]:
-    """Return a figure with panels side by side; ``options`` are those of ``Figure.subplots``."""
+def panels(
+    count: int, width: float, height: float, **options: Any
+) -> tuple[Figure, list[Any]]:
+    """Return a figure with panels side by side; ``options`` are those of
+    ``Figure.subplots``.
+    """
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False, **options)[0])
 
@@ -92,7 +137,14 @@ def legend_at_end(axes: Sequence[Any]) -> None:
         one.get_legend().remove()
 
 
-def write(folder: Path, name: str, result: dict, page: str, figure: Figure | None = None, page_name: str = "") -> None:
+def write(
+    folder: Path,
+    name: str,
+    result: dict,
+    page: str,
+    figure: Figure | None = None,
+    page_name: str = "",
+) -> None:
     """Write ``name.json``, ``name.md`` (or ``page_name``) and ``name.png``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hidden matrices of the paper's models, as Flax stores them: (in, out), one leaf each; and of a mixture."""
+"""The hidden matrices of the paper's models, as Flax stores them: (in, out), one leaf
+each; and of a mixture.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,12 @@ Tree = dict[str, dict[str, dict[str, jax.Array]]]
 
 def gpt2(width: int, layers: int) -> tuple[int, dict[str, tuple[int, ...]]]:
     """GPT-2: fused qkv, four matrices a layer."""
-    shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    shapes = {
+        "qkv": (width, 3 * width),
+        "out": (width, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
     return layers, shapes
 
 
@@ -28,8 +35,12 @@ def gated(
     }
 
 
-def mixture(width: int, hidden: int, layers: int, experts: int) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """A mixture of experts with all layers in one stack: (layer, in, out), and (layer, expert, in, out)."""
+def mixture(
+    width: int, hidden: int, layers: int, experts: int
+) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """A mixture of experts with all layers in one stack: (layer, in, out), and (layer,
+    expert, in, out).
+    """
     attention = dict.fromkeys(("q", "k", "v", "o"), (layers, width, width))
     inside, outside = (layers, experts, width, hidden), (layers, experts, hidden, width)
     return 1, {**attention, "gate": inside, "up": inside, "down": outside}
@@ -49,13 +60,16 @@ MODELS: dict[str, tuple[int, dict[str, tuple[int, ...]]]] = {
 
 
 def matrices(model: str, seed: int = 0, layers: int | None = None) -> Tree:
-    """Random weights of standard deviation 0.02 in the shapes of ``model``, or of its first ``layers``."""
+    """Random weights of standard deviation 0.02 in the shapes of ``model``, or of its
+    first ``layers``.
+    """
     depth, shapes = MODELS[model]
     layers = depth if layers is None else layers
     keys = iter(jax.random.split(jax.random.key(seed), layers * len(shapes)))
     return {
         f"block_{i}": {
-            name: {"kernel": 0.02 * jax.random.normal(next(keys), shape, jnp.float32)} for name, shape in shapes.items()
+            name: {"kernel": 0.02 * jax.random.normal(next(keys), shape, jnp.float32)}
+            for name, shape in shapes.items()
         }
         for i in range(layers)
     }

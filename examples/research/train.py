@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pretraining program with the optimizers of ablations: ``python -m examples.research.train [COMMAND] ...``.
+"""The pretraining program with the optimizers of ablations: ``python -m
+examples.research.train [COMMAND] ...``.
 
-It has the commands and options of ``python -m examples.pretrain``, and these further optimizers:
+It has the commands and options of ``python -m examples.pretrain``, and these further
+optimizers:
 
-- ``normpre_g_from_x``, ``normpre_l_from_x``: the preconditioner is built before normalization, from X instead of Psi;
+- ``normpre_g_from_x``, ``normpre_l_from_x``: the preconditioner is built before
+  normalization, from X instead of Psi;
 - ``normpre_h_variant``, ``soap_hyperball``: see ``variants``;
 - ``optax_muon``: optax's Muon for the matrices that other optimizers use.
 """
@@ -25,13 +28,17 @@ from normpre_optax import with_adamw
 from normpre_optax.parameters.rules import assign
 
 
-def optax_muon(learning_rate: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+def optax_muon(
+    learning_rate: Any, **options: Any
+) -> optax.GradientTransformationExtraArgs:
     """Optax's Muon for hidden matrices, and AdamW for everything else."""
 
     def direction(matrix_dims: Any) -> optax.GradientTransformation:
         def numbers(params: Any) -> Any:
             dims = [spec.dims for spec in assign(params, matrix_dims).values()]
-            axes = [MuonDimensionNumbers(d.inputs, d.outputs) if d else None for d in dims]
+            axes = [
+                MuonDimensionNumbers(d.inputs, d.outputs) if d else None for d in dims
+            ]
             return jax.tree.structure(params).unflatten(axes)
 
         return optax.contrib.scale_by_muon(weight_dimension_numbers=numbers)
@@ -39,11 +46,19 @@ def optax_muon(learning_rate: Any, **options: Any) -> optax.GradientTransformati
     return with_adamw(direction, learning_rate, **options)
 
 
-optax_muon.__signature__ = inspect.signature(with_adamw)  # pyright: ignore[reportFunctionMemberAccess]
+optax_muon.__signature__ = inspect.signature(with_adamw)  # pyright: ignore
 
 FURTHER = {
-    "normpre_g_from_x": (functools.partial(normpre_from_x, variant="normpre_g"), "NormPre-G from X", "#F0E442"),
-    "normpre_l_from_x": (functools.partial(normpre_from_x, variant="normpre_l"), "NormPre-L from X", "#117733"),
+    "normpre_g_from_x": (
+        functools.partial(normpre_from_x, variant="normpre_g"),
+        "NormPre-G from X",
+        "#F0E442",
+    ),
+    "normpre_l_from_x": (
+        functools.partial(normpre_from_x, variant="normpre_l"),
+        "NormPre-L from X",
+        "#117733",
+    ),
     "normpre_h_variant": (normpre_h_variant, "NormPre-H variant", "#DDCC77"),
     "optax_muon": (optax_muon, "optax Muon", "#999933"),
     "soap_hyperball": (soap_hyperball, "SOAP, Hyperball", "#6699CC"),

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of ``normpre_h`` for comparison with it: one choice of its metric, momenta or schedule at a time.
+"""Variants of ``normpre_h`` for comparison with it: one choice of its metric, momenta
+or schedule at a time.
 
-``normpre_h_variant`` is ``normpre_h`` with further options, and ``soap_hyperball`` is a ceiling: SOAP's direction
-(Vyas et al., arXiv 2409.11321) under Hyperball, which keeps two Gram matrices and their eigenbases.
+``normpre_h_variant`` is ``normpre_h`` with further options, and ``soap_hyperball`` is a
+ceiling: SOAP's direction (Vyas et al., arXiv 2409.11321) under Hyperball, which keeps
+two Gram matrices and their eigenbases.
 """
 
 from collections.abc import Callable
@@ -12,11 +14,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax import direction, per_parameter, precondition_globally, two_momenta, with_adamw, with_metric
+from normpre_optax import (
+    direction,
+    per_parameter,
+    precondition_globally,
+    two_momenta,
+    with_adamw,
+    with_metric,
+)
 from normpre_optax.linalg.precision import one_at_a_time
 from normpre_optax.optimizer import complete
 from normpre_optax.options import checked
-from normpre_optax.parameters.dims import MatrixDims, from_matrices, split_axes, to_matrices
+from normpre_optax.parameters.dims import (
+    MatrixDims,
+    from_matrices,
+    split_axes,
+    to_matrices,
+)
 from normpre_optax.stages.base import assigned
 
 Sides = Literal["both", "before", "after"]
@@ -63,16 +77,20 @@ def normpre_h_variant(
         slow_weight: as in ``normpre_h``, reached after ``onset`` and ``ramp``.
         gradient_share: of ``two_momenta``.
         onset: steps without the slow average.
-        ramp: power of ``1 - slow_momentum^t`` that multiplies the weight at step t; 0 for none.
+        ramp: power of ``1 - slow_momentum^t`` that multiplies the weight at step t; 0
+            for none.
         end: steps until the weight is zero again, linearly from ``onset``; 0 keeps it.
         metric_strength: as in ``normpre_h``.
         clip: of ``with_metric``.
         decay: of ``with_metric``.
-        sides: where the metric is applied: before and after the spectral stage, or only once.
-        statistic: what the metric averages the squares of: the gradient, ``U``, or the gradient less the fast average.
+        sides: where the metric is applied: before and after the spectral stage, or only
+            once.
+        statistic: what the metric averages the squares of: the gradient, ``U``, or the
+            gradient less the fast average.
         frozen_after: steps after which the metric does not change; 0 never freezes it.
         radial: whether ``U`` keeps its part along the weights, as whole matrices.
-        peak_power: front-loaded learning rate ``peak (1 - (t / steps)^power)``; 0 keeps the schedule.
+        peak_power: front-loaded learning rate ``peak (1 - (t / steps)^power)``; 0 keeps
+            the schedule.
         steps: of the run, for ``peak_power``.
         ns_steps: as in ``normpre_h``.
         ns_scale: as in ``normpre_h``.
@@ -90,15 +108,27 @@ def normpre_h_variant(
         return jnp.where(t >= onset, slow_weight * falls * ramped, 0.0)
 
     def chain(matrix_dims: Any) -> optax.GradientTransformation:
-        spectral, both = precondition_globally(ns_steps, ns_scale=ns_scale), sides == "both"
-        # Around the identity, the metric is applied twice: at half the strength, that is once.
-        inside, strength = (spectral, metric_strength) if both else (optax.identity(), metric_strength / 2)
+        spectral, both = (
+            precondition_globally(ns_steps, ns_scale=ns_scale),
+            sides == "both",
+        )
+        # Around the identity, the metric is applied twice: at half the strength, that
+        # is once.
+        inside, strength = (
+            (spectral, metric_strength)
+            if both
+            else (optax.identity(), metric_strength / 2)
+        )
         metric: Any = with_metric(inside, strength, clip, decay)
         if frozen_after:
             metric = _frozen(metric, frozen_after)
         if statistic != "gradient":
             metric = _measured(metric, statistic, momentum)
-        stages = {"both": (metric,), "before": (metric, spectral), "after": (spectral, metric)}[sides]
+        stages = {
+            "both": (metric,),
+            "before": (metric, spectral),
+            "after": (spectral, metric),
+        }[sides]
         tangent = () if radial else (per_parameter(_without_radial_part),)
         momenta = two_momenta(momentum, slow_momentum, weight, gradient_share)
         return direction(momenta, *tangent, *stages, matrix_dims=matrix_dims)
@@ -124,7 +154,12 @@ def _front_loaded(schedule: Callable, power: float, steps: int) -> Callable:
     """A tenth of the peak is left at the end, as in the program's schedule."""
     peak = float(jnp.max(jnp.stack([schedule(t) for t in range(0, steps, 10)])))
     warmup = 100
-    return lambda t: peak * jnp.minimum((t + 1) / (warmup + 1), 0.1 + 0.9 * (1 - jnp.clip(t / steps, 0, 1) ** power))
+    return lambda t: (
+        peak
+        * jnp.minimum(
+            (t + 1) / (warmup + 1), 0.1 + 0.9 * (1 - jnp.clip(t / steps, 0, 1) ** power)
+        )
+    )
 
 
 class CountedState(NamedTuple):
@@ -135,28 +170,43 @@ class CountedState(NamedTuple):
 
 
 def _frozen(metric: Any, after: int) -> optax.GradientTransformationExtraArgs:
-    """Keep the metric's state, which alone decides about the update, as it is after some steps."""
+    """Keep the metric's state, which alone decides about the update, as it is after
+    some steps.
+    """
 
     def update(updates, state, params=None, **extra):
         new, inner = metric.update(updates, state.inner, params, **extra)
-        kept = jax.tree.map(lambda old, x: jnp.where(state.count >= after, old, x), state.inner, inner)
+        kept = jax.tree.map(
+            lambda old, x: jnp.where(state.count >= after, old, x), state.inner, inner
+        )
         return new, CountedState(state.count + 1, kept)
 
     return optax.GradientTransformationExtraArgs(
-        lambda params: CountedState(jnp.zeros((), jnp.int32), metric.init(params)), update
+        lambda params: CountedState(jnp.zeros((), jnp.int32), metric.init(params)),
+        update,
     )
 
 
-def _measured(metric: Any, statistic: str, decay: float) -> optax.GradientTransformationExtraArgs:
-    """Pass another matrix than the gradient to the metric: the update, or the gradient less its fast average."""
+def _measured(
+    metric: Any, statistic: str, decay: float
+) -> optax.GradientTransformationExtraArgs:
+    """Pass another matrix than the gradient to the metric: the update, or the gradient
+    less its fast average.
+    """
 
     def init(params):
         return CountedState(optax.ema(decay).init(params), metric.init(params))
 
     def update(updates, state, params=None, *, gradients: Any = None, **extra):
         average, ema = optax.ema(decay).update(gradients, state.count)
-        measured = updates if statistic == "momentum" else jax.tree.map(jnp.subtract, gradients, average)
-        new, inner = metric.update(updates, state.inner, params, gradients=measured, **extra)
+        measured = (
+            updates
+            if statistic == "momentum"
+            else jax.tree.map(jnp.subtract, gradients, average)
+        )
+        new, inner = metric.update(
+            updates, state.inner, params, gradients=measured, **extra
+        )
         return new, CountedState(ema, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -177,7 +227,9 @@ class SoapState(NamedTuple):
 
 
 class SoapMatrices(NamedTuple):
-    """Averages of ``G G^T`` and ``G^T G``, their eigenvectors, and Adam's moments, the second in their basis."""
+    """Averages of ``G G^T`` and ``G^T G``, their eigenvectors, and Adam's moments, the
+    second in their basis.
+    """
 
     left: jax.Array
     right: jax.Array
@@ -187,9 +239,16 @@ class SoapMatrices(NamedTuple):
 
 
 def scale_by_soap(
-    *, b1: float = 0.95, b2: float = 0.95, gram_decay: float = 0.95, every: int = 5, matrix_dims: Any = None
+    *,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    gram_decay: float = 0.95,
+    every: int = 5,
+    matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam in the eigenbases of the averages of ``G G^T`` and ``G^T G``, which are recomputed every few steps."""
+    """Adam in the eigenbases of the averages of ``G G^T`` and ``G^T G``, which are
+    recomputed every few steps.
+    """
 
     def eigenvectors(x: jax.Array) -> jax.Array:
         return jax.vmap(one_at_a_time(lambda gram: jnp.linalg.eigh(gram)[1]))(x)
@@ -197,17 +256,27 @@ def scale_by_soap(
     def zeros(x: jax.Array) -> SoapMatrices:
         grams = [jnp.zeros((len(x), x.shape[axis], x.shape[axis])) for axis in (1, 2)]
         bases = grams[0] + jnp.eye(x.shape[1]), grams[1] + jnp.eye(x.shape[2])
-        return SoapMatrices(grams[0], grams[1], bases, jnp.zeros_like(x), jnp.zeros_like(x))
+        return SoapMatrices(
+            grams[0], grams[1], bases, jnp.zeros_like(x), jnp.zeros_like(x)
+        )
 
     def init(params):
         found = assigned(params, None, matrix_dims).values()
-        stacks = [to_matrices(x, spec.dims) for x, spec in zip(jax.tree.leaves(params), found, strict=True)]
+        stacks = [
+            to_matrices(x, spec.dims)
+            for x, spec in zip(jax.tree.leaves(params), found, strict=True)
+        ]
         return SoapState(jnp.zeros((), jnp.int32), [zeros(x) for x in stacks])
 
-    def step(g: jax.Array, old: SoapMatrices, count: Any) -> tuple[jax.Array, SoapMatrices]:
+    def step(
+        g: jax.Array, old: SoapMatrices, count: Any
+    ) -> tuple[jax.Array, SoapMatrices]:
         left = gram_decay * old.left + (1 - gram_decay) * g @ g.mT
         right = gram_decay * old.right + (1 - gram_decay) * g.mT @ g
-        renewed = lambda: (eigenvectors(left), eigenvectors(right))  # noqa: E731
+
+        def renewed():
+            return (eigenvectors(left), eigenvectors(right))
+
         q, p = jax.lax.cond(count % every == 1 % every, renewed, lambda: old.bases)
         first = b1 * old.first + (1 - b1) * g
         second = b2 * old.second + (1 - b2) * (q.mT @ g @ p) ** 2
@@ -218,9 +287,17 @@ def scale_by_soap(
     def update(updates, state, params=None, **_):
         specs, count = assigned(updates, params, matrix_dims).values(), state.count + 1
         leaves, treedef = jax.tree.flatten(updates)
-        found = [step(to_matrices(g, s.dims), m, count) for g, s, m in zip(leaves, specs, state.matrices, strict=True)]
-        new = [from_matrices(d, s.dims, g.shape) for (d, _), s, g in zip(found, specs, leaves, strict=True)]
-        return treedef.unflatten(new), SoapState(count, [matrices for _, matrices in found])
+        found = [
+            step(to_matrices(g, s.dims), m, count)
+            for g, s, m in zip(leaves, specs, state.matrices, strict=True)
+        ]
+        new = [
+            from_matrices(d, s.dims, g.shape)
+            for (d, _), s, g in zip(found, specs, leaves, strict=True)
+        ]
+        return treedef.unflatten(new), SoapState(
+            count, [matrices for _, matrices in found]
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 

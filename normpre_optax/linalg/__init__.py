@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of arrays: row norms, Newton-Schulz, the randomized sketch, products and platforms."""
+"""Functions of arrays: row norms, Newton-Schulz, the randomized sketch, products and
+platforms.
+"""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz iterations: the matrix sign and clipped singular values.
 
-One step maps ``X`` to ``a X + (b A + c A^2) X`` with ``A = X X^T``. It maps every singular value ``s`` to
-``a s + b s^3 + c s^5`` and keeps the singular vectors. All functions take one matrix; ``jax.vmap`` takes a stack.
+One step maps ``X`` to ``a X + (b A + c A^2) X`` with ``A = X X^T``. It maps every
+singular value ``s`` to ``a s + b s^3 + c s^5`` and keeps the singular vectors. All
+functions take one matrix; ``jax.vmap`` takes a stack.
 """
 
 import functools
@@ -13,7 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normpre_optax.linalg.precision import exact_product, inverse_root, one_at_a_time, product, rounds
+from normpre_optax.linalg.precision import (
+    exact_product,
+    inverse_root,
+    one_at_a_time,
+    product,
+    rounds,
+)
 
 Triple = tuple[float, float, float]
 
@@ -28,7 +35,8 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
-    # Amsel et al., The Polar Express (arXiv 2505.16932), cushion 2e-2, safety factor 1.02 included.
+    # Amsel et al., The Polar Express (arXiv 2505.16932), cushion 2e-2, safety factor
+    # 1.02 included.
     "polar_express": (
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -37,17 +45,21 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ),
 }
-# Polar Express diverges above its interval: divide by a little more than the Frobenius norm.
+# Polar Express diverges above its interval: divide by a little more than the Frobenius
+# norm.
 HEADROOM = {"polar_express": 1.02}
-# With rounded operands and a first coefficient above this, the Gram form loses accuracy (docs/results/accuracy_cpu.md).
+# With rounded operands and a first coefficient above this, the Gram form loses accuracy
+# (docs/results/accuracy_cpu.md).
 _STEEP = 4.5
 
 
 def coefficient_table(coefficients: str | Sequence, steps: int) -> tuple[Triple, ...]:
-    """Return one triple per step: a named or given table, cut to ``steps`` or continued with its last triple.
+    """Return one triple per step: a named or given table, cut to ``steps`` or continued
+    with its last triple.
 
     Raises:
-        ValueError: if the name is unknown, or the table does not consist of triples of usable numbers.
+        ValueError: if the name is unknown, or the table does not consist of triples of
+            usable numbers.
 
     Example:
         >>> from normpre_optax.linalg.newton_schulz import coefficient_table
@@ -55,18 +67,32 @@ def coefficient_table(coefficients: str | Sequence, steps: int) -> tuple[Triple,
         ((2.0, -1.5, 0.5), (2.0, -1.5, 0.5))
     """
     try:
-        table: Any = COEFFICIENTS[coefficients] if isinstance(coefficients, str) else tuple(coefficients)
+        table: Any = (
+            COEFFICIENTS[coefficients]
+            if isinstance(coefficients, str)
+            else tuple(coefficients)
+        )
         table = tuple(map(tuple, table)) if isinstance(table[0], Sequence) else (table,)
         table = tuple((float(a), float(b), float(c)) for a, b, c in table)
-        if table[0][0] <= 0 or not all(abs(number) < 1e3 for triple in table for number in triple):
+        if table[0][0] <= 0 or not all(
+            abs(number) < 1e3 for triple in table for number in triple
+        ):
             raise ValueError
     except (KeyError, TypeError, ValueError, IndexError):
-        wanted = "a triple, or a list of triples, of numbers below 1000, the first one positive"
-        raise ValueError(f"ns_coefficients={coefficients!r} is not one of {sorted(COEFFICIENTS)}, {wanted}") from None
+        wanted = (
+            "a triple, or a list of triples, of numbers below 1000, the first one"
+            " positive"
+        )
+        raise ValueError(
+            f"ns_coefficients={coefficients!r} is not one of {sorted(COEFFICIENTS)},"
+            f" {wanted}"
+        ) from None
     return tuple(table[min(i, len(table) - 1)] for i in range(steps))
 
 
-@jax.jit(static_argnames=("table", "headroom", "compute_dtype", "scale"))  # traced and lowered once per shape
+@jax.jit(
+    static_argnames=("table", "headroom", "compute_dtype", "scale")
+)  # traced and lowered once per shape
 def newton_schulz(
     x: jax.Array,
     table: tuple[Triple, ...],
@@ -77,17 +103,20 @@ def newton_schulz(
 ) -> jax.Array:
     """Approximate ``msign(x) = U V^T``.
 
-    The plain form iterates on the matrix. From an aspect ratio of 1.5 on, the Gram form needs fewer operations: it
-    iterates on ``R = X X^T`` and collects the factors in ``Q``; ``R`` is recomputed after two steps, because rounding
-    grows from step to step; of more than five, after every two.
+    The plain form iterates on the matrix. From an aspect ratio of 1.5 on, the Gram form
+    needs fewer operations: it iterates on ``R = X X^T`` and collects the factors in
+    ``Q``; ``R`` is recomputed after two steps, because rounding grows from step to
+    step; of more than five, after every two.
 
     Args:
         x: a matrix ``(m, n)`` in at least float32.
         table: one triple ``(a, b, c)`` per step.
         headroom: ``x`` is divided by this times its norm.
-        compute_dtype: dtype of the products' operands, see ``precision.product``; may be "narrow".
-        scale: which norm: "frobenius", or "schatten", the fourth root of the sum of ``s^4``: a closer bound on the
-            largest ``s``, so that small ones need fewer steps.
+        compute_dtype: dtype of the products' operands, see ``precision.product``; may
+            be "narrow".
+        scale: which norm: "frobenius", or "schatten", the fourth root of the sum of
+            ``s^4``: a closer bound on the largest ``s``, so that small ones need fewer
+            steps.
         rms: if given, scale the result to this root mean square.
 
     Returns:
@@ -96,7 +125,11 @@ def newton_schulz(
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.newton_schulz import newton_schulz
-        >>> print(newton_schulz(jnp.diag(jnp.array([1e-3, 2e-3])), ((1.5, -0.5, 0.0),) * 12).round(3))
+        >>> print(
+        ...     newton_schulz(
+        ...         jnp.diag(jnp.array([1e-3, 2e-3])), ((1.5, -0.5, 0.0),) * 12
+        ...     ).round(3)
+        ... )
         [[1. 0.]
          [0. 1.]]
 
@@ -105,17 +138,27 @@ def newton_schulz(
     """
     wide = x.shape[0] <= x.shape[1]
     times = functools.partial(product, dtype=compute_dtype)
-    gram = max(x.shape) >= 1.5 * min(x.shape) and not (rounds(compute_dtype) and table[0][0] > _STEEP)
+    gram = max(x.shape) >= 1.5 * min(x.shape) and not (
+        rounds(compute_dtype) and table[0][0] > _STEEP
+    )
     # The steps between which the Gram matrix is recomputed.
     size = 3 if len(table) <= 5 else 2
     later = [table[i : i + size] for i in range(2, len(table), size)]
     parts = [table[:2], *later] if gram else [(triple,) for triple in table]
-    full = None if rms is None else rms * math.sqrt(x.size)  # the Frobenius norm of the result
+    full = (
+        None if rms is None else rms * math.sqrt(x.size)
+    )  # the Frobenius norm of the result
     for part in parts:
         r = times(x, x.T) if wide else times(x.T, x)
-        start = inverse_root(jnp.trace(r), x.size) / headroom if part is parts[0] else 1.0
-        if scale == "schatten" and part is parts[0]:  # in two steps, or the squares overflow
-            start = start * inverse_root(jnp.linalg.norm(r * jnp.square(start * headroom)))
+        start = (
+            inverse_root(jnp.trace(r), x.size) / headroom if part is parts[0] else 1.0
+        )
+        if (
+            scale == "schatten" and part is parts[0]
+        ):  # in two steps, or the squares overflow
+            start = start * inverse_root(
+                jnp.linalg.norm(r * jnp.square(start * headroom))
+            )
         r = first = r * jnp.square(start)
         if len(part) == 1:
             ((a, b, c),) = part
@@ -139,7 +182,8 @@ def newton_schulz(
 
 
 def exact_msign(x: jax.Array, rms: jax.typing.ArrayLike | None = None) -> jax.Array:
-    """Return ``U V^T`` over the nonzero singular values, by a singular value decomposition.
+    """Return ``U V^T`` over the nonzero singular values, by a singular value
+    decomposition.
 
     Example:
         >>> import jax.numpy as jnp
@@ -149,25 +193,38 @@ def exact_msign(x: jax.Array, rms: jax.typing.ArrayLike | None = None) -> jax.Ar
          [1. 0.]]
     """
     u, s, vt = one_at_a_time(lambda y: tuple(jnp.linalg.svd(y, full_matrices=False)))(x)
-    kept = (s > max(x.shape) * jnp.finfo(x.dtype).eps * s[0]).astype(x.dtype)  # the others are rounding
+    kept = (s > max(x.shape) * jnp.finfo(x.dtype).eps * s[0]).astype(
+        x.dtype
+    )  # the others are rounding
     t = exact_product(u * kept[None], vt)
-    return t if rms is None else t * (rms * math.sqrt(x.size) * inverse_root(jnp.sum(t * t)))
+    return (
+        t
+        if rms is None
+        else t * (rms * math.sqrt(x.size) * inverse_root(jnp.sum(t * t)))
+    )
 
 
-# Polar Express for eigenvalues above 1e-3, then the classical step, which converges to one.
+# Polar Express for eigenvalues above 1e-3, then the classical step, which converges to
+# one.
 _CONVERGING = (*COEFFICIENTS["polar_express"], *[(1.875, -1.25, 0.375)] * 3)
 
 
 def clipping_factor(gram: jax.Array) -> jax.Array:
-    """Return ``min(gram^(-1/2), 1) - 1`` of a symmetric positive semidefinite matrix, by products alone.
+    """Return ``min(gram^(-1/2), 1) - 1`` of a symmetric positive semidefinite matrix,
+    by products alone.
 
-    The sign of ``I - gram`` selects the eigenvalues above one; their inverse root is the factor that Newton-Schulz
-    multiplies a matrix with that Gram matrix by.
+    The sign of ``I - gram`` selects the eigenvalues above one; their inverse root is
+    the factor that Newton-Schulz multiplies a matrix with that Gram matrix by.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.newton_schulz import clipping_factor
-        >>> print((1 + jnp.diag(clipping_factor(jnp.diag(jnp.array([16.0, 4.0, 0.25]))))).round(3))
+        >>> print(
+        ...     (
+        ...         1
+        ...         + jnp.diag(clipping_factor(jnp.diag(jnp.array([16.0, 4.0, 0.25]))))
+        ...     ).round(3)
+        ... )
         [0.25 0.5  1.  ]
 
     References:
@@ -176,13 +233,20 @@ def clipping_factor(gram: jax.Array) -> jax.Array:
     identity = jnp.eye(len(gram), dtype=gram.dtype)
     sign = identity - gram
     largest = jnp.max(jnp.abs(sign))
-    sign = sign / jnp.where(largest == 0, 1, largest)  # or the squares of large values overflow
+    sign = sign / jnp.where(
+        largest == 0, 1, largest
+    )  # or the squares of large values overflow
     sign = sign * inverse_root(jnp.sum(sign * sign))
     start = inverse_root(jnp.trace(gram))
     factor, rest = identity * start, gram * start**2
     for a, b, c in _CONVERGING:
         square = exact_product(sign, sign)
-        sign = a * sign + exact_product(b * square + c * exact_product(square, square), sign)
+        sign = a * sign + exact_product(
+            b * square + c * exact_product(square, square), sign
+        )
         step = a * identity + b * rest + c * exact_product(rest, rest)
-        factor, rest = exact_product(step, factor), exact_product(step, exact_product(step, rest))
+        factor, rest = (
+            exact_product(step, factor),
+            exact_product(step, exact_product(step, rest)),
+        )
     return exact_product((identity - sign) / 2, factor - identity)

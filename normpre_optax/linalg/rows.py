@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row norms and the tangent projection, by sums along the axes of a row.
 
-The functions work on parameters as they are stored. A row (the weights of one output neuron) runs along the axes
-``along``; a column is a row along the others. Sums keep their axes, so that they broadcast.
+The functions work on parameters as they are stored. A row (the weights of one output
+neuron) runs along the axes ``along``; a column is a row along the others. Sums keep
+their axes, so that they broadcast.
 """
 
 import jax
@@ -28,14 +29,18 @@ def unit_rows(x: jax.Array, along: Axes) -> jax.Array:
 
 
 def unit_rows_and_columns(x: jax.Array, along: Axes, across: Axes) -> jax.Array:
-    """Divide every entry by the norms of its row and its column: ``x_ij max_k r_k / (r_i c_j)``, both norms of ``x``.
+    """Divide every entry by the norms of its row and its column: ``x_ij max_k r_k /
+    (r_i c_j)``, both norms of ``x``.
 
-    The norm of the largest row keeps the result independent of the scale of ``x``. Zero rows and columns stay zero.
+    The norm of the largest row keeps the result independent of the scale of ``x``. Zero
+    rows and columns stay zero.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.rows import unit_rows_and_columns
-        >>> print(unit_rows_and_columns(jnp.array([[2e-8, 0.0], [0.0, 1e-8]]), (1,), (0,)))
+        >>> print(
+        ...     unit_rows_and_columns(jnp.array([[2e-8, 0.0], [0.0, 1e-8]]), (1,), (0,))
+        ... )
         [[1. 0.]
          [0. 2.]]
     """
@@ -44,10 +49,13 @@ def unit_rows_and_columns(x: jax.Array, along: Axes, across: Axes) -> jax.Array:
     return x * (jnp.where(rows == 0, 0, rows / largest) * columns)
 
 
-def tangent_rows(m: jax.Array, w: jax.Array, along: Axes, tangent: str = "relaxed") -> jax.Array:
+def tangent_rows(
+    m: jax.Array, w: jax.Array, along: Axes, tangent: str = "relaxed"
+) -> jax.Array:
     """Project every row of ``m`` against the same row of ``w``.
 
-    - ``relaxed``: ``m - <m, w> w``, which keeps the radial part of ``m`` times ``1 - ||w||^2``;
+    - ``relaxed``: ``m - <m, w> w``, which keeps the radial part of ``m`` times ``1 -
+      ||w||^2``;
     - ``strict``: ``m - <m, w> w / ||w||^2``, which removes it;
     - ``none``: ``m``.
 
@@ -67,7 +75,8 @@ def tangent_rows(m: jax.Array, w: jax.Array, along: Axes, tangent: str = "relaxe
 def unit_tangent_factors(
     m: jax.Array, w: jax.Array | None, along: Axes, tangent: str = "relaxed"
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ``(a, b)`` with ``unit_rows(tangent_rows(m, w)) = a m - b w``, from one pass over ``m`` and ``w``.
+    """Return ``(a, b)`` with ``unit_rows(tangent_rows(m, w)) = a m - b w``, from one
+    pass over ``m`` and ``w``.
 
     Args:
         m: momentum.
@@ -76,12 +85,15 @@ def unit_tangent_factors(
         tangent: see ``tangent_rows``.
 
     Returns:
-        Two numbers per row. A row of which only rounding error is left has ``a = b = 0``.
+        Two numbers per row. A row of which only rounding error is left has ``a = b =
+        0``.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.rows import unit_tangent_factors
-        >>> a, b = unit_tangent_factors(jnp.array([[3.0, 4.0]]), jnp.array([[0.0, 0.5]]), (1,), "strict")
+        >>> a, b = unit_tangent_factors(
+        ...     jnp.array([[3.0, 4.0]]), jnp.array([[0.0, 0.5]]), (1,), "strict"
+        ... )
         >>> print(a.round(4), b.round(4))
         [[0.3333]] [[2.6667]]
     """
@@ -93,11 +105,19 @@ def unit_tangent_factors(
     return a, radial * a
 
 
-def _radial(m: jax.Array, w: jax.Array, along: Axes, tangent: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return ``||m||^2``, ``r`` with ``x = m - r w``, and ``||x||^2 / ||m||^2``: 0 where ``x`` is rounding error."""
+def _radial(
+    m: jax.Array, w: jax.Array, along: Axes, tangent: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return ``||m||^2``, ``r`` with ``x = m - r w``, and ``||x||^2 / ||m||^2``: 0
+    where ``x`` is rounding error.
+    """
     mm, mw, ww = (jnp.sum(x, along, keepdims=True) for x in (m * m, m * w, w * w))
-    along_w = jnp.where(ww == 0, 0, mw / jnp.where(ww == 0, 1, ww))  # the radial part of m is along_w w
-    share = jnp.where(mm == 0, 0, along_w * (mw / jnp.where(mm == 0, 1, mm)))  # of ||m||^2 along w
+    along_w = jnp.where(
+        ww == 0, 0, mw / jnp.where(ww == 0, 1, ww)
+    )  # the radial part of m is along_w w
+    share = jnp.where(
+        mm == 0, 0, along_w * (mw / jnp.where(mm == 0, 1, mm))
+    )  # of ||m||^2 along w
     kept = 1 - ww if tangent == "relaxed" else jnp.zeros_like(ww)
     eps = jnp.finfo(mm.dtype).eps
     left = jnp.where(1 - share < 16 * eps, 0, 1 - share) + kept * (kept * share)

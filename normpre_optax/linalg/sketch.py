@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clip the leading singular values of matrices, found by a randomized sketch (Algorithm 2) or exactly.
+"""Clip the leading singular values of matrices, found by a randomized sketch (Algorithm
+2) or exactly.
 
-With ``Q`` an orthonormal basis of a subspace of rows of ``Psi^T`` and ``B = Q Psi``, clipping adds ``Q^T F B`` to
-``Psi``: ``F`` is a small matrix, computed from the Gram matrices of ``Q`` and ``B``. The small problems of all
-matrices are solved in one batched call. Thin factors are stored as rows ``(l, s)`` and ``(l, n)``.
+With ``Q`` an orthonormal basis of a subspace of rows of ``Psi^T`` and ``B = Q Psi``,
+clipping adds ``Q^T F B`` to ``Psi``: ``F`` is a small matrix, computed from the Gram
+matrices of ``Q`` and ``B``. The small problems of all matrices are solved in one
+batched call. Thin factors are stored as rows ``(l, s)`` and ``(l, n)``.
 """
 
 import functools
@@ -27,9 +29,11 @@ from normpre_optax.linalg.precision import (
 
 
 class Clipping(NamedTuple):
-    """The ``rank`` leading singular values are clipped to ``level^2 = max(least, share (total - their squares))``.
+    """The ``rank`` leading singular values are clipped to ``level^2 = max(least, share
+    (total - their squares))``.
 
-    All are arrays ``(..., 1, 1)``; ``total`` is the sum of the squares of all singular values, ``||Psi||_F^2``.
+    All are arrays ``(..., 1, 1)``; ``total`` is the sum of the squares of all singular
+    values, ``||Psi||_F^2``.
     """
 
     total: jax.Array
@@ -38,10 +42,16 @@ class Clipping(NamedTuple):
     rank: jax.Array
 
 
-def to_threshold(total: jax.Array, rank: int, threshold: jax.typing.ArrayLike = 1.0) -> Clipping:
-    """Return the clipping of ``rank`` singular values to a threshold, for matrices with this sum of squares."""
+def to_threshold(
+    total: jax.Array, rank: int, threshold: jax.typing.ArrayLike = 1.0
+) -> Clipping:
+    """Return the clipping of ``rank`` singular values to a threshold, for matrices with
+    this sum of squares.
+    """
     one = jnp.ones_like(total)
-    return Clipping(total, one * jnp.square(threshold), jnp.zeros_like(total), one * rank)
+    return Clipping(
+        total, one * jnp.square(threshold), jnp.zeros_like(total), one * rank
+    )
 
 
 def clip_by_sketch(
@@ -55,29 +65,40 @@ def clip_by_sketch(
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
     """Find what clips the leading singular values of wide matrices: Algorithm 2.
 
-    ``Y = Psi Omega``; ``p`` times ``Y = Psi Psi^T Y``, with the basis orthonormalized in between (the same span);
-    then the eigenpairs of the sketched interaction matrix ``(Q Psi)(Q Psi)^T``.
+    ``Y = Psi Omega``; ``p`` times ``Y = Psi Psi^T Y``, with the basis orthonormalized
+    in between (the same span); then the eigenpairs of the sketched interaction matrix
+    ``(Q Psi)(Q Psi)^T``.
 
     Args:
         psis: wide matrices ``(..., s, n)``, ``s <= n``.
         omegas: Gaussian draws ``(..., l, n)``: the paper's ``Omega^T``.
         clippings: how many singular values of each are clipped, and to which level.
         power_iterations: ``p``.
-        products: clip all ``l`` singular values of the sketch by matrix products alone, without an eigensolver; ``l``
-            takes the place of ``rank``.
+        products: clip all ``l`` singular values of the sketch by matrix products alone,
+            without an eigensolver; ``l`` takes the place of ``rank``.
         compute_dtype: dtype of the operands of the products with ``Psi``.
-        solve: replaces ``solve_together`` on a mesh, to distribute the eigenproblems. Factorizations are replicated
-            (``axes=()``), because their results would have to be communicated.
+        solve: replaces ``solve_together`` on a mesh, to distribute the eigenproblems.
+            Factorizations are replicated (``axes=()``), because their results would
+            have to be communicated.
 
     Returns:
-        ``(left, right, squares)`` for each: the clipped matrix is ``psi + left^T right``, and ``squares`` is its sum of
-        squares, ``(..., 1, 1)``.
+        ``(left, right, squares)`` for each: the clipped matrix is ``psi + left^T
+        right``, and ``squares`` is its sum of squares, ``(..., 1, 1)``.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from normpre_optax.linalg.sketch import clip_by_sketch, sum_of_squares, to_threshold
-        >>> psi, omega = jnp.diag(jnp.array([5.0, 3.0, 1.0])), jax.random.normal(jax.random.key(0), (2, 3))
-        >>> ((left, right, _),) = clip_by_sketch([psi], [omega], [to_threshold(sum_of_squares(psi), rank=1)], 4)
+        >>> from normpre_optax.linalg.sketch import (
+        ...     clip_by_sketch,
+        ...     sum_of_squares,
+        ...     to_threshold,
+        ... )
+        >>> psi, omega = (
+        ...     jnp.diag(jnp.array([5.0, 3.0, 1.0])),
+        ...     jax.random.normal(jax.random.key(0), (2, 3)),
+        ... )
+        >>> ((left, right, _),) = clip_by_sketch(
+        ...     [psi], [omega], [to_threshold(sum_of_squares(psi), rank=1)], 4
+        ... )
         >>> print(jnp.diag(psi + left.T @ right).round(2))
         [1. 3. 1.]
 
@@ -89,73 +110,123 @@ def clip_by_sketch(
 
     def orthonormalized(ys: list[jax.Array]) -> list[jax.Array]:
         inverses = factor(_inverse_cholesky, [(exact_product(y, y.mT),) for y in ys])
-        return [exact_product(inverse, y) for inverse, y in zip(inverses, ys, strict=True)]
+        return [
+            exact_product(inverse, y) for inverse, y in zip(inverses, ys, strict=True)
+        ]
 
     ys = [times(omega, psi.mT) for omega, psi in zip(omegas, psis, strict=True)]
     for _ in range(power_iterations):
         back = [times(y, psi) for y, psi in zip(orthonormalized(ys), psis, strict=True)]
-        ys = [times(b, psi.mT) for b, psi in zip(orthonormalized(back), psis, strict=True)]
+        ys = [
+            times(b, psi.mT) for b, psi in zip(orthonormalized(back), psis, strict=True)
+        ]
     qs = orthonormalized(ys)
     bs = [times(q, psi) for q, psi in zip(qs, psis, strict=True)]
-    grams = [(exact_product(q, q.mT), exact_product(b, b.mT)) for q, b in zip(qs, bs, strict=True)]
-    problems = [(*pair, *clipping) for pair, clipping in zip(grams, clippings, strict=True)]
-    solved = (solve or solve_together)(_factor_by_products if products else _factor_by_eigenvectors, problems)
-    return [(q, exact_product(factor, b), squares) for q, b, (factor, squares) in zip(qs, bs, solved, strict=True)]
+    grams = [
+        (exact_product(q, q.mT), exact_product(b, b.mT))
+        for q, b in zip(qs, bs, strict=True)
+    ]
+    problems = [
+        (*pair, *clipping) for pair, clipping in zip(grams, clippings, strict=True)
+    ]
+    solved = (solve or solve_together)(
+        _factor_by_products if products else _factor_by_eigenvectors, problems
+    )
+    return [
+        (q, exact_product(factor, b), squares)
+        for q, b, (factor, squares) in zip(qs, bs, solved, strict=True)
+    ]
 
 
-def clip_exactly(psi: jax.Array, clipping: Clipping) -> tuple[jax.Array, jax.Array, jax.Array]:
+def clip_exactly(
+    psi: jax.Array, clipping: Clipping
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The same by an eigendecomposition of ``Psi Psi^T``, for one wide matrix.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.sketch import clip_exactly, sum_of_squares, to_threshold
+        >>> from normpre_optax.linalg.sketch import (
+        ...     clip_exactly,
+        ...     sum_of_squares,
+        ...     to_threshold,
+        ... )
         >>> psi = jnp.diag(jnp.array([3.0, 2.0, 0.5]))
-        >>> left, right, squares = clip_exactly(psi, to_threshold(sum_of_squares(psi), rank=1))
+        >>> left, right, squares = clip_exactly(
+        ...     psi, to_threshold(sum_of_squares(psi), rank=1)
+        ... )
         >>> print(jnp.diag(psi + left.T @ right).round(3), squares.round(2))
         [1.  2.  0.5] [[5.25]]
     """
     identity = jnp.eye(len(psi), dtype=psi.dtype)
-    factor, squares = _factor_by_eigenvectors(identity, exact_product(psi, psi.mT), *clipping)
+    factor, squares = _factor_by_eigenvectors(
+        identity, exact_product(psi, psi.mT), *clipping
+    )
     return identity, exact_product(factor, psi), squares
 
 
 def _factor_by_eigenvectors(
-    gram: jax.Array, interaction: jax.Array, total: jax.Array, least: jax.Array, share: jax.Array, rank: jax.Array
+    gram: jax.Array,
+    interaction: jax.Array,
+    total: jax.Array,
+    least: jax.Array,
+    share: jax.Array,
+    rank: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """``F`` and the sum of squares of the clipped matrix, from the Gram matrices of Q and B: the ``rank`` largest."""
+    """``F`` and the sum of squares of the clipped matrix, from the Gram matrices of Q
+    and B: the ``rank`` largest.
+    """
     inverse, interaction = _orthonormal(gram, interaction)
     values, vectors = one_at_a_time(lambda x: tuple(jnp.linalg.eigh(x)))(interaction)
-    among = jnp.arange(len(values), dtype=rank.dtype) >= len(values) - rank[0]  # eigh sorts in ascending order
+    among = (
+        jnp.arange(len(values), dtype=rank.dtype) >= len(values) - rank[0]
+    )  # eigh sorts in ascending order
     level = jnp.maximum(least, share * (total - jnp.sum(jnp.where(among, values, 0))))
     clipped = among & (values > level[0])
     gains = jnp.where(clipped, jnp.sqrt(level[0] / jnp.where(clipped, values, 1)), 1)
     gains = jnp.where(jnp.isnan(values), values, gains)
     z = exact_product(vectors.T, inverse)
     factor = exact_product(z.T * (gains - 1)[None], z)
-    return factor, _squares(total, jnp.sum(jnp.where(clipped, values - level[0], 0)), level)
+    return factor, _squares(
+        total, jnp.sum(jnp.where(clipped, values - level[0], 0)), level
+    )
 
 
 def _factor_by_products(
-    gram: jax.Array, interaction: jax.Array, total: jax.Array, least: jax.Array, share: jax.Array, rank: jax.Array
+    gram: jax.Array,
+    interaction: jax.Array,
+    total: jax.Array,
+    least: jax.Array,
+    share: jax.Array,
+    rank: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The same for all modes of the subspace, by products alone."""
     inverse, interaction = _orthonormal(gram, interaction)
     level = jnp.maximum(least, share * (total - jnp.trace(interaction)))
-    change = clipping_factor(interaction / jnp.where(level == 0, 1, level))  # zero stays zero, NaN stays NaN
+    change = clipping_factor(
+        interaction / jnp.where(level == 0, 1, level)
+    )  # zero stays zero, NaN stays NaN
     moved = exact_product(change, interaction)
     removed = -2 * jnp.trace(moved) - jnp.sum(moved * change)
-    return exact_product(inverse.T, exact_product(change, inverse)), _squares(total, removed, level)
+    return exact_product(inverse.T, exact_product(change, inverse)), _squares(
+        total, removed, level
+    )
 
 
 def _squares(total: jax.Array, removed: jax.Array, level: jax.Array) -> jax.Array:
-    """Return what is left of the squares; rounding may not make it less than one clipped mode has."""
+    """Return what is left of the squares; rounding may not make it less than one
+    clipped mode has.
+    """
     return jnp.maximum(total - removed, jnp.minimum(total, level))
 
 
-def _orthonormal(gram: jax.Array, interaction: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What orthonormalizes a basis with that Gram matrix, and the interaction matrix in the new basis.
+def _orthonormal(
+    gram: jax.Array, interaction: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What orthonormalizes a basis with that Gram matrix, and the interaction matrix in
+    the new basis.
 
-    Rows much shorter than one are rounding error of dependent rows: their interactions are noise and are left out.
+    Rows much shorter than one are rounding error of dependent rows: their interactions
+    are noise and are left out.
     """
     short = jnp.diagonal(gram) < 1e-4
     inverse = _inverse_cholesky(jnp.where(short[:, None] | short[None], 0, gram))
@@ -165,8 +236,9 @@ def _orthonormal(gram: jax.Array, interaction: jax.Array) -> tuple[jax.Array, ja
 def _inverse_cholesky(g: jax.Array) -> jax.Array:
     """``L^-1`` of ``g = L L^T``, finite for every positive semidefinite matrix.
 
-    ``g`` is scaled to a unit diagonal and its other entries are reduced by ``2 l eps``, more than rounding can make the
-    matrix indefinite. Directions with less than that left come out too short; zero rows stay zero.
+    ``g`` is scaled to a unit diagonal and its other entries are reduced by ``2 l eps``,
+    more than rounding can make the matrix indefinite. Directions with less than that
+    left come out too short; zero rows stay zero.
     """
     scale = inverse_root(jnp.diagonal(g))
     identity = jnp.eye(len(g), dtype=g.dtype)
@@ -175,14 +247,20 @@ def _inverse_cholesky(g: jax.Array) -> jax.Array:
 
     def solved(x: jax.Array) -> jax.Array:
         lower = jax.lax.linalg.cholesky(x, symmetrize_input=False)
-        # Not `identity`: under vmap, a function of one matrix may not close over traced arrays.
-        return jax.lax.linalg.triangular_solve(lower, jnp.eye(len(x), dtype=x.dtype), left_side=True, lower=True)
+        # Not `identity`: under vmap, a function of one matrix may not close over traced
+        # arrays.
+        return jax.lax.linalg.triangular_solve(
+            lower, jnp.eye(len(x), dtype=x.dtype), left_side=True, lower=True
+        )
 
     return one_at_a_time(solved)(unit) * scale[None]
 
 
-def draws(seed: int, step: jax.typing.ArrayLike, ids: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Draw ``Omega^T`` for every matrix; it depends on seed, step, parameter and batch index, and on nothing else.
+def draws(
+    seed: int, step: jax.typing.ArrayLike, ids: jax.Array, shape: tuple[int, int]
+) -> jax.Array:
+    """Draw ``Omega^T`` for every matrix; it depends on seed, step, parameter and batch
+    index, and on nothing else.
 
     Args:
         seed: of the optimizer.
@@ -202,17 +280,25 @@ def draws(seed: int, step: jax.typing.ArrayLike, ids: jax.Array, shape: tuple[in
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
 
     def draw(own: jax.Array) -> jax.Array:
-        return jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, own[0]), own[1]), shape, jnp.float32)
+        return jax.random.normal(
+            jax.random.fold_in(jax.random.fold_in(key, own[0]), own[1]),
+            shape,
+            jnp.float32,
+        )
 
     return jnp.vectorize(draw, signature="(i)->(l,n)")(ids)
 
 
 def matrix_ids(path: str, batch: tuple[int, ...]) -> np.ndarray:
-    """Return uint32 ``(*batch, 2)``: crc32 of a parameter's path, and the index of each of its matrices."""
+    """Return uint32 ``(*batch, 2)``: crc32 of a parameter's path, and the index of each
+    of its matrices.
+    """
     index = np.arange(np.prod(batch, dtype=int), dtype=np.uint32).reshape(batch)
     return np.stack([np.full_like(index, zlib.crc32(path.encode())), index], axis=-1)
 
 
 def sum_of_squares(x: jax.Array) -> jax.Array:
-    """Return the squared Frobenius norm of every matrix, ``(..., 1, 1)``, in at least float32."""
+    """Return the squared Frobenius norm of every matrix, ``(..., 1, 1)``, in at least
+    float32.
+    """
     return jnp.sum(jnp.square(at_least_float32(x)), axis=(-2, -1), keepdims=True)

@@ -13,12 +13,28 @@ import optax
 from normpre_optax.checks import check_dtype_of
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.roles import row_norms_by_role
-from normpre_optax.parameters.rules import Assignment, Reading, assign, default_matrix_dims, default_reading, reader
-from normpre_optax.parameters.tree import MAX_ASPECT_RATIO, Leaf, leaves, named_leaves, repeated
+from normpre_optax.parameters.rules import (
+    Assignment,
+    Reading,
+    assign,
+    default_matrix_dims,
+    default_reading,
+    reader,
+)
+from normpre_optax.parameters.tree import (
+    MAX_ASPECT_RATIO,
+    Leaf,
+    leaves,
+    named_leaves,
+    repeated,
+)
 
 _VOCABULARY = "has an axis of the vocabulary size"
 _NO_MATRIX = "no parameter is a matrix, so all use AdamW; explain(params) shows why"
-_VECTOR = "the parameters are one vector without a name, updated by AdamW; optax.flatten hides the matrices: remove it"
+_VECTOR = (
+    "the parameters are one vector without a name, updated by AdamW; optax.flatten"
+    " hides the matrices: remove it"
+)
 
 _Row = namedtuple("_Row", "path leaf group matrices reason")
 
@@ -32,13 +48,16 @@ def explain(params: Any, matrix_dims: Any = None, *, every_layer: bool = False) 
         every_layer: whether to list equal layers one by one.
 
     Returns:
-        A plain-text table with path, shape, group, matrices as count x (out x in), and reason; then the totals, and
-        notes on likely mistakes. Equal layers share a line, with the shape of one parameter and the matrices of all. A
-        parameter for which the optimizer raises an error is shown as ERROR.
+        A plain-text table with path, shape, group, matrices as count x (out x in), and
+        reason; then the totals, and notes on likely mistakes. Equal layers share a
+        line, with the shape of one parameter and the matrices of all. A parameter for
+        which the optimizer raises an error is shown as ERROR.
 
     Raises:
-        ValueError: if ``matrix_dims`` is a tree that does not match, or two paths are equal.
-        TypeError: if ``matrix_dims`` has an unsupported type, or a leaf is not an array.
+        ValueError: if ``matrix_dims`` is a tree that does not match, or two paths are
+            equal.
+        TypeError: if ``matrix_dims`` has an unsupported type, or a leaf is not an
+            array.
 
     Example:
         >>> import jax.numpy as jnp
@@ -59,23 +78,61 @@ def explain(params: Any, matrix_dims: Any = None, *, every_layer: bool = False) 
     rows = [_row(path, leaf, read) for path, leaf in leaves(params).items()]
     sizes = _vocabulary_sizes(rows)
     for i, row in enumerate(rows):
-        if row.group == "matrix" and row.leaf.ndim == 2 and sizes.intersection(row.leaf.shape):
+        if (
+            row.group == "matrix"
+            and row.leaf.ndim == 2
+            and sizes.intersection(row.leaf.shape)
+        ):
             rows[i] = row._replace(reason=f"{row.reason}, {_VOCABULARY}")
-    by_path, table = {row.path: row for row in rows}, [("parameter", "shape", "optimizer", "matrices", "reason")]
+    by_path, table = (
+        {row.path: row for row in rows},
+        [("parameter", "shape", "optimizer", "matrices", "reason")],
+    )
     entries = {row.path: (row.leaf.shape, row.group, row.reason) for row in rows}
-    joined = [(path, (path,), entry) for path, entry in entries.items()] if every_layer else repeated(entries)
+    joined = (
+        [(path, (path,), entry) for path, entry in entries.items()]
+        if every_layer
+        else repeated(entries)
+    )
     for name, paths, (shape, group, reason) in joined:
-        matrices = sum((by_path[path].matrices for path in paths), Counter[tuple[int, int]]())
-        counts = ", ".join(f"{count} x ({out} x {inputs})" for (out, inputs), count in matrices.items())
-        table.append((name, f"{len(paths)} x " * (len(paths) > 1) + str(shape), group, counts, reason))
+        matrices = sum(
+            (by_path[path].matrices for path in paths), Counter[tuple[int, int]]()
+        )
+        counts = ", ".join(
+            f"{count} x ({out} x {inputs})" for (out, inputs), count in matrices.items()
+        )
+        table.append(
+            (
+                name,
+                f"{len(paths)} x " * (len(paths) > 1) + str(shape),
+                group,
+                counts,
+                reason,
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [*("  ".join(map(str.ljust, line, widths)).rstrip() for line in table), "", *_totals(rows)]
-    found = Assignment() if any(row.group == "ERROR" for row in rows) else assign(params, matrix_dims)
-    return "\n".join([*lines, *_row_norms(found), *(f"note: {x}" for x in (*_notes(rows), *cautions(found, params)))])
+    lines = [
+        *("  ".join(map(str.ljust, line, widths)).rstrip() for line in table),
+        "",
+        *_totals(rows),
+    ]
+    found = (
+        Assignment()
+        if any(row.group == "ERROR" for row in rows)
+        else assign(params, matrix_dims)
+    )
+    return "\n".join(
+        [
+            *lines,
+            *_row_norms(found),
+            *(f"note: {x}" for x in (*_notes(rows), *cautions(found, params))),
+        ]
+    )
 
 
 def cautions(found: Assignment, params: Any, by_role: bool = True) -> Iterator[str]:
-    """Yield what looks like a mistake in a whole tree; optimizers warn of it at ``init``.
+    """Yield what looks like a mistake in a whole tree; optimizers warn of it at
+    ``init``.
 
     Args:
         found: the groups of the parameters.
@@ -84,14 +141,32 @@ def cautions(found: Assignment, params: Any, by_role: bool = True) -> Iterator[s
     """
     names = {path.rpartition("/")[2] for path, spec in found.items() if spec.dims}
     if found and not names:
-        vector = [(spec.path, len(spec.shape)) for spec in found.values()] == [("", 1)]  # as inside optax.flatten
+        vector = [(spec.path, len(spec.shape)) for spec in found.values()] == [
+            ("", 1)
+        ]  # as inside optax.flatten
         yield _VECTOR if vector else _NO_MATRIX
-    holes = named_leaves(params, lambda x: x is None or isinstance(x, optax.MaskedNode)) if by_role and names else ()
-    for path, hole, *_ in holes:  # None may also be what a model does not have, such as a bias
-        masked = isinstance(hole, optax.MaskedNode) or (hole is None and path.rpartition("/")[2] in names)
+    holes = (
+        named_leaves(params, lambda x: x is None or isinstance(x, optax.MaskedNode))
+        if by_role and names
+        else ()
+    )
+    for (
+        path,
+        hole,
+        *_,
+    ) in holes:  # None may also be what a model does not have, such as a bias
+        masked = isinstance(hole, optax.MaskedNode) or (
+            hole is None and path.rpartition("/")[2] in names
+        )
         if masked and default_matrix_dims(path, Leaf((2, 3), jnp.float32)):
-            fix = "pass row_norms=, or freeze after the optimizer: optax.chain(optimizer, optax.freeze(mask))"
-            yield f"masked matrices, such as {path!r}, are not counted in the row norms that Hyperball sets: {fix}"
+            fix = (
+                "pass row_norms=, or freeze after the optimizer: optax.chain(optimizer,"
+                " optax.freeze(mask))"
+            )
+            yield (
+                f"masked matrices, such as {path!r}, are not counted in the row norms"
+                f" that Hyperball sets: {fix}"
+            )
             return
 
 
@@ -109,21 +184,36 @@ def _row(path: str, leaf: Leaf, read: Callable[[str, Leaf], Reading]) -> _Row:
 
 
 def _vocabulary_sizes(rows: list[_Row]) -> set[int]:
-    """Return the larger axis sizes of embeddings, except those that a norm or another embedding shows to be widths."""
-    tables = [row.leaf.shape for row in rows if row.reason.startswith("embedding") and row.leaf.ndim == 2]
+    """Return the larger axis sizes of embeddings, except those that a norm or another
+    embedding shows to be widths.
+    """
+    tables = [
+        row.leaf.shape
+        for row in rows
+        if row.reason.startswith("embedding") and row.leaf.ndim == 2
+    ]
     widths = {min(shape) for shape in tables}
-    widths.update(size for row in rows if row.reason == "norm or scale" for size in row.leaf.shape)
+    widths.update(
+        size for row in rows if row.reason == "norm or scale" for size in row.leaf.shape
+    )
     return {max(shape) for shape in tables} - widths
 
 
 def _totals(rows: list[_Row]) -> Iterator[str]:
     for group in ("matrix", "adamw", "ERROR"):
         found = [row for row in rows if row.group == group]
-        counts = [(len(found), "parameter", "parameters"), (sum(row.leaf.size for row in found), "element", "elements")]
+        counts = [
+            (len(found), "parameter", "parameters"),
+            (sum(row.leaf.size for row in found), "element", "elements"),
+        ]
         if group == "matrix":
-            counts.append((sum(row.matrices.total() for row in found), "matrix", "matrices"))
+            counts.append(
+                (sum(row.matrices.total() for row in found), "matrix", "matrices")
+            )
         if found or group != "ERROR":
-            yield f"{group + ':':8}" + ", ".join(f"{n:,} {one if n == 1 else many}" for n, one, many in counts)
+            yield f"{group + ':':8}" + ", ".join(
+                f"{n:,} {one if n == 1 else many}" for n, one, many in counts
+            )
 
 
 def _row_norms(found: Assignment) -> Iterator[str]:
@@ -131,15 +221,31 @@ def _row_norms(found: Assignment) -> Iterator[str]:
     norms = row_norms_by_role(found)
     written = {path: norm for path, norm in norms.items() if norm != 1}
     if written:
-        each = "".join(f"{norm:.2g} for {name}, " for name, _, norm in repeated(written))
-        yield f"row norms under Hyperball: {each}1 for {'the others' if len(written) < len(norms) else 'none'}"
+        each = "".join(
+            f"{norm:.2g} for {name}, " for name, _, norm in repeated(written)
+        )
+        yield (
+            f"row norms under Hyperball: {each}1 for"
+            f" {'the others' if len(written) < len(norms) else 'none'}"
+        )
 
 
 def _notes(rows: list[_Row]) -> Iterator[str]:
     if any("' in '" in row.reason for row in rows):
-        yield "the quoted word alone decided the group; its name may mean something else"
-    is_long = lambda shape: max(shape) > MAX_ASPECT_RATIO * min(shape)  # noqa: E731
+        yield (
+            "the quoted word alone decided the group; its name may mean something else"
+        )
+
+    def is_long(shape):
+        return max(shape) > MAX_ASPECT_RATIO * min(shape)
+
     if long := [row.path for row in rows if any(map(is_long, row.matrices))]:
-        yield f"a matrix such as {long[0]!r}, longer than {MAX_ASPECT_RATIO}:1, may be a table: return None in a rule"
+        yield (
+            f"a matrix such as {long[0]!r}, longer than {MAX_ASPECT_RATIO}:1, may be a"
+            " table: return None in a rule"
+        )
     if any(row.reason.endswith(_VOCABULARY) for row in rows):
-        yield f"a matrix that {_VOCABULARY} may be an output head; if it is one, return None for it in a rule"
+        yield (
+            f"a matrix that {_VOCABULARY} may be an output head; if it is one, return"
+            " None for it in a rule"
+        )

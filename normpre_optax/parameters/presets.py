@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for known layouts, for ``matrix_dims=``. All other parameters follow the default rule.
+"""Rules for known layouts, for ``matrix_dims=``. All other parameters follow the
+default rule.
 
 Example:
     >>> import jax.numpy as jnp
@@ -18,7 +19,9 @@ from normpre_optax.parameters.rules import default_matrix_dims, is_stack_of_expe
 
 
 def experts_in_front(path: str, leaf: Any) -> MatrixDims | None:
-    """Rule for experts stored as (expert, in, out), with or without layer axes in front: gpt-oss, most stacked experts.
+    """Rule for experts stored as (expert, in, out): gpt-oss, most stacked experts.
+
+    Layer axes may be in front.
 
     Args:
         path: the "/"-joined path of the parameter.
@@ -43,13 +46,20 @@ def experts_in_front(path: str, leaf: Any) -> MatrixDims | None:
             raise
         down = getattr(leaf, "near", {}).get(path.replace("gate_up", "down"), leaf)
         if down is not leaf and down.shape[-1] != leaf.shape[-2]:
-            sizes = f"{path!r} of shape {leaf.shape} and its down projection of shape {down.shape}"
-            raise ValueError(f"presets.experts_in_front: {sizes} are not (expert, in, out)") from None
+            sizes = (
+                f"{path!r} of shape {leaf.shape} and its down projection of shape"
+                f" {down.shape}"
+            )
+            raise ValueError(
+                f"presets.experts_in_front: {sizes} are not (expert, in, out)"
+            ) from None
         return MatrixDims(inputs=-2, outputs=-1)
 
 
 def maxtext(path: str, leaf: Any) -> MatrixDims | None:
-    """Rule for MaxText: layers scanned along axis 1, experts in front of them, and MLA's projections from latents.
+    """Rule for MaxText: layers scanned along axis 1.
+
+    Experts are in front of them, and MLA has projections from latents.
 
     Args:
         path: the "/"-joined path of the parameter.
@@ -64,7 +74,9 @@ def maxtext(path: str, leaf: Any) -> MatrixDims | None:
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import presets
-        >>> presets.maxtext("decoder/layers/mlp/wi_0/kernel", jnp.zeros((8, 2, 32)))  # (in, layer, out)
+        >>> presets.maxtext(
+        ...     "decoder/layers/mlp/wi_0/kernel", jnp.zeros((8, 2, 32))
+        ... )  # (in, layer, out)
         MatrixDims(inputs=0, outputs=2, output_blocks=1)
     """
     module, last = ["", *path.split("/")][-2:]
@@ -80,7 +92,9 @@ def maxtext(path: str, leaf: Any) -> MatrixDims | None:
 
 
 def gemma(path: str, leaf: Any) -> MatrixDims | None:
-    """Rule for the einsums of Gemma 2 and 3. Gemma 1 stores ``gating_einsum`` as (2, d, hidden): inputs=1, outputs=2.
+    """Rule for the einsums of Gemma 2 and 3.
+
+    Gemma 1 stores ``gating_einsum`` as (2, d, hidden): inputs=1, outputs=2.
 
     Args:
         path: the "/"-joined path of the parameter.
@@ -95,7 +109,9 @@ def gemma(path: str, leaf: Any) -> MatrixDims | None:
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import presets
-        >>> presets.gemma("layer_0/attn/q_einsum/w", jnp.zeros((2, 16, 8)))  # (heads, d, size)
+        >>> presets.gemma(
+        ...     "layer_0/attn/q_einsum/w", jnp.zeros((2, 16, 8))
+        ... )  # (heads, d, size)
         MatrixDims(inputs=-2, outputs=(-3, -1), output_blocks=1)
     """
     einsums = {
@@ -103,11 +119,15 @@ def gemma(path: str, leaf: Any) -> MatrixDims | None:
         "kv_einsum/w": MatrixDims(inputs=-2, outputs=(-3, -1)),  # (2, heads, d, size)
         "gating_einsum/w": MatrixDims(inputs=-1, outputs=-2),  # (2, hidden, d)
     }
-    return einsums.get("/".join(path.split("/")[-2:])) or default_matrix_dims(path, leaf)
+    return einsums.get("/".join(path.split("/")[-2:])) or default_matrix_dims(
+        path, leaf
+    )
 
 
 def convolutions(path: str, leaf: Any) -> MatrixDims | None:
-    """Rule for convolutions, one matrix with all taps: a weight is (out, in, taps), a kernel (taps, in, out).
+    """Rule for convolutions, one matrix with all taps.
+
+    A weight is (out, in, taps), a kernel (taps, in, out).
 
     Args:
         path: the "/"-joined path of the parameter.

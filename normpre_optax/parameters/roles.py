@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row norm of every matrix under Hyperball, by whether it writes into the residual stream."""
+"""The row norm of every matrix under Hyperball, by whether it writes into the residual
+stream.
+"""
 
 from __future__ import annotations
 
@@ -9,62 +11,122 @@ from collections import Counter
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.dims import matrix_shape, split_axes
 from normpre_optax.parameters.rules import Assignment, ParamSpec
-from normpre_optax.parameters.tree import block_depth, layer_depth, layer_name, repeated, stack_depth
+from normpre_optax.parameters.tree import (
+    block_depth,
+    layer_depth,
+    layer_name,
+    repeated,
+    stack_depth,
+)
 from normpre_optax.parameters.vocabulary import words
 
 
 def row_norms_by_role(found: Assignment) -> dict[str, float]:
-    """Return 1 for every matrix, and ``sqrt(in / (out k))`` for the ``k`` matrices that write to the residual stream.
+    """Return 1 for every matrix, and ``sqrt(in / (out k))`` for the ``k`` matrices that
+    write to the residual stream.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.parameters.roles import row_norms_by_role
         >>> from normpre_optax.parameters.rules import assign
-        >>> layers = [{"up": jnp.zeros((8, 32)), "down": jnp.zeros((32, 8))} for _ in range(4)]
+        >>> layers = [
+        ...     {"up": jnp.zeros((8, 32)), "down": jnp.zeros((32, 8))} for _ in range(4)
+        ... ]
         >>> row_norms_by_role(assign({"layers": layers}))["layers/0/down"]
         1.0
     """
     outputs, shapes = residual_outputs(found), _shapes(found)
-    k = sum({v.COUNTED_EXPERT.sub("", path): _layers(found[path]) for path in outputs}.values())
-    return {path: math.sqrt(n / (m * k)) if path in outputs else 1.0 for path, (m, n) in shapes.items()}
+    k = sum(
+        {
+            v.COUNTED_EXPERT.sub("", path): _layers(found[path]) for path in outputs
+        }.values()
+    )
+    return {
+        path: math.sqrt(n / (m * k)) if path in outputs else 1.0
+        for path, (m, n) in shapes.items()
+    }
 
 
 def residual_outputs(found: Assignment) -> set[str]:
-    """Return the paths of matrices that write into the residual stream: of attention and of the feed-forward layers.
+    """Return the paths of matrices that write into the residual stream: of attention
+    and of the feed-forward layers.
 
-    The width is the size that most matrices, norms and embeddings have. A matrix with that many outputs writes if its
-    name says so, or if it is inside a layer (by its path, or as one of several with a shape and a number), has another
-    number of inputs, and no name of a query or an up projection.
+    The width is the size that most matrices, norms and embeddings have. A matrix with
+    that many outputs writes if its name says so, or if it is inside a layer (by its
+    path, or as one of several with a shape and a number), has another number of inputs,
+    and no name of a query or an up projection.
     """
     shapes = _shapes(found)
-    others = [spec.shape for spec in found.values() if spec.reason.startswith(("norm", "embedding"))]
+    others = [
+        spec.shape
+        for spec in found.values()
+        if spec.reason.startswith(("norm", "embedding"))
+    ]
     count = Counter(size for shape in (*shapes.values(), *others) for size in {*shape})
-    equal = {path for _, paths, _ in repeated(shapes) if len(paths) > 1 for path in paths}
-    inside = lambda path: path in equal or block_depth(path.split("/")) or stack_depth(path.split("/")) is not None  # noqa: E731
-    width = min(set().union(*shapes.values()), key=lambda size: (-count[size], size), default=0)
-    writes = lambda path, n: _is_named_output(path) or (n != width and inside(path) and not _reads(path))  # noqa: E731
+    equal = {
+        path for _, paths, _ in repeated(shapes) if len(paths) > 1 for path in paths
+    }
+
+    def inside(path):
+        return (
+            path in equal
+            or block_depth(path.split("/"))
+            or stack_depth(path.split("/")) is not None
+        )
+
+    width = min(
+        set().union(*shapes.values()), key=lambda size: (-count[size], size), default=0
+    )
+
+    def writes(path, n):
+        return _is_named_output(path) or (
+            n != width and inside(path) and not _reads(path)
+        )
+
     return {path for path, (m, n) in shapes.items() if m == width and writes(path, n)}
 
 
 def _shapes(found: Assignment) -> dict[str, tuple[int, int]]:
-    return {path: matrix_shape(s.shape, s.dims)[1:] for path, s in found.items() if s.dims is not None}
+    return {
+        path: matrix_shape(s.shape, s.dims)[1:]
+        for path, s in found.items()
+        if s.dims is not None
+    }
 
 
 def _reads(path: str) -> bool:
     name = layer_name(path.split("/"))
-    return bool(v.READERS.intersection(words(name)) or (name in v.QUERIES and v.ATTENTION.intersection(words(path))))
+    return bool(
+        v.READERS.intersection(words(name))
+        or (name in v.QUERIES and v.ATTENTION.intersection(words(path)))
+    )
 
 
 def _is_named_output(path: str) -> bool:
-    *_, above, own = ["", "", *filter(words, path.split("/")[: layer_depth(path.split("/"))])]
+    *_, above, own = [
+        "",
+        "",
+        *filter(words, path.split("/")[: layer_depth(path.split("/"))]),
+    ]
     if own.lower() not in ("dense", "linear"):
         return own.lower() in v.OUTPUTS | v.SECOND_LAYERS
-    return above.lower() in v.OUTPUTS | v.SECOND_LAYERS or bool(v.ATTENTION.intersection(words(above)))
+    return above.lower() in v.OUTPUTS | v.SECOND_LAYERS or bool(
+        v.ATTENTION.intersection(words(above))
+    )
 
 
 def _layers(spec: ParamSpec) -> int:
-    """Return how many layers are stacked in a parameter: all batch axes but that of stacked experts."""
-    sizes = sorted(spec.shape[axis] for axis in (split_axes(len(spec.shape), spec.dims)[0] if spec.dims else ()))
+    """Return how many layers are stacked in a parameter: all batch axes but that of
+    stacked experts.
+    """
+    sizes = sorted(
+        spec.shape[axis]
+        for axis in (split_axes(len(spec.shape), spec.dims)[0] if spec.dims else ())
+    )
     found = {*words(spec.path)}
-    experts = found & v.EXPERTS and "shared" not in found and not v.COUNTED_EXPERT.search(spec.path)
+    experts = (
+        found & v.EXPERTS
+        and "shared" not in found
+        and not v.COUNTED_EXPERT.search(spec.path)
+    )
     return math.prod(sizes[:-1] if experts else sizes)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Related optimizers, one per file. A new one is a file here, a member below, and names in ``normpre_optax``."""
+"""Related optimizers, one per file. A new one is a file here, a member below, and names
+in ``normpre_optax``.
+"""
 
 from collections.abc import Callable
 

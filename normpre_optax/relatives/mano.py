@@ -19,22 +19,28 @@ def scale_by_mano(
     mu_dtype: Any = None,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """MANO: momentum projected against the weights and normalized, by columns and rows in turn.
+    """MANO: projected and normalized momentum, by columns and rows in turn.
 
-    ``M = mu M + G``; for every column on the first step, every row on the next, with ``d`` entries each:
-    ``X = M - <M, w> w``, where ``w`` is W's unit vector (version 1) or W's own (version 2); the direction is
-    ``0.2 sqrt(d) X / ||X||``. Use AdamW's learning rate. The authors add 1e-8 to norms; without it, as here, the
-    direction does not depend on the scale of the gradient.
+    ``M = mu M + G``; for every column on the first step, every row on the next, with
+    ``d`` entries each: ``X = M - <M, w> w``, where ``w`` is W's unit vector (version 1)
+    or W's own (version 2); the direction is ``0.2 sqrt(d) X / ||X||``. Use AdamW's
+    learning rate. The authors add 1e-8 to norms; without it, as here, the direction
+    does not depend on the scale of the gradient.
 
     Args:
-        version: of the authors' code: 1 (``mano.py``) or 2 (``mano_v2.py``, which they run with ``nesterov=True``).
+        version: of the authors' code: 1 (``mano.py``) or 2 (``mano_v2.py``, which they
+            run with ``nesterov=True``).
 
     References:
         Gu and Xie, Mano, 2026 (github.com/xie-lab-ml).
     """
     tangent = "strict" if version == 1 else "relaxed"
-    rows = normalize_tangent(tangent, first="columns", norm=lambda entries: 0.2 * entries**0.5)
-    return direction(optax.trace(momentum, nesterov, mu_dtype), rows, matrix_dims=matrix_dims)
+    rows = normalize_tangent(
+        tangent, first="columns", norm=lambda entries: 0.2 * entries**0.5
+    )
+    return direction(
+        optax.trace(momentum, nesterov, mu_dtype), rows, matrix_dims=matrix_dims
+    )
 
 
 mano = complete(scale_by_mano)

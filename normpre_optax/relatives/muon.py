@@ -7,7 +7,13 @@ import optax
 
 from normpre_optax.optimizer import complete
 from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
-from normpre_optax.stages import KELLER, MOONLIGHT, direction, precondition_globally, scale_by_shape
+from normpre_optax.stages import (
+    KELLER,
+    MOONLIGHT,
+    direction,
+    precondition_globally,
+    scale_by_shape,
+)
 
 CONVENTIONS = {"moonlight": MOONLIGHT, "keller": KELLER}
 
@@ -27,9 +33,10 @@ def scale_by_muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Muon: orthogonalized momentum.
 
-    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for W (out, in) = m x n the direction ``s NS5(U)`` with
-    ``s = 0.2 sqrt(max(m, n))`` ("moonlight": use AdamW's learning rate) or ``s = sqrt(max(1, m / n))`` ("keller":
-    start from a learning rate of 0.02, and pass ``adam_learning_rate``).
+    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for W (out, in) = m x n the
+    direction ``s NS5(U)`` with ``s = 0.2 sqrt(max(m, n))`` ("moonlight": use AdamW's
+    learning rate) or ``s = sqrt(max(1, m / n))`` ("keller": start from a learning rate
+    of 0.02, and pass ``adam_learning_rate``).
 
     Args:
         convention: "moonlight" or "keller".
@@ -37,8 +44,14 @@ def scale_by_muon(
     References:
         Jordan et al., Muon, 2024; Liu et al., arXiv 2502.16982.
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale)
-    stages = optax.trace(momentum, nesterov, mu_dtype), spectral, scale_by_shape(CONVENTIONS[convention])
+    spectral = precondition_globally(
+        ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
+    )
+    stages = (
+        optax.trace(momentum, nesterov, mu_dtype),
+        spectral,
+        scale_by_shape(CONVENTIONS[convention]),
+    )
     return direction(*stages, matrix_dims=matrix_dims)
 
 

@@ -7,7 +7,13 @@ import optax
 
 from normpre_optax.optimizer import complete
 from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
-from normpre_optax.stages import MOONLIGHT, direction, normalize_rows, precondition_globally, scale_by_shape
+from normpre_optax.stages import (
+    MOONLIGHT,
+    direction,
+    normalize_rows,
+    precondition_globally,
+    scale_by_shape,
+)
 
 
 @checked
@@ -25,10 +31,11 @@ def scale_by_muoneq(
 ) -> optax.GradientTransformationExtraArgs:
     """MuonEq: normalized, then orthogonalized momentum.
 
-    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for W (out, in) = m x n the direction
-    ``0.2 sqrt(max(m, n)) NS5(E(U))``, where ``E`` divides every row or every column by its norm, or every entry by the
-    norms of both. Use AdamW's learning rate. The authors add 1e-8 to squared norms; without it, as here, the direction
-    does not depend on the scale of the gradient.
+    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for W (out, in) = m x n the
+    direction ``0.2 sqrt(max(m, n)) NS5(E(U))``, where ``E`` divides every row or every
+    column by its norm, or every entry by the norms of both. Use AdamW's learning rate.
+    The authors add 1e-8 to squared norms; without it, as here, the direction does not
+    depend on the scale of the gradient.
 
     Args:
         mode: "rows" (R in the authors' code), "columns" (C) or "both" (RC).
@@ -36,9 +43,13 @@ def scale_by_muoneq(
     References:
         Chang et al., MuonEq, 2026 (github.com/MaeChd/muon-eq).
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale)
+    spectral = precondition_globally(
+        ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
+    )
     stages = normalize_rows(mode), spectral, scale_by_shape(MOONLIGHT)
-    return direction(optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims)
+    return direction(
+        optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims
+    )
 
 
 muoneq = complete(scale_by_muoneq)

@@ -7,7 +7,13 @@ import optax
 
 from normpre_optax.optimizer import complete
 from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
-from normpre_optax.stages import KELLER, direction, precondition_globally, scale_by_row_moment, scale_by_shape
+from normpre_optax.stages import (
+    KELLER,
+    direction,
+    precondition_globally,
+    scale_by_row_moment,
+    scale_by_shape,
+)
 
 
 @checked
@@ -23,11 +29,12 @@ def scale_by_normuon(
     mu_dtype: Any = None,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """NorMuon: orthogonalized momentum with rows divided by the root of their second moment.
+    """NorMuon: orthogonalized momentum, rows divided by root second moments.
 
-    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), ``O = NS5(U)``; per row ``v_i = b2 v_i + (1 - b2) mean(O_i^2)`` and
-    ``O'_i = O_i / (sqrt(v_i) + 1e-10)``; the direction is ``sqrt(max(1, m / n)) O' ||O||_F / ||O'||_F`` for W
-    (out, in) = m x n. Start from a learning rate of 0.02, and pass ``adam_learning_rate``.
+    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), ``O = NS5(U)``; per row ``v_i = b2
+    v_i + (1 - b2) mean(O_i^2)`` and ``O'_i = O_i / (sqrt(v_i) + 1e-10)``; the direction
+    is ``sqrt(max(1, m / n)) O' ||O||_F / ||O'||_F`` for W (out, in) = m x n. Start from
+    a learning rate of 0.02, and pass ``adam_learning_rate``.
 
     Args:
         b2: decay of the second moments of rows.
@@ -35,9 +42,13 @@ def scale_by_normuon(
     References:
         Li et al., NorMuon, arXiv 2510.05491 (github.com/zichongli5/NorMuon).
     """
-    spectral = precondition_globally(ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale)
+    spectral = precondition_globally(
+        ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
+    )
     stages = spectral, scale_by_row_moment(b2), scale_by_shape(KELLER)
-    return direction(optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims)
+    return direction(
+        optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims
+    )
 
 
 normuon = complete(scale_by_normuon)

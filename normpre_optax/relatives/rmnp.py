@@ -12,19 +12,25 @@ from normpre_optax.stages import KELLER, direction, normalize_rows, scale_by_sha
 
 @checked
 def scale_by_rmnp(
-    *, momentum: Number = 0.95, nesterov: bool = True, mu_dtype: Any = None, matrix_dims: Any = None
+    *,
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """RMNP: every row of the momentum divided by its norm.
 
-    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for every row i of W (out, in) = m x n the direction
-    ``sqrt(max(1, m / n)) U_i / ||U_i||``. Start from a learning rate of 0.02, and pass ``adam_learning_rate``. The
-    authors use no weight decay.
+    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for every row i of W (out, in) =
+    m x n the direction ``sqrt(max(1, m / n)) U_i / ||U_i||``. Start from a learning
+    rate of 0.02, and pass ``adam_learning_rate``. The authors use no weight decay.
 
     References:
         RMNP, arXiv 2603.20527 (github.com/Dominator-Index/RMNP).
     """
     stages = normalize_rows(), scale_by_shape(KELLER)
-    return direction(optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims)
+    return direction(
+        optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims
+    )
 
 
 rmnp = complete(scale_by_rmnp)

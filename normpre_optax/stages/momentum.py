@@ -12,7 +12,9 @@ from normpre_optax.checks import check_numbers
 
 
 class TwoMomentaState(NamedTuple):
-    """Number of updates so far, int32 ``()``, and two averages of the updates, trees like the parameters."""
+    """Number of updates so far, int32 ``()``, and two averages of the updates, trees
+    like the parameters.
+    """
 
     count: jax.typing.ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
     fast: optax.Updates
@@ -28,16 +30,18 @@ def two_momenta(
 ) -> optax.GradientTransformationExtraArgs:
     """Mix a fast and a slow average of the gradients with the gradient.
 
-    ``M1 = b1 M1 + (1 - b1) G`` and ``M2 = b2 M2 + (1 - b2) G``, each with Adam's bias correction, and
-    ``U = s G + (1 - s) ((1 - w) M1 + w M2)``. The age of an average is ``1 / (1 - b)`` steps. While the slow average is
-    young it hurts, so a constant weight is multiplied by ``(1 - b2^t)^4`` at step t: 0.16 after one age, 0.93 after
+    ``M1 = b1 M1 + (1 - b1) G`` and ``M2 = b2 M2 + (1 - b2) G``, each with Adam's bias
+    correction, and ``U = s G + (1 - s) ((1 - w) M1 + w M2)``. The age of an average is
+    ``1 / (1 - b)`` steps. While the slow average is young it hurts, so a constant
+    weight is multiplied by ``(1 - b2^t)^4`` at step t: 0.16 after one age, 0.93 after
     four.
 
     Args:
         fast: b1, decay of the fast average.
         slow: b2, decay of the slow average.
-        slow_weight: w, share of the slow average: a number, which is approached as above, or a schedule (which
-            ``optax.inject_hyperparams`` turns into a number, unless it is in ``static_args``).
+        slow_weight: w, share of the slow average: a number, which is approached as
+            above, or a schedule (which ``optax.inject_hyperparams`` turns into a
+            number, unless it is in ``static_args``).
         gradient_share: s, share of the gradient: Nesterov's term.
         accumulator_dtype: dtype of both averages; None means that of the updates.
 
@@ -50,7 +54,9 @@ def two_momenta(
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import two_momenta
-        >>> tx = two_momenta(fast=0.5, slow=0.75, slow_weight=lambda step: 0.5, gradient_share=0.0)
+        >>> tx = two_momenta(
+        ...     fast=0.5, slow=0.75, slow_weight=lambda step: 0.5, gradient_share=0.0
+        ... )
         >>> _, state = tx.update(jnp.ones(1), tx.init(jnp.zeros(1)))
         >>> print(tx.update(jnp.zeros(1), state)[0])  # half of 1/3 and of 3/7
         [0.38095...]
@@ -62,16 +68,35 @@ def two_momenta(
     check_numbers(gradient_share=gradient_share, accumulator_dtype=accumulator_dtype)
 
     def init(params):
-        zeros = lambda: optax.tree.zeros_like(params, accumulator_dtype)  # noqa: E731
+        def zeros():
+            return optax.tree.zeros_like(params, accumulator_dtype)
+
         return TwoMomentaState(jnp.zeros((), jnp.int32), zeros(), zeros())
 
     def update(updates, state, params=None, **_):
         count = optax.safe_increment(state.count)
         t = jnp.asarray(count, float)
-        w: Any = slow_weight(state.count) if callable(slow_weight) else slow_weight * (1 - slow**t) ** 4
-        m1, m2 = (optax.tree.update_moment(updates, m, b, 1) for m, b in ((state.fast, fast), (state.slow, slow)))
-        s1, s2 = ((1 - gradient_share) * share / (1 - b**t) for share, b in ((1 - w, fast), (w, slow)))
-        new = jax.tree.map(lambda g, a, b: (gradient_share * g + s1 * a + s2 * b).astype(g.dtype), updates, m1, m2)
-        return new, TwoMomentaState(count, *(optax.tree.cast(m, accumulator_dtype) for m in (m1, m2)))
+        w: Any = (
+            slow_weight(state.count)
+            if callable(slow_weight)
+            else slow_weight * (1 - slow**t) ** 4
+        )
+        m1, m2 = (
+            optax.tree.update_moment(updates, m, b, 1)
+            for m, b in ((state.fast, fast), (state.slow, slow))
+        )
+        s1, s2 = (
+            (1 - gradient_share) * share / (1 - b**t)
+            for share, b in ((1 - w, fast), (w, slow))
+        )
+        new = jax.tree.map(
+            lambda g, a, b: (gradient_share * g + s1 * a + s2 * b).astype(g.dtype),
+            updates,
+            m1,
+            m2,
+        )
+        return new, TwoMomentaState(
+            count, *(optax.tree.cast(m, accumulator_dtype) for m in (m1, m2))
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages that scale: to a root mean square, by a factor of the shape, by second moments of rows."""
+"""Stages that scale: to a root mean square, by a factor of the shape, by second moments
+of rows.
+"""
 
 import math
 from collections.abc import Callable
@@ -15,9 +17,16 @@ from normpre_optax.parameters.dims import MatrixDims, matrix_shape, split_axes
 from normpre_optax.stages.base import assigned, map_matrices, per_parameter, stage
 from normpre_optax.stages.metric import average, mean_squares
 
+
 # Scale conventions of an orthogonal update (out, in) = m x n.
-MOONLIGHT = lambda m, n: 0.2 * max(m, n) ** 0.5  # noqa: E731  RMS 0.2, at AdamW's learning rate (MoonshotAI/Moonlight)
-KELLER = lambda m, n: max(1, m / n) ** 0.5  # noqa: E731  at a learning rate near 0.02 (KellerJordan/Muon)
+def MOONLIGHT(m: int, n: int) -> float:
+    """RMS 0.2, at AdamW's learning rate (MoonshotAI/Moonlight)."""
+    return 0.2 * max(m, n) ** 0.5
+
+
+def KELLER(m: int, n: int) -> float:
+    """Spectral norm 1 or more, at a learning rate near 0.02 (KellerJordan/Muon)."""
+    return max(1, m / n) ** 0.5
 
 
 def scale_to_rms(
@@ -26,7 +35,8 @@ def scale_to_rms(
     """Scale every matrix to a root mean square: ``R(T) = rms T / RMS(T)``.
 
     Args:
-        rms: root mean square of the entries afterwards; None leaves the matrices as they are.
+        rms: root mean square of the entries afterwards; None leaves the matrices as
+            they are.
         matrix_dims: see ``normpre_g``; ``direction`` overrides it.
 
     Returns:
@@ -43,7 +53,8 @@ def scale_to_rms(
          [ 0.5  0.5]]
 
     References:
-        Normalize-Then-Precondition, "Consistent Update RMS"; Liu et al., arXiv 2502.16982.
+        Normalize-Then-Precondition, "Consistent Update RMS"; Liu et al., arXiv
+        2502.16982.
     """
     check_numbers(rms=rms)
     if rms is None:
@@ -54,7 +65,11 @@ def scale_to_rms(
 def with_rms(t: jax.Array, dims: MatrixDims, rms: jax.typing.ArrayLike) -> jax.Array:
     """Return the matrices of a parameter scaled to a root mean square."""
     _, outputs, inputs = split_axes(t.ndim, dims)
-    return t * (rms * math.prod(matrix_shape(t.shape, dims)[1:]) ** 0.5 * inverse_norm(t, outputs + inputs))
+    return t * (
+        rms
+        * math.prod(matrix_shape(t.shape, dims)[1:]) ** 0.5
+        * inverse_norm(t, outputs + inputs)
+    )
 
 
 def scale_by_shape(
@@ -78,11 +93,15 @@ def scale_by_shape(
          [2. 2. 2. 2. 2. 2. 2. 2.]]
     """
     check_function("factor", factor, "(outputs, inputs) -> number")
-    return per_parameter(lambda t, w, dims: t * factor(*matrix_shape(t.shape, dims)[1:]), matrix_dims)
+    return per_parameter(
+        lambda t, w, dims: t * factor(*matrix_shape(t.shape, dims)[1:]), matrix_dims
+    )
 
 
 class RowMomentState(NamedTuple):
-    """Averages of the mean squares of all rows: a tree like the parameters', of size one along the inputs."""
+    """Averages of the mean squares of all rows: a tree like the parameters', of size
+    one along the inputs.
+    """
 
     moment: optax.Updates
 
@@ -90,9 +109,10 @@ class RowMomentState(NamedTuple):
 def scale_by_row_moment(
     b2: jax.typing.ArrayLike = 0.95, eps: float = 1e-10, *, matrix_dims: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Divide every row by the root of its second moment, and keep the Frobenius norm of the matrix.
+    """Divide rows by the roots of their second moments; keep the matrix's norm.
 
-    ``v_i = b2 v_i + (1 - b2) mean(O_i^2)``, ``O'_i = O_i / (sqrt(v_i) + eps)``, and then ``O' ||O||_F / ||O'||_F``.
+    ``v_i = b2 v_i + (1 - b2) mean(O_i^2)``, ``O'_i = O_i / (sqrt(v_i) + eps)``, and
+    then ``O' ||O||_F / ||O'||_F``.
 
     Args:
         b2: decay of the second moments.
@@ -105,7 +125,10 @@ def scale_by_row_moment(
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.stages import scale_by_row_moment
-        >>> tx, o = scale_by_row_moment(), jnp.array([[3.0, 1.0], [3.0, 1.0]])  # (in, out)
+        >>> tx, o = (
+        ...     scale_by_row_moment(),
+        ...     jnp.array([[3.0, 1.0], [3.0, 1.0]]),
+        ... )  # (in, out)
         >>> print(tx.update(o, tx.init(o))[0].round(4))
         [[2.2361 2.2361]
          [2.2361 2.2361]]
@@ -116,17 +139,25 @@ def scale_by_row_moment(
     check_numbers(b2=b2, eps=eps)
 
     def init(params):
-        return RowMomentState(mean_squares(optax.tree.zeros_like(params), assigned(params, None, matrix_dims))[0])
+        return RowMomentState(
+            mean_squares(
+                optax.tree.zeros_like(params), assigned(params, None, matrix_dims)
+            )[0]
+        )
 
     def scaled(o: jax.Array, w: Any, dims: MatrixDims, moment: jax.Array) -> jax.Array:
         _, outputs, inputs = split_axes(o.ndim, dims)
         new = o / (jnp.sqrt(moment) + eps)
-        before, after = (jnp.sum(x * x, outputs + inputs, keepdims=True) for x in (o, new))
+        before, after = (
+            jnp.sum(x * x, outputs + inputs, keepdims=True) for x in (o, new)
+        )
         return new * jnp.sqrt(before) * inverse_root(after)
 
     def step(updates, state, params, matrix_dims):
         found = assigned(updates, params, matrix_dims)
         moment = average(state.moment, mean_squares(updates, found)[0], b2)
-        return map_matrices(scaled, updates, params, found, moment), RowMomentState(moment)
+        return map_matrices(scaled, updates, params, found, moment), RowMomentState(
+            moment
+        )
 
     return stage(step, init, matrix_dims)

@@ -24,7 +24,12 @@ NO_TANGENT = "normpre_g,tangent=none"
 def arm(optimizer: str, learning_rate: float, seed: int, loss: float, **more) -> dict:
     validation = [[0, 6.0], [5, loss + 1], [10, loss]]
     return {
-        **{"optimizer": optimizer, "learning_rate": learning_rate, "seed": seed, "status": "finished"},
+        **{
+            "optimizer": optimizer,
+            "learning_rate": learning_rate,
+            "seed": seed,
+            "status": "finished",
+        },
         **{"best_validation_loss": loss, "validation": validation},
         "train": [[step, loss + 12 / step] for step in range(1, 11)],
         "row_norm": [[step, 0.5, 0.0] for step, _ in validation],
@@ -39,10 +44,23 @@ def content() -> dict:
         **FACTS,
         "arms": [
             arm(NO_TANGENT, 0.2, 0, 2.6),
-            *(arm("adamw", 0.1, 0, 3.0), arm("adamw", 0.1, 1, 3.2), arm("adamw", 0.2, 0, 9.5)),
-            *(arm("muon", 0.1, 0, 2.9), arm("muon", 0.2, 0, 2.7, adam_learning_rate=0.4), arm("muon", 0.4, 0, 2.8)),
+            *(
+                arm("adamw", 0.1, 0, 3.0),
+                arm("adamw", 0.1, 1, 3.2),
+                arm("adamw", 0.2, 0, 9.5),
+            ),
+            *(
+                arm("muon", 0.1, 0, 2.9),
+                arm("muon", 0.2, 0, 2.7, adam_learning_rate=0.4),
+                arm("muon", 0.4, 0, 2.8),
+            ),
             *(arm("muon", 0.2, 1, 2.95), arm("normpre_g", 0.2, 0, 2.65)),
-            {"optimizer": "mano", "seed": 0, "status": "diverged", "learning_rate": 0.1},
+            {
+                "optimizer": "mano",
+                "seed": 0,
+                "status": "diverged",
+                "learning_rate": 0.1,
+            },
         ],
     }
 
@@ -58,28 +76,53 @@ def test_the_tables(content):
         "Runs are missing: these means are of different seeds.",
     ]
     ahead = compare.differences_table(content).splitlines()
-    assert ahead[0] == "| optimizer | NormPre-G, tangent=none is ahead by | and has its loss at step |"
-    assert ahead[2] == "| AdamW | 0.4000 | 8 (20% fewer) |"  # 3.0 of seed 0, between 3.6 at step 5 and 2.6 at 10
+    assert (
+        ahead[0]
+        == "| optimizer | NormPre-G, tangent=none is ahead by | and has its loss at"
+        " step |"
+    )
+    assert (
+        ahead[2] == "| AdamW | 0.4000 | 8 (20% fewer) |"
+    )  # 3.0 of seed 0, between 3.6 at step 5 and 2.6 at 10
     assert ahead[3] == "| Muon | 0.1000 | 10 (5% fewer) |"
-    content["arms"] = [arm for arm in content["arms"] if "normpre" not in arm["optimizer"]]
-    assert compare.differences_table(content).splitlines()[2] == "| AdamW | 0.2750 ± 0.0250 | 9 (14% fewer) |"
-    alone = content | {"arms": [arm for arm in content["arms"] if arm["optimizer"] == "muon"]}
+    content["arms"] = [
+        arm for arm in content["arms"] if "normpre" not in arm["optimizer"]
+    ]
+    assert (
+        compare.differences_table(content).splitlines()[2]
+        == "| AdamW | 0.2750 ± 0.0250 | 9 (14% fewer) |"
+    )
+    alone = content | {
+        "arms": [arm for arm in content["arms"] if arm["optimizer"] == "muon"]
+    }
     assert compare.differences_table(alone) == ""
     runs = compare.runs_table(content).splitlines()
     assert runs[0] == "| optimizer | seed | 0.1 | 0.2 | 0.4 |"
     assert "| AdamW | 0 | 3.0000 | 9.5000 |  |" in runs
     assert "| Muon | 1 |  | 2.9500 |  |" in runs
     assert "| MANO | 0 | diverged |  |  |" in runs
-    content["arms"].append({**arm("mano", 0.2, 1, 0.0), "status": "failed", "reason": "no memory"})
+    content["arms"].append(
+        {**arm("mano", 0.2, 1, 0.0), "status": "failed", "reason": "no memory"}
+    )
     assert compare.runs_table(content).endswith("\nMANO, seed 1, failed: no memory\n")
 
 
 def test_means_of_different_seeds_are_not_called_a_gain_in_steps(content):
-    content["arms"] = [arm("adamw", 0.1, seed, loss) for seed, loss in ((0, 2.0), (1, 4.0))]
-    content["arms"] += [arm("muon", 0.1, seed, loss) for seed, loss in ((0, 2.1), (2, 2.1))]
+    content["arms"] = [
+        arm("adamw", 0.1, seed, loss) for seed, loss in ((0, 2.0), (1, 4.0))
+    ]
+    content["arms"] += [
+        arm("muon", 0.1, seed, loss) for seed, loss in ((0, 2.1), (2, 2.1))
+    ]
     assert "Runs are missing" in compare.losses_table(content)
-    assert "| AdamW | -0.1000 | not reached, or a log is damaged |" in compare.differences_table(content)
-    assert not any(line.get_label().endswith("next best") for line in painted(compare.paint_losses, content).lines)
+    assert (
+        "| AdamW | -0.1000 | not reached, or a log is damaged |"
+        in compare.differences_table(content)
+    )
+    assert not any(
+        line.get_label().endswith("next best")
+        for line in painted(compare.paint_losses, content).lines
+    )
 
 
 def test_a_report_is_drawn(content, tmp_path):
@@ -87,22 +130,42 @@ def test_a_report_is_drawn(content, tmp_path):
     found = {path.name for path in tmp_path.iterdir()}
     assert found == {"README.md", "comparison.json", "losses.png", "learning_rates.png"}
     text = (tmp_path / "README.md").read_text()
-    for part in ("# Comparison: nano --steps 10", "tokens (80)", "| NormPre-G, tangent=none | 0 |"):
+    for part in (
+        "# Comparison: nano --steps 10",
+        "tokens (80)",
+        "| NormPre-G, tangent=none | 0 |",
+    ):
         assert part in text
     compare.write(tmp_path, content | {"text": {"source": "a book", "passes": 3.53}})
-    assert "tokens (80) of a book, 3.5 passes over it." in (tmp_path / "README.md").read_text()
-    without_curves = {key: x for key, x in arm("adamw", 0.1, 0, 3.0).items() if key not in ("train", "row_norm")}
+    assert (
+        "tokens (80) of a book, 3.5 passes over it."
+        in (tmp_path / "README.md").read_text()
+    )
+    without_curves = {
+        key: x
+        for key, x in arm("adamw", 0.1, 0, 3.0).items()
+        if key not in ("train", "row_norm")
+    }
     content["arms"] = [without_curves]
     compare.write(tmp_path, content)
     assert ".png" not in (tmp_path / "README.md").read_text()
 
 
 def test_a_report_of_arms_whose_logs_were_damaged(content, tmp_path):
-    muon = [arm for arm in content["arms"] if arm["optimizer"] == "muon" and arm["learning_rate"] == 0.2]
+    muon = [
+        arm
+        for arm in content["arms"]
+        if arm["optimizer"] == "muon" and arm["learning_rate"] == 0.2
+    ]
     muon[1]["validation"].pop(1)
     assert "| Muon | 0.1000 | 10 (5% fewer) |" in compare.differences_table(content)
-    muon_is_best = content | {"arms": [arm for arm in content["arms"] if "normpre" not in arm["optimizer"]]}
-    assert "| AdamW | 0.2750 ± 0.0250 | not reached, or a log is damaged |" in compare.differences_table(muon_is_best)
+    muon_is_best = content | {
+        "arms": [arm for arm in content["arms"] if "normpre" not in arm["optimizer"]]
+    }
+    assert (
+        "| AdamW | 0.2750 ± 0.0250 | not reached, or a log is damaged |"
+        in compare.differences_table(muon_is_best)
+    )
     compare.write(tmp_path, content)
     muon[0] |= {"validation": [], "norms": {}}
     compare.write(tmp_path, content)
@@ -112,41 +175,56 @@ def test_a_report_of_arms_whose_logs_were_damaged(content, tmp_path):
 
 
 def painted(paint, content):
-    axes = matplotlib.figure.Figure(figsize=(6.0, 3.6), layout="constrained").add_subplot()
+    axes = matplotlib.figure.Figure(
+        figsize=(6.0, 3.6), layout="constrained"
+    ).add_subplot()
     assert paint(axes, content)
     compare.frame(axes, legend="below")
     return axes
 
 
 def test_the_axes_show_what_differs(content):
-    """The range of losses has the training losses, and a hopeless learning rate does not set that of the others."""
+    """The range of losses has the training losses, and a hopeless learning rate does
+    not set that of the others.
+    """
     axes = painted(compare.paint_losses, content)
     steps_saved = axes.lines[-1]
     assert steps_saved.get_label().endswith("fewer steps than the next best")
-    assert steps_saved.get_xdata() == pytest.approx([9.75, 10])  # 2.65 between 3.6 at step 5 and 2.6 at step 10
+    assert steps_saved.get_xdata() == pytest.approx(
+        [9.75, 10]
+    )  # 2.65 between 3.6 at step 5 and 2.6 at step 10
     bottom, top = axes.get_ylim()
     assert bottom < min(line.get_ydata().min() for line in axes.lines)
     assert max(line.get_ydata().max() for line in axes.lines) < top < 6
     assert painted(compare.paint_learning_rates, content).get_ylim()[1] < 3.5
 
 
-def test_a_legend_is_no_wider_than_its_figure_and_every_variant_looks_different(content):
+def test_a_legend_is_no_wider_than_its_figure_and_every_variant_looks_different(
+    content,
+):
     long = [f"normpre_g,rank=8,threshold=0.{i}25,hidden_std=0.1" for i in range(9)]
     content["arms"] += [arm(name, 0.2, 0, 2.5) for name in long]
     figure = painted(compare.paint_losses, content).figure
     figure.canvas.draw()
-    (box,), width = [legend.get_window_extent() for legend in figure.legends], figure.bbox.width
+    (box,), width = (
+        [legend.get_window_extent() for legend in figure.legends],
+        figure.bbox.width,
+    )
     assert 0 <= box.x0 < box.x1 <= width
     assert figure.axes[0].get_window_extent().height > 0.4 * figure.dpi * 3.6
     looks = [compare.style(name, content) for name in compare.optimizers(content)]
-    assert len({(look["color"], look["linestyle"], look["marker"]) for look in looks}) == len(looks)
+    assert len(
+        {(look["color"], look["linestyle"], look["marker"]) for look in looks}
+    ) == len(looks)
 
 
 def test_optimizers_have_names_and_colors_of_their_own_and_new_ones_are_drawn():
     names = compare.NAMES
     assert set(names) <= set(OPTIMIZERS)
     assert len(set(names.values())) == len(names)
-    content = {"arms": [{"optimizer": name} for name in ("scion", "muon", "scion,rank=8")]}
+    content = {
+        "arms": [{"optimizer": name} for name in ("scion", "muon", "scion,rank=8")]
+    }
     assert compare.optimizers(content) == ["muon", "scion", "scion,rank=8"]
     assert compare.style("scion", content)["label"] == "scion"
 
@@ -158,9 +236,15 @@ def test_a_bad_comparison_is_one_line_before_anything_is_written(refused_at_once
         "--optimizers normpre_l,rank=0": "rank must be at least 1",
         "--optimizers muon,rank=8": "muon has no setting 'rank'",
         "--optimizers muon,ns_steps=many": "ns_steps must be an int",
-        "--optimizers muon,muon": "--optimizers: muon with learning rate 0.01 is listed twice",
-        "--optimizers muon --optimizer adamw": "--optimizer is what `compare` sets itself: remove it",
-        "--optimizers muon --optimizer=adamw": "--optimizer is what `compare` sets itself: remove it",
+        "--optimizers muon,muon": (
+            "--optimizers: muon with learning rate 0.01 is listed twice"
+        ),
+        "--optimizers muon --optimizer adamw": (
+            "--optimizer is what `compare` sets itself: remove it"
+        ),
+        "--optimizers muon --optimizer=adamw": (
+            "--optimizer is what `compare` sets itself: remove it"
+        ),
         "--learning-rates 1e-3;2e-3": "--learning-rates: numbers separated by commas",
         "--learning-rates=-1": "--learning-rate must be a positive number",
         "--resume": "compare resumes by itself",
@@ -177,27 +261,44 @@ def study_of(options: Compare) -> compare.Study:
 
 
 def test_learning_rates_for_all_and_for_one():
-    options = read_compare(["--config", "nano", "--learning-rates", "2e-3, 1e-3", "--weight-decay", "0"])
+    options = read_compare(
+        ["--config", "nano", "--learning-rates", "2e-3, 1e-3", "--weight-decay", "0"]
+    )
     names = "adamw,muon,learning_rate=8e-3,normpre_l,rank=8,mu_dtype=bfloat16,muon,learning_rate=4e-3"
     options = dataclasses.replace(options, optimizers=names)
     own = "normpre_l,rank=8,mu_dtype=bfloat16"
     found = compare.learning_rates(options, study_of(options))
     assert found == {"adamw": [1e-3, 2e-3], "muon": [4e-3, 8e-3], own: [1e-3, 2e-3]}
     options = dataclasses.replace(options, optimizers="muon", learning_rates="")
-    assert compare.learning_rates(options, study_of(options)) == {"muon": [configs.load("nano").learning_rate]}
+    assert compare.learning_rates(options, study_of(options)) == {
+        "muon": [configs.load("nano").learning_rate]
+    }
     assert Arm(own, 1e-3, 2).name == f"{own}-lr0.001-seed2"
     assert compare.label(own) == "NormPre-L, rank=8, mu_dtype=bfloat16"
 
 
 def test_a_folder_holds_arms_of_one_setting(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare.data, "open_corpus", lambda *_: SimpleNamespace(manifest={"fingerprint": "text"}))
+    monkeypatch.setattr(
+        compare.data,
+        "open_corpus",
+        lambda *_: SimpleNamespace(manifest={"fingerprint": "text"}),
+    )
     arguments = ["--config", "tiny", "--runs-folder", str(tmp_path)]
-    first, other = (study_of(read_compare([*arguments, *more])) for more in ([], ["--steps", "4"]))
+    first, other = (
+        study_of(read_compare([*arguments, *more])) for more in ([], ["--steps", "4"])
+    )
     with first.begun():
         pass
-    with pytest.raises(RunError, match=r"other settings \(--config tiny\)"), other.begun():
+    with (
+        pytest.raises(RunError, match=r"other settings \(--config tiny\)"),
+        other.begun(),
+    ):
         pass
-    monkeypatch.setattr(compare.data, "open_corpus", lambda *_: SimpleNamespace(manifest={"fingerprint": "other"}))
+    monkeypatch.setattr(
+        compare.data,
+        "open_corpus",
+        lambda *_: SimpleNamespace(manifest={"fingerprint": "other"}),
+    )
     with pytest.raises(RunError, match="was begun with another text"), first.begun():
         pass
     (first.folder / "study.json").write_text("{")
@@ -215,7 +316,9 @@ def test_an_arm_that_was_killed_is_no_fault_of_the_settings(tmp_path):
     study.folder.mkdir()
     killed = Arm("muon", 0.1, 0)
     (study.folder / f"{killed.name}.txt").write_text("step 400 validation loss 2.6\n")
-    with pytest.raises(RunError, match=r"killed by signal 9 .* the same command resumes it"):
+    with pytest.raises(
+        RunError, match=r"killed by signal 9 .* the same command resumes it"
+    ):
         study.ended(killed, SimpleNamespace(returncode=-9))
 
 
@@ -236,19 +339,36 @@ def test_every_optimizer_has_the_same_budget(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(compare.Study, "run", ran)
     monkeypatch.setattr(compare.Study, "facts", lambda study, command: {})
-    monkeypatch.setattr(compare, "write", lambda folder, content: written.append(content))
-    monkeypatch.setattr(compare.data, "open_corpus", lambda *_: SimpleNamespace(manifest={"fingerprint": "text"}))
-    arguments = "--config nano --seed 5 --seeds 3 --optimizers adamw,muon --learning-rates 1e-3,2e-3,4e-3"
+    monkeypatch.setattr(
+        compare, "write", lambda folder, content: written.append(content)
+    )
+    monkeypatch.setattr(
+        compare.data,
+        "open_corpus",
+        lambda *_: SimpleNamespace(manifest={"fingerprint": "text"}),
+    )
+    arguments = (
+        "--config nano --seed 5 --seeds 3 --optimizers adamw,muon --learning-rates"
+        " 1e-3,2e-3,4e-3"
+    )
     compare.main(read_compare([*arguments.split(), "--runs-folder", str(tmp_path)]))
-    arms = [(arm["optimizer"], arm["learning_rate"], arm["seed"]) for arm in written[0]["arms"]]
+    arms = [
+        (arm["optimizer"], arm["learning_rate"], arm["seed"])
+        for arm in written[0]["arms"]
+    ]
     for name in ("adamw", "muon"):
         found = [arm for arm in arms if arm[0] == name]
-        assert found == [(name, rate, 5) for rate in (1e-3, 2e-3, 4e-3)] + [(name, 2e-3, 6), (name, 2e-3, 7)]
+        assert found == [(name, rate, 5) for rate in (1e-3, 2e-3, 4e-3)] + [
+            (name, 2e-3, 6),
+            (name, 2e-3, 7),
+        ]
 
 
 @pytest.mark.parametrize(("cores", "jobs"), [(4, 2), (2, 3)])
 def test_jobs_share_the_cores(monkeypatch, cores, jobs):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda _: set(range(cores)), raising=False
+    )
     shares = [compare.cores_of(place, jobs) for place in range(jobs)]
     assert all(len(share) == max(cores // jobs, 1) for share in shares)
     assert len(set().union(*shares)) == cores
@@ -259,12 +379,22 @@ def test_jobs_share_the_cores(monkeypatch, cores, jobs):
 @pytest.mark.timeout(900)
 def test_a_comparison_from_end_to_end(flags, tmp_path):
     """Stopped, resumed, with an arm that diverges; nothing is done twice."""
-    command = [sys.executable, "-m", "examples.pretrain", "compare", *flags, "--optimizers", "adamw,normpre_g"]
+    command = [
+        sys.executable,
+        "-m",
+        "examples.pretrain",
+        "compare",
+        *flags,
+        "--optimizers",
+        "adamw,normpre_g",
+    ]
     command += ["--learning-rates", "1e-2,1e30", "--seeds", "2", "--jobs", "2"]
     command += ["--steps", "200", "--checkpoint-every", "10", "--log-every", "5"]
 
     def start() -> subprocess.Popen:
-        return subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+        )
 
     folder = tmp_path / "runs" / "compare-tiny"
     first = folder / "normpre_g-lr0.01-seed0"
@@ -275,11 +405,18 @@ def test_a_comparison_from_end_to_end(flags, tmp_path):
     assert process.returncode == 143
     begun = json.loads((first / "run.json").read_text())["sessions"]
     said, _ = start().communicate()
-    assert len(json.loads((first / "run.json").read_text())["sessions"]) == len(begun) + 1
+    assert (
+        len(json.loads((first / "run.json").read_text())["sessions"]) == len(begun) + 1
+    )
     content = json.loads((folder / "report" / "comparison.json").read_text())
-    found = {(a["optimizer"], a["learning_rate"], a["seed"]): a["status"] for a in content["arms"]}
+    found = {
+        (a["optimizer"], a["learning_rate"], a["seed"]): a["status"]
+        for a in content["arms"]
+    }
     assert {key for key, status in found.items() if status == "finished"} == {
-        (optimizer, 1e-2, seed) for optimizer in ("adamw", "normpre_g") for seed in (0, 1)
+        (optimizer, 1e-2, seed)
+        for optimizer in ("adamw", "normpre_g")
+        for seed in (0, 1)
     }
     assert found["adamw", 1e30, 0] == "diverged"
     assert "| NormPre-G | 0.01 (smallest) |" in said

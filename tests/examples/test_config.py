@@ -30,15 +30,37 @@ from tests import cases
 
 def test_flags_override_the_named_configuration():
     config = configs.parse(
-        ["--steps", "77", "--config", "tiny", "--model.width", "48", "--optimizer", "adamw", "--resume"]
+        [
+            "--steps",
+            "77",
+            "--config",
+            "tiny",
+            "--model.width",
+            "48",
+            "--optimizer",
+            "adamw",
+            "--resume",
+        ]
     )
     tiny = configs.load("tiny")
-    assert (config.steps, config.model.width, config.optimizer, config.resume) == (77, 48, "adamw", True)
+    assert (config.steps, config.model.width, config.optimizer, config.resume) == (
+        77,
+        48,
+        "adamw",
+        True,
+    )
     assert tiny == dataclasses.replace(
-        config, steps=tiny.steps, optimizer=tiny.optimizer, resume=False, model=tiny.model
+        config,
+        steps=tiny.steps,
+        optimizer=tiny.optimizer,
+        resume=False,
+        model=tiny.model,
     )
     assert config.run_folder == Path("runs/tiny-adamw")
-    rates = {"learning_rate": learning_rate_by_length(800), "adam_learning_rate": 1.6e-2}
+    rates = {
+        "learning_rate": learning_rate_by_length(800),
+        "adam_learning_rate": 1.6e-2,
+    }
     assert configs.parse([]) == dataclasses.replace(configs.load("first_run"), **rates)
     assert configs.parse(["--steps=1_500"]).learning_rate == 1.6e-2
     assert configs.parse(["--steps", "7"]).learning_rate == learning_rate_by_length(200)
@@ -46,17 +68,22 @@ def test_flags_override_the_named_configuration():
 
 @pytest.mark.parametrize("name", configs.CONFIGS)
 def test_the_adamw_group_has_a_rate_that_was_measured(name):
-    """In larger models, where the step of the matrices was never tried for it, that of AdamW."""
+    """In larger models, where the step of the matrices was never tried for it, that of
+    AdamW.
+    """
     steps, adam = configs.load(name).steps, configs.load(name).learning_rate
     matrices = learning_rate_by_length(max(200, steps))
     for optimizer in ("normpre_h", "muon,norm_control=hyperball"):
         config = configs.parse(["--config", name, "--optimizer", optimizer])
         small = name in ("tiny", "nano", "first_run", "gpt2_2m")
-        assert (config.learning_rate, config.adam_learning_rate) == (matrices, 1.6e-2 if small else adam)
+        assert (config.learning_rate, config.adam_learning_rate) == (
+            matrices,
+            1.6e-2 if small else adam,
+        )
 
 
-# Table 3 of the paper: layers, width, hidden layer of the MLP, heads, peak learning rate, warm-up; and of all of them
-# sequence length, batch, steps, decay and clipping.
+# Table 3 of the paper: layers, width, hidden layer of the MLP, heads, peak learning
+# rate, warm-up; and of all of them sequence length, batch, steps, decay and clipping.
 PAPER = {
     "gpt2_small": (12, 768, 3072, 12, 6e-4, 2000),
     "llama_130m": (12, 768, 2048, 12, 6e-4, 1000),
@@ -75,12 +102,32 @@ def test_a_named_configuration(name):
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
     if name in PAPER:
         model = config.model
-        found = (model.layers, model.width, model.mlp_width, model.heads, config.learning_rate, config.warmup_steps)
+        found = (
+            model.layers,
+            model.width,
+            model.mlp_width,
+            model.heads,
+            config.learning_rate,
+            config.warmup_steps,
+        )
         assert found == PAPER[name]
-        shared = (model.context, config.batch_size, config.steps, config.weight_decay, config.clip_norm)
+        shared = (
+            model.context,
+            config.batch_size,
+            config.steps,
+            config.weight_decay,
+            config.clip_norm,
+        )
         assert shared == (1024, 512, 10_000, 0.1, 1.0)
-        assert (config.evaluate_every, config.adam_b1, config.adam_b2) == (500, 0.9, 0.95)
-        assert config.validation_tokens == (200 * 12 if name == "gpt2_small" else 2048) * 1024
+        assert (config.evaluate_every, config.adam_b1, config.adam_b2) == (
+            500,
+            0.9,
+            0.95,
+        )
+        assert (
+            config.validation_tokens
+            == (200 * 12 if name == "gpt2_small" else 2048) * 1024
+        )
 
 
 def helped(*arguments: str, capsys) -> dict[str, str]:
@@ -99,22 +146,41 @@ def helped(*arguments: str, capsys) -> dict[str, str]:
 
 def test_the_name_of_an_optimizer_has_settings():
     config = configs.parse(
-        ["--optimizer", "muon, norm_control=hyperball,weight_decay=0,hidden_std=0.1,learning_rate=2e-2"]
+        [
+            "--optimizer",
+            (
+                "muon,"
+                " norm_control=hyperball,weight_decay=0,hidden_std=0.1,learning_rate=2e-2"
+            ),
+        ]
     )
     assert (config.optimizer, config.run_name) == (
         "muon,norm_control=hyperball",
         "first_run-muon,norm_control=hyperball",
     )
-    assert (config.weight_decay, config.model.hidden_std, config.learning_rate) == (0, 0.1, 0.02)
-    for name, rate in (("muon", 4e-3), ("muon,norm_control=hyperball", 0.023), ("normpre_h", 0.023)):
+    assert (config.weight_decay, config.model.hidden_std, config.learning_rate) == (
+        0,
+        0.1,
+        0.02,
+    )
+    for name, rate in (
+        ("muon", 4e-3),
+        ("muon,norm_control=hyperball", 0.023),
+        ("normpre_h", 0.023),
+    ):
         assert configs.parse(["--optimizer", name]).learning_rate == rate
     assert configs.parse(["--learning-rate", "1e-2"]).learning_rate == 1e-2
-    assert split_name("normpre_g,layers=attention/out+mlp") == ("normpre_g", {"layers": "attention/out+mlp"})
+    assert split_name("normpre_g,layers=attention/out+mlp") == (
+        "normpre_g",
+        {"layers": "attention/out+mlp"},
+    )
 
 
 def test_help_has_ten_options(capsys):
     few = helped("--config", "tiny", "--help", capsys=capsys)
-    flags = [f"--{option.name.replace('_', '-')}" for option in dataclasses.fields(Common)]
+    flags = [
+        f"--{option.name.replace('_', '-')}" for option in dataclasses.fields(Common)
+    ]
     assert len(flags) == 10
     assert [flag.partition(",")[0] for flag in few] == flags
     assert "(default: 40)" in few["--steps"]
@@ -162,7 +228,9 @@ slow = {"jax", "flax", "optax", "orbax", "grain", "numpy", "matplotlib", "tokeni
 assert not slow & set(sys.modules), slow & set(sys.modules)
 """
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=root, check=True, stdout=subprocess.DEVNULL
+    )
 
 
 @cases.rows(
@@ -177,12 +245,27 @@ assert not slow & set(sys.modules), slow & set(sys.modules)
     (["--seed", "99999999999999999999"], "--seed must be in 0..2147483647"),
     (["--seed", "-1"], "--seed must be in 0.."),
     (["--steps", "10000000000000"], "--steps must be in 1..100000000, got"),
-    (["--batch-size", "99999999999999999999"], "--batch-size must be in 1..2147483647, got"),
-    (["--model.width", "2147483648"], "--model.width must be in 1..2147483647, got 2147483648"),
+    (
+        ["--batch-size", "99999999999999999999"],
+        "--batch-size must be in 1..2147483647, got",
+    ),
+    (
+        ["--model.width", "2147483648"],
+        "--model.width must be in 1..2147483647, got 2147483648",
+    ),
     (["--model.layers", "2147483647"], "--model.layers must be in 1..10000, got"),
-    (["--model.vocabulary", "9223372036854775808"], "--model.vocabulary must be in 1..2147483647, got"),
-    (["--evaluate-every", "99999999999999999999"], "--evaluate-every must be in 1..2147483647, got"),
-    (["--warmup-steps", "99999999999999999999"], "--warmup-steps must be in 0..2147483647, got"),
+    (
+        ["--model.vocabulary", "9223372036854775808"],
+        "--model.vocabulary must be in 1..2147483647, got",
+    ),
+    (
+        ["--evaluate-every", "99999999999999999999"],
+        "--evaluate-every must be in 1..2147483647, got",
+    ),
+    (
+        ["--warmup-steps", "99999999999999999999"],
+        "--warmup-steps must be in 0..2147483647, got",
+    ),
     (["--micro-batch", "0"], "--micro-batch must be at least 1"),
     (["--vocabulary", "100"], "--vocabulary must be in 257..65536"),
     (["--validation-tokens", "10"], "must hold one sequence"),
@@ -191,36 +274,80 @@ assert not slow & set(sys.modules), slow & set(sys.modules)
     (["--resume", "--overwrite"], "exclude each other"),
     (["--config", "huge"], "--config must be one of tiny, nano, first_run"),
     (["--micro-batch", "5"], "--micro-batch 5 must divide --batch-size 16"),
-    (["--model.heads", "3"], "--model.heads 3 must divide --model.width 128 into even parts"),
-    (["--model.family", "gpt2", "--model.heads", "3"], "must divide --model.width 128 into equal parts"),
-    (["--model.kv-heads", "2"], "--model.kv-heads is an option of qwen3, but the model is llama"),
-    (["--model.head-width", "16", "--model.family", "gpt2"], "--model.head-width is an option of qwen3"),
+    (
+        ["--model.heads", "3"],
+        "--model.heads 3 must divide --model.width 128 into even parts",
+    ),
+    (
+        ["--model.family", "gpt2", "--model.heads", "3"],
+        "must divide --model.width 128 into equal parts",
+    ),
+    (
+        ["--model.kv-heads", "2"],
+        "--model.kv-heads is an option of qwen3, but the model is llama",
+    ),
+    (
+        ["--model.head-width", "16", "--model.family", "gpt2"],
+        "--model.head-width is an option of qwen3",
+    ),
     (["--model.bias"], "--model.bias is an option of gpt2, but the model is llama"),
-    (["--model.family", "qwen3", "--model.kv-heads", "3"], "--model.kv-heads 3 must divide --model.heads 4"),
-    (["--model.family", "qwen3", "--model.head-width", "9"], "--model.head-width must be even"),
-    (["--config", "gpt2_small", "--steps", "9999", "--warmup-steps", "9"], "prepare openwebtext"),
+    (
+        ["--model.family", "qwen3", "--model.kv-heads", "3"],
+        "--model.kv-heads 3 must divide --model.heads 4",
+    ),
+    (
+        ["--model.family", "qwen3", "--model.head-width", "9"],
+        "--model.head-width must be even",
+    ),
+    (
+        ["--config", "gpt2_small", "--steps", "9999", "--warmup-steps", "9"],
+        "prepare openwebtext",
+    ),
     (["--optimizer", "sgd"], "--optimizer must be one of adamw, "),
-    (["--optimizer", "muon,8"], "write each setting once, as in muon,learning_rate=1e-3; got 'muon,8'"),
+    (
+        ["--optimizer", "muon,8"],
+        "write each setting once, as in muon,learning_rate=1e-3; got 'muon,8'",
+    ),
     (["--optimizer", "muon,nesterov="], "write each setting once"),
     (["--optimizer", "muon,ns_steps=4,ns_steps=5"], "write each setting once"),
-    (["--optimizer", "muon,rank=8"], "muon has no setting 'rank'; it has convention, momentum"),
-    (["--optimizer", "muon,weight_decay=little"], "could not convert string to float: 'little'"),
+    (
+        ["--optimizer", "muon,rank=8"],
+        "muon has no setting 'rank'; it has convention, momentum",
+    ),
+    (
+        ["--optimizer", "muon,weight_decay=little"],
+        "could not convert string to float: 'little'",
+    ),
     (["--optimizer", "muon,weight_decay=-1"], "--weight-decay must be at least 0"),
 )
-def test_a_bad_setting_is_one_line_before_anything_is_written(arguments, line, refused_at_once):
+def test_a_bad_setting_is_one_line_before_anything_is_written(
+    arguments, line, refused_at_once
+):
     refused_at_once(["--steps", "100", "--warmup-steps", "80", *arguments], line)
 
 
 def test_differences_name_what_changes_the_losses_only():
     stored = to_dict(Config())
     assert differences(stored, Config()) == []
-    less_memory = {"micro_batch": 8, "model": dataclasses.replace(ModelConfig(), remat=True)}
-    free = dataclasses.replace(Config(), resume=True, checkpoint_every=3, runs_folder=Path("x"), **less_memory)
+    less_memory = {
+        "micro_batch": 8,
+        "model": dataclasses.replace(ModelConfig(), remat=True),
+    }
+    free = dataclasses.replace(
+        Config(), resume=True, checkpoint_every=3, runs_folder=Path("x"), **less_memory
+    )
     assert differences(stored, free) == []
-    changed = differences(stored, dataclasses.replace(Config(), learning_rate=1.0, seed=5))
-    assert changed == ["--seed was 0, is 5", f"--learning-rate was {Config().learning_rate}, is 1.0"]
+    changed = differences(
+        stored, dataclasses.replace(Config(), learning_rate=1.0, seed=5)
+    )
+    assert changed == [
+        "--seed was 0, is 5",
+        f"--learning-rate was {Config().learning_rate}, is 1.0",
+    ]
     assert differences({**stored, "gone": 1}, Config()) == ["--gone was 1, is None"]
-    del stored["model.hidden_std"]  # as of a run from before the field, which had its default's effect
+    del stored[
+        "model.hidden_std"
+    ]  # as of a run from before the field, which had its default's effect
     assert from_dict(stored) == Config()
     assert differences(stored, Config()) == []
     wider = Config(model=ModelConfig(hidden_std=0.1))
@@ -228,5 +355,6 @@ def test_differences_name_what_changes_the_losses_only():
 
 
 def test_run_error_is_no_value_error():
-    # ``main`` turns RunError into one line; a ValueError from a library must keep its traceback.
+    # ``main`` turns RunError into one line; a ValueError from a library must keep its
+    # traceback.
     assert not issubclass(RunError, ValueError)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's lines in a first user's program of 200 steps. ``python -m tests.examples.test_first_user`` compares."""
+"""The README's lines in a first user's program of 200 steps. ``python -m
+tests.examples.test_first_user`` compares.
+"""
 
 import re
 from pathlib import Path
@@ -19,19 +21,36 @@ WIDTH, HEADS, LAYERS, CONTEXT, STEPS, WARMUP = 96, 4, 3, 64, 200, 20
 
 
 class Model(nnx.Module):
-    """A transformer with Flax's default initialization: bytes (B, T) to logits (B, T, 256)."""
+    """A transformer with Flax's default initialization: bytes (B, T) to logits (B, T,
+    256).
+    """
 
     def __init__(self, rngs):
-        self.embed, self.positions = nnx.Embed(256, WIDTH, rngs=rngs), nnx.Embed(CONTEXT, WIDTH, rngs=rngs)
-        attention = [nnx.MultiHeadAttention(HEADS, WIDTH, rngs=rngs, decode=False) for _ in range(LAYERS)]
+        self.embed, self.positions = (
+            nnx.Embed(256, WIDTH, rngs=rngs),
+            nnx.Embed(CONTEXT, WIDTH, rngs=rngs),
+        )
+        attention = [
+            nnx.MultiHeadAttention(HEADS, WIDTH, rngs=rngs, decode=False)
+            for _ in range(LAYERS)
+        ]
         self.attention = nnx.List(attention)
-        self.up = nnx.List([nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs) for _ in range(LAYERS)])
-        self.down = nnx.List([nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
-        self.norms = nnx.List([nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2 * LAYERS + 1)])
+        self.up = nnx.List(
+            [nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs) for _ in range(LAYERS)]
+        )
+        self.down = nnx.List(
+            [nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)]
+        )
+        self.norms = nnx.List(
+            [nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2 * LAYERS + 1)]
+        )
         self.head = nnx.Linear(WIDTH, 256, rngs=rngs)
 
     def __call__(self, tokens):
-        norms, x = iter(self.norms), self.embed(tokens) + self.positions(jnp.arange(tokens.shape[-1]))
+        norms, x = (
+            iter(self.norms),
+            self.embed(tokens) + self.positions(jnp.arange(tokens.shape[-1])),
+        )
         for attention, up, down in zip(self.attention, self.up, self.down, strict=True):
             x = x + attention(next(norms)(x), mask=nnx.make_causal_mask(tokens))
             x = x + down(jax.nn.gelu(up(next(norms)(x))))
@@ -39,14 +58,21 @@ class Model(nnx.Module):
 
 
 def loss_of(model, tokens):
-    return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(tokens[:, :-1]), tokens[:, 1:]
+    ).mean()
 
 
 def texts():
     """Bytes to train on, and of every tenth file, to validate on."""
     files = sorted(Path(get_path("stdlib")).glob("*.py"))
-    parts = [[x for i, x in enumerate(files) if (i % 10 == 0) is held_out] for held_out in (False, True)]
-    return [np.concatenate([np.fromfile(file, np.uint8) for file in part]) for part in parts]
+    parts = [
+        [x for i, x in enumerate(files) if (i % 10 == 0) is held_out]
+        for held_out in (False, True)
+    ]
+    return [
+        np.concatenate([np.fromfile(file, np.uint8) for file in part]) for part in parts
+    ]
 
 
 def windows(text, draw, count):
@@ -65,7 +91,9 @@ def validation_loss(model, optimizer):
     for _ in range(STEPS):
         step(model, optimizer, windows(training, draw, 16))
     draw, evaluate = np.random.default_rng(99), nnx.jit(loss_of)
-    return float(np.mean([evaluate(model, windows(held_out, draw, 64)) for _ in range(16)]))
+    return float(
+        np.mean([evaluate(model, windows(held_out, draw, 64)) for _ in range(16)])
+    )
 
 
 def peaking_at(rate):
@@ -78,7 +106,9 @@ def by(tx):
 
 
 def by_readme(adamw_peak=3e-3):
-    """With the README's first block as it is, but for the numbers of the user's own script."""
+    """With the README's first block as it is, but for the numbers of the user's own
+    script.
+    """
     block = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
     for old, new in (("100, 1_500", f"{WARMUP}, {STEPS}"), ("6e-4", str(adamw_peak))):
         assert block.count(old) == 1

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exported weights give the same logits in transformers' architectures: written in NumPy here, its own in CI."""
+"""Exported weights give the same logits in transformers' architectures: written in
+NumPy here, its own in CI.
+"""
 
 import dataclasses
 import json
@@ -19,7 +21,12 @@ from tests.examples.test_models import MODELS, TOKENS
 
 VOCABULARY = 100
 # Some with stacked layers, and each with an epsilon that has an effect.
-FORMS = {"gpt2": (False, 1e-5), "gpt2 with biases": (True, 1e-4), "llama": (False, 1e-3), "qwen3": (True, 1e-6)}
+FORMS = {
+    "gpt2": (False, 1e-5),
+    "gpt2 with biases": (True, 1e-4),
+    "llama": (False, 1e-3),
+    "qwen3": (True, 1e-6),
+}
 CONFIGS = {
     name: dataclasses.replace(MODELS[name], scan_layers=scan, norm_epsilon=epsilon)
     for name, (scan, epsilon) in FORMS.items()
@@ -27,7 +34,9 @@ CONFIGS = {
 
 
 def random_parameters(config: ModelConfig):
-    """Parameters far from the initial ones: no bias is zero, no scale one, and attention prefers some tokens."""
+    """Parameters far from the initial ones: no bias is zero, no scale one, and
+    attention prefers some tokens.
+    """
     rng = np.random.default_rng(1)
 
     def draw(path, shape):
@@ -43,7 +52,11 @@ def attention(q, k, v):
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     scores = q @ k.swapaxes(2, 3) / q.shape[-1] ** 0.5
     weights = np.exp(np.where(np.tri(q.shape[2], dtype=bool), scores, -np.inf))
-    return (weights / weights.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(*TOKENS.shape, -1)
+    return (
+        (weights / weights.sum(-1, keepdims=True) @ v)
+        .swapaxes(1, 2)
+        .reshape(*TOKENS.shape, -1)
+    )
 
 
 def heads(x, width):
@@ -55,58 +68,91 @@ def gpt2(t, s):
 
     def norm(x, name):
         x = x - x.mean(-1, keepdims=True)
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + s["layer_norm_epsilon"]) * t(name, 0) + t(name, 1)
+        return x / np.sqrt(
+            (x**2).mean(-1, keepdims=True) + s["layer_norm_epsilon"]
+        ) * t(name, 0) + t(name, 1)
 
     x = t("transformer.wte", 0)[TOKENS] + t("transformer.wpe", 0)
     for i in range(s["n_layer"]):
         h, name = f"transformer.h.{i}.", lambda y, part: y @ t(part, 0) + t(part, 1)
         qkv = np.split(name(norm(x, h + "ln_1"), h + "attn.c_attn"), 3, axis=-1)
-        x = x + name(attention(*(heads(y, s["n_embd"] // s["n_head"]) for y in qkv)), h + "attn.c_proj")
+        x = x + name(
+            attention(*(heads(y, s["n_embd"] // s["n_head"]) for y in qkv)),
+            h + "attn.c_proj",
+        )
         up = name(norm(x, h + "ln_2"), h + "mlp.c_fc")
         x = x + name(up * (1 + np.asarray(erf(up / 2**0.5))) / 2, h + "mlp.c_proj")
-    return norm(x, "transformer.ln_f") @ t("transformer.wte" if s["tie_word_embeddings"] else "lm_head", 0).T
+    return (
+        norm(x, "transformer.ln_f")
+        @ t("transformer.wte" if s["tie_word_embeddings"] else "lm_head", 0).T
+    )
 
 
 def llama(t, s):
-    """LLaMA's and Qwen3's logits in float64: transformers' ``modeling_llama.py`` and ``modeling_qwen3.py``."""
+    """LLaMA's and Qwen3's logits in float64: transformers' ``modeling_llama.py`` and
+    ``modeling_qwen3.py``.
+    """
     width = s["head_dim"]
-    frequencies = s["rope_parameters"]["rope_theta"] ** -(np.arange(0, width, 2) / width)
+    frequencies = s["rope_parameters"]["rope_theta"] ** -(
+        np.arange(0, width, 2) / width
+    )
     angles = np.arange(TOKENS.shape[1])[:, None] * frequencies
     cos, sin = np.cos(np.tile(angles, 2)), np.sin(np.tile(angles, 2))
 
     def norm(x, name):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + s["rms_norm_eps"]) * t(name, 0)
+        return (
+            x / np.sqrt((x**2).mean(-1, keepdims=True) + s["rms_norm_eps"]) * t(name, 0)
+        )
 
     def rotated(x, name):
         x = norm(x, name) if s["model_type"] == "qwen3" else x
-        return x * cos + np.concatenate([-x[..., width // 2 :], x[..., : width // 2]], axis=-1) * sin
+        return (
+            x * cos
+            + np.concatenate([-x[..., width // 2 :], x[..., : width // 2]], axis=-1)
+            * sin
+        )
 
     x = t("model.embed_tokens", 0)[TOKENS]
     for i in range(s["num_hidden_layers"]):
         h = f"model.layers.{i}."
         y = norm(x, h + "input_layernorm")
-        q, k, v = (heads(y @ t(f"{h}self_attn.{part}_proj", 0).T, width) for part in "qkv")
-        mixed = attention(rotated(q, h + "self_attn.q_norm"), rotated(k, h + "self_attn.k_norm"), v)
+        q, k, v = (
+            heads(y @ t(f"{h}self_attn.{part}_proj", 0).T, width) for part in "qkv"
+        )
+        mixed = attention(
+            rotated(q, h + "self_attn.q_norm"), rotated(k, h + "self_attn.k_norm"), v
+        )
         x = x + mixed @ t(h + "self_attn.o_proj", 0).T
         y = norm(x, h + "post_attention_layernorm")
         gate = y @ t(h + "mlp.gate_proj", 0).T
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ t(h + "mlp.up_proj", 0).T)) @ t(h + "mlp.down_proj", 0).T
-    return norm(x, "model.norm") @ t("model.embed_tokens" if s["tie_word_embeddings"] else "lm_head", 0).T
+        x = (
+            x
+            + (gate / (1 + np.exp(-gate)) * (y @ t(h + "mlp.up_proj", 0).T))
+            @ t(h + "mlp.down_proj", 0).T
+        )
+    return (
+        norm(x, "model.norm")
+        @ t("model.embed_tokens" if s["tie_word_embeddings"] else "lm_head", 0).T
+    )
 
 
 def exported(config: ModelConfig, folder) -> np.ndarray:
     """Our logits of a model that is saved to ``folder``."""
     params = random_parameters(config)
     save_hf(folder, config, VOCABULARY, jax.tree.map(jnp.asarray, params))
-    build = nnx.eval_shape(lambda: models.build(config, VOCABULARY, dtype=jnp.dtype("float32"), seed=0))
-    ours = np.asarray(jax.jit(lambda params: nnx.merge(nnx.graphdef(build), params)(TOKENS))(params))
+    build = nnx.eval_shape(
+        lambda: models.build(config, VOCABULARY, dtype=jnp.dtype("float32"), seed=0)
+    )
+    ours = np.asarray(
+        jax.jit(lambda params: nnx.merge(nnx.graphdef(build), params)(TOKENS))(params)
+    )
     assert 0.5 < ours.std() < 5
     return ours
 
 
-# Both sum in another order, we in float32: sums of 16 to 80 products, some ten of them one after the other in each of
-# three blocks, on logits of up to 6. 6 * 2^-24 * sqrt(80) = 3e-6 for one such sum, ten times that for all of them;
-# seen: 1.3e-5.
+# Both sum in another order, we in float32: sums of 16 to 80 products, some ten of them
+# one after the other in each of three blocks, on logits of up to 6. 6 * 2^-24 *
+# sqrt(80) = 3e-6 for one such sum, ten times that for all of them; seen: 1.3e-5.
 TOLERANCE = 3e-5
 
 
@@ -130,9 +176,14 @@ def test_exported_weights_give_the_same_logits(name, tmp_path):
 @pytest.mark.parity
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_saved_model_is_one_of_theirs(name, tmp_path):
-    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    transformers, torch = (
+        pytest.importorskip("transformers"),
+        pytest.importorskip("torch"),
+    )
     ours = exported(CONFIGS[name], tmp_path)
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert not any(report.values()), report
     with torch.no_grad():
         theirs = model.eval()(torch.asarray(np.array(TOKENS, np.int64))).logits.numpy()

@@ -21,9 +21,18 @@ from tests import cases
 SMALL = ModelConfig(layers=2, width=32, heads=4, mlp_width=48, context=16)
 MODELS = {
     "gpt2": dataclasses.replace(SMALL, family="gpt2"),
-    "gpt2 with biases": dataclasses.replace(SMALL, family="gpt2", bias=True, tied_head=False),
+    "gpt2 with biases": dataclasses.replace(
+        SMALL, family="gpt2", bias=True, tied_head=False
+    ),
     "llama": SMALL,
-    "qwen3": dataclasses.replace(SMALL, family="qwen3", kv_heads=2, head_width=16, tied_head=False, rotary_base=1e6),
+    "qwen3": dataclasses.replace(
+        SMALL,
+        family="qwen3",
+        kv_heads=2,
+        head_width=16,
+        tied_head=False,
+        rotary_base=1e6,
+    ),
 }
 TOKENS = jax.random.randint(jax.random.key(1), (3, 16), 0, 100)
 all_models = pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
@@ -46,13 +55,17 @@ def logits_of(model: nnx.Module, tokens: jax.Array) -> jax.Array:
 def loss_and_gradient(config: ModelConfig):
     graphdef, variables = nnx.split(build(config))
     tokens = jnp.concatenate([TOKENS, TOKENS[:, :1]], axis=1)
-    loss = jax.jit(jax.value_and_grad(lambda params: token_losses(graphdef, params, tokens).mean()))
+    loss = jax.jit(
+        jax.value_and_grad(lambda params: token_losses(graphdef, params, tokens).mean())
+    )
     return jax.device_get(loss(nnx.to_pure_dict(variables)))
 
 
 @all_models
 def test_logits(config):
-    """Causal, of the seed, near those of bfloat16 arithmetic, and without knowledge before training."""
+    """Causal, of the seed, near those of bfloat16 arithmetic, and without knowledge
+    before training.
+    """
     model = build(config)
     logits = logits_of(model, TOKENS)
     changed = logits_of(model, TOKENS.at[:, 10].add(1))
@@ -62,22 +75,39 @@ def test_logits(config):
     assert (logits[:, 15] != changed[:, 15]).any()
     assert (logits_of(build(config, seed=1), TOKENS) != logits).any()
     half = build(config, dtype=jnp.bfloat16)
-    assert {leaf.dtype for leaf in jax.tree.leaves(parameters(half))} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(parameters(half))} == {
+        jnp.dtype("float32")
+    }
     jax.tree.map(np.testing.assert_array_equal, parameters(half), parameters(model))
-    assert logits_of(half, TOKENS).dtype == layers.rotate(jnp.ones((1, 2, 2, 8), "bfloat16"), 1e4).dtype == jnp.bfloat16
-    # Some ten roundings of 2^-9 = 0.002 each, relative to logits whose standard deviation is 0.11 (see below).
-    np.testing.assert_allclose(logits_of(half, TOKENS).astype(jnp.float32), logits, atol=0.01)
-    # The tied head knows the token it sees, so the targets are others. Logits then have standard deviation
-    # 0.02 sqrt(32) = 0.11, the mean over 48 targets 0.11 / sqrt(48) = 0.016: four of those, and 0.006 for the variance.
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, (TOKENS + 37) % 100).mean()
+    assert (
+        logits_of(half, TOKENS).dtype
+        == layers.rotate(jnp.ones((1, 2, 2, 8), "bfloat16"), 1e4).dtype
+        == jnp.bfloat16
+    )
+    # Some ten roundings of 2^-9 = 0.002 each, relative to logits whose standard
+    # deviation is 0.11 (see below).
+    np.testing.assert_allclose(
+        logits_of(half, TOKENS).astype(jnp.float32), logits, atol=0.01
+    )
+    # The tied head knows the token it sees, so the targets are others. Logits then have
+    # standard deviation 0.02 sqrt(32) = 0.11, the mean over 48 targets 0.11 / sqrt(48)
+    # = 0.016: four of those, and 0.006 for the variance.
+    loss = optax.softmax_cross_entropy_with_integer_labels(
+        logits, (TOKENS + 37) % 100
+    ).mean()
     assert abs(float(loss) - np.log(100)) < 0.07
 
 
 def test_a_text_shorter_or_longer_than_the_context():
     model = build()
-    # The same sums in float32, in another order for another shape: a few of 6e-8 on values below 1.
-    np.testing.assert_allclose(logits_of(model, TOKENS)[:, :7], logits_of(model, TOKENS[:, :7]), atol=2e-6)
-    with pytest.raises((TypeError, ValueError), match="16"):  # beyond the learned positions
+    # The same sums in float32, in another order for another shape: a few of 6e-8 on
+    # values below 1.
+    np.testing.assert_allclose(
+        logits_of(model, TOKENS)[:, :7], logits_of(model, TOKENS[:, :7]), atol=2e-6
+    )
+    with pytest.raises(
+        (TypeError, ValueError), match="16"
+    ):  # beyond the learned positions
         logits_of(build(MODELS["gpt2"]), jnp.zeros((1, 17), jnp.int32))
 
 
@@ -86,31 +116,57 @@ def test_a_text_shorter_or_longer_than_the_context():
     ("llama", {"scan_layers": True, "remat": True}),
     pytest.param("llama", {"scan_layers": True}, marks=pytest.mark.slow),
     pytest.param("llama", {"remat": True}, marks=pytest.mark.slow),
-    pytest.param("gpt2 with biases", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
+    pytest.param(
+        "gpt2 with biases", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow
+    ),
     pytest.param("qwen3", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
 )
 def test_scan_and_remat_change_no_number(family, form):
     config = MODELS[family]
     other = dataclasses.replace(config, **form)
-    start, other_start = jax.device_get((parameters(build(config)), parameters(build(other))))
-    (loss, gradient), (other_loss, other_gradient) = loss_and_gradient(config), loss_and_gradient(other)
+    start, other_start = jax.device_get(
+        (parameters(build(config)), parameters(build(other)))
+    )
+    (loss, gradient), (other_loss, other_gradient) = (
+        loss_and_gradient(config),
+        loss_and_gradient(other),
+    )
     if other.scan_layers:
         start, gradient = (
-            {**tree, "blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *tree["blocks"].values())}
+            {
+                **tree,
+                "blocks": jax.tree.map(
+                    lambda *leaves: np.stack(leaves), *tree["blocks"].values()
+                ),
+            }
             for tree in (start, gradient)
         )
     jax.tree.map(np.testing.assert_array_equal, start, other_start)
-    # Rounding only: the compiler fuses the forms differently. Gradients are below 1, losses near log(100) = 4.6.
+    # Rounding only: the compiler fuses the forms differently. Gradients are below 1,
+    # losses near log(100) = 4.6.
     np.testing.assert_allclose(loss, other_loss, atol=2e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient, other_gradient)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        gradient,
+        other_gradient,
+    )
 
 
 @all_models
-def test_the_shapes_are_those_of_the_model_and_hidden_matrices_are_matrices_to_the_optimizer(config):
+def test_the_shapes_are_those_of_the_model_and_hidden_matrices_are_matrices_to_the_optimizer(
+    config,
+):
     real = parameters(build(config))
     for scan_layers in (False, True):
-        shapes = models.shapes(dataclasses.replace(config, scan_layers=scan_layers), 100)
-        rows = [line.split() for line in explain(shapes, every_layer=True).partition("\n\n")[0].splitlines()[1:]]
+        shapes = models.shapes(
+            dataclasses.replace(config, scan_layers=scan_layers), 100
+        )
+        rows = [
+            line.split()
+            for line in (
+                explain(shapes, every_layer=True).partition("\n\n")[0].splitlines()[1:]
+            )
+        ]
         assert len(rows) == len(jax.tree.leaves(shapes))
         for path, *rest in rows:
             hidden = path.startswith("blocks/") and path.endswith("/kernel")
@@ -123,9 +179,24 @@ def test_the_shapes_are_those_of_the_model_and_hidden_matrices_are_matrices_to_t
 
 # The two Qwen3 are as large as the published ones.
 SIZES = {
-    **{"first_run": 658_048, "nano": 168_448, "tiny": 37_024, "gpt2_2m": 1_906_080, "gpt2_10m": 10_080_320},
-    **{"gpt2_small": 124_373_760, "gpt2_small_python": 124_373_760, "llama_130m": 134_105_856},
-    **{"llama_350m": 367_969_280, "llama_1p3b": 1_339_082_752, "qwen3_0p6b": 596_049_920, "qwen3_1p7b": 1_720_574_976},
+    **{
+        "first_run": 658_048,
+        "nano": 168_448,
+        "tiny": 37_024,
+        "gpt2_2m": 1_906_080,
+        "gpt2_10m": 10_080_320,
+    },
+    **{
+        "gpt2_small": 124_373_760,
+        "gpt2_small_python": 124_373_760,
+        "llama_130m": 134_105_856,
+    },
+    **{
+        "llama_350m": 367_969_280,
+        "llama_1p3b": 1_339_082_752,
+        "qwen3_0p6b": 596_049_920,
+        "qwen3_1p7b": 1_720_574_976,
+    },
 }
 
 
@@ -133,7 +204,9 @@ def test_named_configurations_have_the_size_that_the_page_states():
     assert SIZES.keys() == configs.CONFIGS.keys()
     for name, expected in SIZES.items():
         config = configs.load(name)
-        stacked = dataclasses.replace(config.model, scan_layers=True)  # traces one layer
+        stacked = dataclasses.replace(
+            config.model, scan_layers=True
+        )  # traces one layer
         shapes = models.shapes(stacked, config.model.vocabulary or config.vocabulary)
         assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == expected, name
 
@@ -142,16 +215,35 @@ def test_initial_spread():
     config = dataclasses.replace(MODELS["gpt2 with biases"], layers=8)
     params = parameters(build(config))
     block = params["blocks"][3]
-    # Standard deviations of at least 512 draws: 1 / sqrt(2 * 512) = 3.1 %, four of those.
-    for table in (params["positions"]["embedding"], params["tokens"]["embedding"], block["attention"]["qkv"]["kernel"]):
+    # Standard deviations of at least 512 draws: 1 / sqrt(2 * 512) = 3.1 %, four of
+    # those.
+    for table in (
+        params["positions"]["embedding"],
+        params["tokens"]["embedding"],
+        block["attention"]["qkv"]["kernel"],
+    ):
         np.testing.assert_allclose(table.std(), 0.02, rtol=0.125)
     for branch, last in (("attention", "out"), ("mlp", "down")):
-        np.testing.assert_allclose(block[branch][last]["kernel"].std(), 0.02 / 4, rtol=0.125)
-    other = parameters(build(dataclasses.replace(config, hidden_std=0.1, scaled_residuals=False)))
-    np.testing.assert_allclose(other["tokens"]["embedding"], params["tokens"]["embedding"])
-    ratios = {("attention", "qkv"): 5, ("mlp", "up"): 5, ("attention", "out"): 20, ("mlp", "down"): 20}
+        np.testing.assert_allclose(
+            block[branch][last]["kernel"].std(), 0.02 / 4, rtol=0.125
+        )
+    other = parameters(
+        build(dataclasses.replace(config, hidden_std=0.1, scaled_residuals=False))
+    )
+    np.testing.assert_allclose(
+        other["tokens"]["embedding"], params["tokens"]["embedding"]
+    )
+    ratios = {
+        ("attention", "qkv"): 5,
+        ("mlp", "up"): 5,
+        ("attention", "out"): 20,
+        ("mlp", "down"): 20,
+    }
     for (branch, name), ratio in ratios.items():
-        found, kernel = other["blocks"][3][branch][name]["kernel"], block[branch][name]["kernel"]
+        found, kernel = (
+            other["blocks"][3][branch][name]["kernel"],
+            block[branch][name]["kernel"],
+        )
         np.testing.assert_allclose(found, ratio * kernel, rtol=1e-5)
     assert not block["mlp"]["up"]["bias"].any()
 
@@ -160,7 +252,11 @@ class Device:
     """The attributes of a device that are looked at."""
 
     def __init__(self, platform_version: str, compute_capability: str):
-        self.client, self.platform_version, self.compute_capability = self, platform_version, compute_capability
+        self.client, self.platform_version, self.compute_capability = (
+            self,
+            platform_version,
+            compute_capability,
+        )
 
 
 @cases.rows(
@@ -179,6 +275,8 @@ def test_cudnn_is_used_where_it_runs(monkeypatch, device, heads, dtype, runs):
     config = dataclasses.replace(SMALL, head_width=int(128 / heads))
 
     def chosen(attention):
-        return layers.attention_implementation(dataclasses.replace(config, attention=attention), jnp.dtype(dtype))
+        return layers.attention_implementation(
+            dataclasses.replace(config, attention=attention), jnp.dtype(dtype)
+        )
 
     assert (chosen("auto"), chosen("xla")) == ("cudnn" if runs else "xla", "xla")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The notebooks: what is stored of them, and that they run. The docs build executes them too."""
+"""The notebooks: what is stored of them, and that they run. The docs build executes
+them too.
+"""
 
 import json
 import os
@@ -17,35 +19,78 @@ every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: pat
 
 def code(notebook):
     """The code cells, one after the other, as a script."""
-    return "\n\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    return "\n\n".join(
+        "".join(cell["source"])
+        for cell in notebook["cells"]
+        if cell["cell_type"] == "code"
+    )
 
 
 @every_notebook
 def test_it_is_stored_without_what_a_run_leaves_and_uses_public_names_only(path):
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    python = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    assert notebook == {"cells": notebook["cells"], "metadata": python, "nbformat": 4, "nbformat_minor": 5}
+    python = {
+        "kernelspec": {
+            "display_name": "Python 3",
+            "language": "python",
+            "name": "python3",
+        }
+    }
+    assert notebook == {
+        "cells": notebook["cells"],
+        "metadata": python,
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
     for cell in notebook["cells"]:
-        left = {"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else {}
-        assert cell == {**{name: cell[name] for name in ("cell_type", "id", "source")}, "metadata": {}, **left}
-        assert all(isinstance(line, str) for line in cell["source"] or [None]), f"cell {cell['id']} is empty"
+        left = (
+            {"outputs": [], "execution_count": None}
+            if cell["cell_type"] == "code"
+            else {}
+        )
+        assert cell == {
+            **{name: cell[name] for name in ("cell_type", "id", "source")},
+            "metadata": {},
+            **left,
+        }
+        assert all(isinstance(line, str) for line in cell["source"] or [None]), (
+            f"cell {cell['id']} is empty"
+        )
         assert re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", cell["id"])
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     assert notebook["cells"][0]["source"][0].startswith("# ")
     assert "from normpre_optax import" in code(notebook)
-    assert not re.search(r"(?:from|import) (?:normpre_optax\.|examples(?!\.research))", code(notebook))
+    assert not re.search(
+        r"(?:from|import) (?:normpre_optax\.|examples(?!\.research))", code(notebook)
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
 @every_notebook
 def test_it_runs_anywhere_prints_no_warning_and_leaves_nothing_behind(path, tmp_path):
-    script, folder = tmp_path / "notebook.py", tmp_path / "empty"  # equinox.py would hide the package
-    script.write_text(code(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
+    script, folder = (
+        tmp_path / "notebook.py",
+        tmp_path / "empty",
+    )  # equinox.py would hide the package
+    script.write_text(
+        code(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8"
+    )
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "MPLBACKEND": "agg"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(FOLDER.parents[1]),
+        "MPLBACKEND": "agg",
+    }
     command = [sys.executable, str(script)]
-    result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=800)
+    result = subprocess.run(
+        command,
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
     assert result.returncode == 0, result.stderr
     assert "warning" not in result.stderr.lower()
     assert list(folder.iterdir()) == []

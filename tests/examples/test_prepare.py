@@ -12,7 +12,12 @@ import numpy as np
 from examples.pretrain import data
 from examples.pretrain.prepare import command, sources, token_files
 from examples.pretrain.prepare.sources import sample
-from examples.pretrain.prepare.token_files import END_OF_TEXT, byte_lengths, end_of_text, train_tokenizer
+from examples.pretrain.prepare.token_files import (
+    END_OF_TEXT,
+    byte_lengths,
+    end_of_text,
+    train_tokenizer,
+)
 from tests.examples.conftest import refuses
 
 
@@ -21,8 +26,13 @@ def put(folder: Path, path: str, content: bytes):
     (folder / path).write_bytes(content)
 
 
-def splits_of(*folders: Path, installed: bool = False, percent: float = 20) -> list[list[str]]:
-    return [list(stream) for stream in sources.python_streams(folders, installed, percent, {})]
+def splits_of(
+    *folders: Path, installed: bool = False, percent: float = 20
+) -> list[list[str]]:
+    return [
+        list(stream)
+        for stream in sources.python_streams(folders, installed, percent, {})
+    ]
 
 
 def test_no_file_is_in_both_splits_and_none_is_lost(corpus):
@@ -51,27 +61,48 @@ def test_sources_leave_out_tests_packages_copies_and_other_encodings(tmp_path):
     put(tmp_path, "site-packages/p.py", b"y = 1\n")
     put(tmp_path, "_sysconfigdata_x.py", b"z = 1\n")
     files = list(sources.python_files(tmp_path, set(), {}))
-    assert [path.relative_to(tmp_path).as_posix() for path in files] == ["a/copy.py", "a/kept.py"]
+    assert [path.relative_to(tmp_path).as_posix() for path in files] == [
+        "a/copy.py",
+        "a/kept.py",
+    ]
     assert [sources.read_source(path) for path in files] == ["x = 1\n", "ü = 2\r\n"]
 
 
-def test_installed_packages_add_their_programs_and_not_their_tables(corpus, tmp_path, monkeypatch):
+def test_installed_packages_add_their_programs_and_not_their_tables(
+    corpus, tmp_path, monkeypatch
+):
     site = tmp_path / "lib" / "site-packages"
     for number in range(20):
-        put(site, f"package/module_{number}.py", f"def function_{number}():\n    return {number}\n".encode())
+        put(
+            site,
+            f"package/module_{number}.py",
+            f"def function_{number}():\n    return {number}\n".encode(),
+        )
     put(site, "package/tests/test_module.py", b"assert True\n")
     put(site, "package/huge.py", b"name = other  # and so on\n" * 50_000)
     put(site, "package/line.py", b"data = '" + b"a" * 5_000 + b"'\n")
     put(site, "package/numbers.py", b"[\n" + b"123, 456,\n" * 100 + b"]\n")
     put(site, "package/copy.py", (corpus / "json" / "scanner.py").read_bytes())
     monkeypatch.setattr(sources, "site_packages", lambda: [site])
-    added = set().union(*splits_of(corpus, installed=True)) - set().union(*splits_of(corpus))
-    assert {text.split("(")[0] for text in added} == {f"def function_{number}" for number in range(20)}
-    read = [path for stream in sources.python_streams((corpus,), True, 20, {}) for path in stream.files]
+    added = set().union(*splits_of(corpus, installed=True)) - set().union(
+        *splits_of(corpus)
+    )
+    assert {text.split("(")[0] for text in added} == {
+        f"def function_{number}" for number in range(20)
+    }
+    read = [
+        path
+        for stream in sources.python_streams((corpus,), True, 20, {})
+        for path in stream.files
+    ]
     assert site / "package/module_0.py" in read  # a resumed run compares these files
-    named = sources.python_streams([path for path in read if path.parent.name == "package"], False, 50, {})
+    named = sources.python_streams(
+        [path for path in read if path.parent.name == "package"], False, 50, {}
+    )
     assert all(len(stream.files) > 3 for stream in named)  # divided by their names
-    packages = dataclasses.replace(command.CORPORA["python"][1], installed_packages=True)
+    packages = dataclasses.replace(
+        command.CORPORA["python"][1], installed_packages=True
+    )
     assert packages.folder.name.endswith("-packages-v2048")
 
 
@@ -81,13 +112,26 @@ def test_a_tokenizer_learns_from_a_fixed_sample_of_large_text():
     chosen = list(sample(lambda: texts, 10_000))
     assert chosen == list(sample(lambda: texts, 10_000))
     assert set(chosen) < set(texts)
-    # 10,000 bytes expected at 25 a text: 400 texts, five standard deviations (18) either way.
+    # 10,000 bytes expected at 25 a text: 400 texts, five standard deviations (18)
+    # either way.
     assert 310 <= len(chosen) <= 490
 
 
 def test_tokenizer_gives_every_text_back(dataset):
-    everything = "".join(map(chr, range(1, 1000))) + "𝛁W ← W − η·T\t \r\n   \n    return None\n" + "\u200b \U0001f9ea"
-    for text in [everything, "", " ", "\n\n\n", "def f(x):\n        return  x\n", "\x00\x01", END_OF_TEXT]:
+    everything = (
+        "".join(map(chr, range(1, 1000)))
+        + "𝛁W ← W − η·T\t \r\n   \n    return None\n"
+        + "\u200b \U0001f9ea"
+    )
+    for text in [
+        everything,
+        "",
+        " ",
+        "\n\n\n",
+        "def f(x):\n        return  x\n",
+        "\x00\x01",
+        END_OF_TEXT,
+    ]:
         assert dataset.tokenizer.decode(dataset.tokenizer.encode(text).ids) == text
     assert dataset.manifest["vocabulary"] == 512
 
@@ -97,15 +141,26 @@ def test_token_files_and_the_manifest_hold_the_documents(dataset, corpus):
     for split, texts in zip(("train", "validation"), splits_of(corpus), strict=True):
         tokens = np.asarray(getattr(dataset, split))
         everything = "".join(text + END_OF_TEXT for text in texts)
-        assert dataset.tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == everything
+        assert (
+            dataset.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+            == everything
+        )
         size = sum(len(text.encode()) for text in texts)
         assert lengths[tokens].sum() == size
         assert (tokens == end).sum() == len(texts)
         counts = {"documents": len(texts), "bytes": size, "tokens": len(tokens)}
-        assert dataset.manifest[split] == counts | {"documents without tokens": 0, "unknown tokens": 0}
+        assert dataset.manifest[split] == counts | {
+            "documents without tokens": 0,
+            "unknown tokens": 0,
+        }
         content = (dataset.folder / f"{split}.bin").read_bytes()
-        assert dataset.manifest["sha256"][f"{split}.bin"] == hashlib.sha256(content).hexdigest()
-    assert dataset.manifest["largest_token"] == max(int(dataset.train.max()), int(dataset.validation.max()))
+        assert (
+            dataset.manifest["sha256"][f"{split}.bin"]
+            == hashlib.sha256(content).hexdigest()
+        )
+    assert dataset.manifest["largest_token"] == max(
+        int(dataset.train.max()), int(dataset.validation.max())
+    )
     assert (dataset.offsets, dataset.manifest["context"]) == (None, None)
 
 
@@ -121,16 +176,26 @@ def test_damaged_token_files_are_refused(dataset, tmp_path):
     damages = {
         "train.bin": (tokens[:-2], "train.bin has .* entries, its manifest says"),
         " train.bin": (b"", "empty"),
-        "  train.bin": (b"\xff\xff" + tokens[2:], "train.bin has the token 65535, its manifest says at most 511"),
+        "  train.bin": (
+            b"\xff\xff" + tokens[2:],
+            "train.bin has the token 65535, its manifest says at most 511",
+        ),
         "validation.bin": (None, "validation.bin"),
         "manifest.json": (b'{"vocabulary": 5', "delimiter"),
         " manifest.json": (b"[" * 100_000, "recursion"),
-        "  manifest.json": (json.dumps({**manifest, "vocabulary": 300}).encode(), "not the tokenizer"),
+        "  manifest.json": (
+            json.dumps({**manifest, "vocabulary": 300}).encode(),
+            "not the tokenizer",
+        ),
         "   manifest.json": (json.dumps({"dtype": "<u2"}).encode(), "layout"),
         "tokenizer.json": ((tmp_path / "other.json").read_bytes(), "not the tokenizer"),
     }
     for name, (content, message) in damages.items():
         file = Path(shutil.copytree(dataset.folder, tmp_path / name)) / name.strip()
         file.unlink() if content is None else file.write_bytes(content)
-        refuses(rf"cannot read the token files in .*{message}.*: delete the folder", data.load, file.parent)
+        refuses(
+            rf"cannot read the token files in .*{message}.*: delete the folder",
+            data.load,
+            file.parent,
+        )
     assert data.largest_id(np.broadcast_to(np.uint16(7), 10**12)) == 7  # in no time

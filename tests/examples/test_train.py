@@ -27,44 +27,74 @@ from tests.test_imports import imports
 
 MODEL = ModelConfig(layers=1, width=16, heads=2, mlp_width=32, context=8)
 VOCABULARY = 32
-MATRICES = ("attention/key", "attention/out", "attention/query", "attention/value", "mlp/down", "mlp/gate", "mlp/up")
+MATRICES = (
+    "attention/key",
+    "attention/out",
+    "attention/query",
+    "attention/value",
+    "mlp/down",
+    "mlp/gate",
+    "mlp/up",
+)
 
 
 @functools.cache
 def model_and_params():
-    graphdef, variables = nnx.split(models.build(MODEL, VOCABULARY, dtype=jnp.dtype("float32"), seed=0))
+    graphdef, variables = nnx.split(
+        models.build(MODEL, VOCABULARY, dtype=jnp.dtype("float32"), seed=0)
+    )
     return graphdef, nnx.to_pure_dict(variables)
 
 
 def batch(rows: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(VOCABULARY, size=(rows, MODEL.context + 1), dtype=np.int32)
+    return np.random.default_rng(seed).integers(
+        VOCABULARY, size=(rows, MODEL.context + 1), dtype=np.int32
+    )
 
 
-def optimizer_of(name: str, rate: float, **settings) -> optax.GradientTransformationExtraArgs:
-    return optimizers.make_optimizer(dataclasses.replace(Config(), optimizer=name, **settings), lambda t: rate)
+def optimizer_of(
+    name: str, rate: float, **settings
+) -> optax.GradientTransformationExtraArgs:
+    return optimizers.make_optimizer(
+        dataclasses.replace(Config(), optimizer=name, **settings), lambda t: rate
+    )
 
 
 def named(tree) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in by_name(tree).items()}
 
 
-# Asked for, steps, and the warm-up there is: one that would not end before the steps is a tenth of them.
-@pytest.mark.parametrize(("asked", "steps", "warmup"), [(0, 2, 0), (10, 101, 10), (80, 80, 8), (80, 3, 0)])
+# Asked for, steps, and the warm-up there is: one that would not end before the steps is
+# a tenth of them.
+@pytest.mark.parametrize(
+    ("asked", "steps", "warmup"), [(0, 2, 0), (10, 101, 10), (80, 80, 8), (80, 3, 0)]
+)
 def test_schedule(asked, steps, warmup):
-    rate = train.schedule(dataclasses.replace(Config(), learning_rate=2.0, warmup_steps=asked, steps=steps))
+    rate = train.schedule(
+        dataclasses.replace(
+            Config(), learning_rate=2.0, warmup_steps=asked, steps=steps
+        )
+    )
     values = np.asarray(rate(np.arange(steps)))
     # float32: a cosine and three products, each within 6e-8 of values up to 2.
-    np.testing.assert_allclose(values[:warmup], 2.0 * np.arange(1, warmup + 1) / (warmup + 1), rtol=1e-6)
+    np.testing.assert_allclose(
+        values[:warmup], 2.0 * np.arange(1, warmup + 1) / (warmup + 1), rtol=1e-6
+    )
     np.testing.assert_allclose(values[warmup], 2.0, rtol=1e-6)
     np.testing.assert_allclose(values[-1], 0.2, rtol=1e-6)
     done = np.arange(steps - warmup) / (steps - 1 - warmup)
-    np.testing.assert_allclose(values[warmup:], 0.2 + 0.9 * (1 + np.cos(np.pi * done)), rtol=2e-6)
+    np.testing.assert_allclose(
+        values[warmup:], 0.2 + 0.9 * (1 + np.cos(np.pi * done)), rtol=2e-6
+    )
     np.testing.assert_allclose(rate(steps + 50), 0.2, rtol=1e-6)
     assert rate(jnp.int32(0)).dtype == jnp.float32
 
 
 def test_gains_do_not_decay_and_the_adamw_group_may_have_its_own_learning_rate():
-    params = {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}, "wte": {"embedding": jnp.ones((5, 3))}}
+    params = {
+        "up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)},
+        "wte": {"embedding": jnp.ones((5, 3))},
+    }
     zero = jax.tree.map(jnp.zeros_like, params)
     settings = {"weight_decay": 0.5, "learning_rate": 1.0, "adam_learning_rate": 0.5}
     for name in ("adamw", "normpre_g"):
@@ -78,18 +108,27 @@ def test_gains_do_not_decay_and_the_adamw_group_may_have_its_own_learning_rate()
 @cases.rows(
     "name control rate form",
     ("adamw", "none", 0.25, {}),
-    ("normpre_g", "none", 0.5, {"family": "gpt2", "bias": True, "scan_layers": True, "layers": 2}),
+    (
+        "normpre_g",
+        "none",
+        0.5,
+        {"family": "gpt2", "bias": True, "scan_layers": True, "layers": 2},
+    ),
     ("muon", "hyperball", 1.0, {}),
     ("normuon", "none", 1.0, {}),
 )
 def test_learning_rates_by_width(name, control, rate, form):
     model = dataclasses.replace(MODEL, **form)
     name = f"{name},norm_control={control}"
-    config = dataclasses.replace(Config(), optimizer=name, base_width=MODEL.width // 4, model=model)
+    config = dataclasses.replace(
+        Config(), optimizer=name, base_width=MODEL.width // 4, model=model
+    )
     params = models.shapes(model, VOCABULARY)
     optimizer = optimizers.make_optimizer(config, lambda t: 1.0)
     jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
-    for path, value in by_name(optimizers.learning_rate_multipliers(config)(params)).items():
+    for path, value in by_name(
+        optimizers.learning_rate_multipliers(config)(params)
+    ).items():
         hidden = path.startswith("blocks/") and path.endswith("/kernel")
         np.testing.assert_allclose(value, rate if hidden else 1.0, err_msg=path)
 
@@ -105,13 +144,32 @@ def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
 
     monkeypatch.setitem(optimizers.OPTIMIZERS, name, recorded)
     accepted = inspect.signature(factory).parameters
-    values = {"momentum": 0.5, "ns_steps": 3, "rank": 7, "tangent": "none", "rms": 0.3, "method": "products"}
+    values = {
+        "momentum": 0.5,
+        "ns_steps": 3,
+        "rank": 7,
+        "tangent": "none",
+        "rms": 0.3,
+        "method": "products",
+    }
     values |= {"convention": "keller", "compute_dtype": "bfloat16", "nesterov": True}
     values |= {"mode": "both"}
     values = {key: value for key, value in values.items() if key in accepted}
     text = ",".join((name, *(f"{key}={value}" for key, value in values.items())))
-    optimizer_of(text, 2.0, learning_rate=2.0, adam_learning_rate=1.0, seed=4, adam_b2=0.9, weight_decay=0.2)
-    shared = {key: x for key, x in {"seed": 4, "adam_b2": 0.9, "weight_decay": 0.2}.items() if key in accepted}
+    optimizer_of(
+        text,
+        2.0,
+        learning_rate=2.0,
+        adam_learning_rate=1.0,
+        seed=4,
+        adam_b2=0.9,
+        weight_decay=0.2,
+    )
+    shared = {
+        key: x
+        for key, x in {"seed": 4, "adam_b2": 0.9, "weight_decay": 0.2}.items()
+        if key in accepted
+    }
     assert {key: given[key] for key in (*values, *shared)} == values | shared
     assert given.keys() <= accepted.keys()
     assert (given["learning_rate"](0), given["adam_learning_rate"](0)) == (2.0, 1.0)
@@ -120,7 +178,12 @@ def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
     for key in values:
         assert given[key] == accepted[key].default
     if "mode" in accepted:
-        with pytest.raises(RunError, match=f"--optimizer {name},mode=rows_first: mode='rows_first' is not one of"):
+        with pytest.raises(
+            RunError,
+            match=(
+                f"--optimizer {name},mode=rows_first: mode='rows_first' is not one of"
+            ),
+        ):
             optimizer_of(f"{name},mode=rows_first", 1.0)
 
 
@@ -129,21 +192,30 @@ def test_gradients_are_clipped_before_the_optimizer(largest, norm):
     gradient = {"w": jnp.full((3, 4), 1e3)}
     optimizer = optimizer_of("adamw", 1.0, weight_decay=0.0, clip_norm=largest)
     _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
-    # AdamW's first moment is 0.1 of the gradient it has seen; two float32 roundings of 6e-8.
+    # AdamW's first moment is 0.1 of the gradient it has seen; two float32 roundings of
+    # 6e-8.
     moment = optax.tree.get(state[1].inner_states["matrix"], "mu")["w"]
     np.testing.assert_allclose(np.linalg.norm(moment), 0.1 * norm, rtol=1e-6)
 
 
 def test_norms_see_output_neurons_as_rows():
     params = {
-        "blocks": {"0": {"mlp": {"up": {"kernel": jnp.ones((4, 2)).at[:, 1].set(0.25)}}}},
+        "blocks": {
+            "0": {"mlp": {"up": {"kernel": jnp.ones((4, 2)).at[:, 1].set(0.25)}}}
+        },
         "tokens": {"embedding": 9 * jnp.ones((3, 4))},
     }
-    found = {name: round(float(value), 6) for name, value in optimizers.norms(params).items()}
+    found = {
+        name: round(float(value), 6) for name, value in optimizers.norms(params).items()
+    }
     column = round(17**0.5 / 4, 6)
     assert found == {
         **{"row_norm": 1.25, "rows_beyond_1": 0.5, "row_norm/mlp/up": 1.25},
-        **{"column_norm": column, "columns_beyond_1": 1.0, "column_norm/mlp/up": column},
+        **{
+            "column_norm": column,
+            "columns_beyond_1": 1.0,
+            "column_norm/mlp/up": column,
+        },
     }
 
 
@@ -151,14 +223,18 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
     graphdef, params = model_and_params()
     optimizer = optax.with_extra_args_support(optax.sgd(1.0))
     tokens = batch(8)
-    tokens[1, 3:] = PADDING  # sequences of different lengths: every prediction counts the same
+    tokens[1, 3:] = (
+        PADDING  # sequences of different lengths: every prediction counts the same
+    )
     tokens[6, 1:] = PADDING
     results = []
     for count in (1, 4):
         step = train.make_train_step(graphdef, optimizer, count)
         given = train.TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params))
         state, metrics = step(given, tokens)
-        results.append((named(state.params), float(metrics.loss), float(metrics.grad_norm)))
+        results.append(
+            (named(state.params), float(metrics.loss), float(metrics.grad_norm))
+        )
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.params))
     step(state, tokens)
     assert step._cache_size() == 1
@@ -178,13 +254,20 @@ def test_evaluate_is_the_mean_over_every_prediction(count):
     lengths = np.random.default_rng(0).integers(1, 9, size=VOCABULARY)
     score = make_evaluate(graphdef, sequences, lengths, make_layout())(params)
     inputs, targets = np.maximum(sequences[:, :-1], 0), sequences[:, 1:]
-    logits = np.asarray(jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))(inputs), np.float64)
-    chosen = np.take_along_axis(logits, np.maximum(targets, 0)[..., None].astype(int), -1)[..., 0]
+    logits = np.asarray(
+        jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))(inputs), np.float64
+    )
+    chosen = np.take_along_axis(
+        logits, np.maximum(targets, 0)[..., None].astype(int), -1
+    )[..., 0]
     losses = np.where(targets >= 0, np.log(np.exp(logits).sum(-1)) - chosen, 0)
-    # float32 logits of size 0.1 and losses near 3.5: some 6e-8 x 3.5 each, less in the mean.
+    # float32 logits of size 0.1 and losses near 3.5: some 6e-8 x 3.5 each, less in the
+    # mean.
     assert score.loss == pytest.approx(losses.sum() / (targets >= 0).sum(), rel=1e-6)
     text_bytes = lengths[targets[targets >= 0]].sum()
-    assert score.bits_per_byte == pytest.approx(losses.sum() / np.log(2) / text_bytes, rel=1e-6)
+    assert score.bits_per_byte == pytest.approx(
+        losses.sum() / np.log(2) / text_bytes, rel=1e-6
+    )
 
 
 def test_some_layers_only():
@@ -195,12 +278,21 @@ def test_some_layers_only():
     ]
     assert "\n" not in totals
     assert "7 matrices" in totals
-    assert "every parameter" in optimizers.parameter_table(params, dataclasses.replace(Config(), optimizer="adamw"))[1]
-    config = dataclasses.replace(Config(), optimizer="normpre_g,layers=attention/out+mlp")
+    assert (
+        "every parameter"
+        in optimizers.parameter_table(
+            params, dataclasses.replace(Config(), optimizer="adamw")
+        )[1]
+    )
+    config = dataclasses.replace(
+        Config(), optimizer="normpre_g,layers=attention/out+mlp"
+    )
     table, _ = optimizers.parameter_table(params, config)
     chosen = [line.split()[0] for line in table.splitlines() if "  matrix  " in line]
     assert chosen == [
-        f"blocks/0/{name}/kernel" for name in sorted(MATRICES) if name == "attention/out" or "mlp" in name
+        f"blocks/0/{name}/kernel"
+        for name in sorted(MATRICES)
+        if name == "attention/out" or "mlp" in name
     ]
     grads = jax.tree.map(jnp.ones_like, params)
 
@@ -208,10 +300,15 @@ def test_some_layers_only():
         tx = optimizer_of(name, 0.1, clip_norm=1e9)
         return named(tx.update(grads, tx.init(params), params)[0])
 
-    some, matrix, adamw = map(updates, ("mano,layers=attention/out+mlp", "mano", "adamw"))
+    some, matrix, adamw = map(
+        updates, ("mano,layers=attention/out+mlp", "mano", "adamw")
+    )
     for name in some:
-        # In a smaller stack, or the same formula in two programs: a few roundings of numbers up to 0.1.
-        np.testing.assert_allclose(some[name], (matrix if name in chosen else adamw)[name], atol=1e-6)
+        # In a smaller stack, or the same formula in two programs: a few roundings of
+        # numbers up to 0.1.
+        np.testing.assert_allclose(
+            some[name], (matrix if name in chosen else adamw)[name], atol=1e-6
+        )
     with pytest.raises(RunError, match=r"layers=mlpp is in no hidden matrix's path"):
         optimizer_of("normpre_g,layers=mlpp", 0.1).init(params)
 
@@ -223,14 +320,24 @@ class Successor(nnx.Module):
         self.end = end
 
     def __call__(self, tokens):
-        following = tokens + 1 if self.end is None else jnp.where(jnp.arange(tokens.shape[1]) < 2, tokens + 1, self.end)
+        following = (
+            tokens + 1
+            if self.end is None
+            else jnp.where(jnp.arange(tokens.shape[1]) < 2, tokens + 1, self.end)
+        )
         return 50.0 * jax.nn.one_hot(following, 512)
 
 
 # A window that fills up on the way, a prompt longer than it, greedy and drawn.
-@pytest.mark.parametrize(("prompt", "temperature"), [("x", 0.7), ("a longer prompt than the context holds", 0.0)])
+@pytest.mark.parametrize(
+    ("prompt", "temperature"),
+    [("x", 0.7), ("a longer prompt than the context holds", 0.0)],
+)
 def test_generate_feeds_the_model_its_own_tokens(dataset, prompt, temperature):
-    tokenizer, model = dataset.tokenizer, Trained(Config(model=MODEL), dataset, nnx.split(Successor())[0], {}, 0)
+    tokenizer, model = (
+        dataset.tokenizer,
+        Trained(Config(model=MODEL), dataset, nnx.split(Successor())[0], {}, 0),
+    )
     start = tokenizer.encode(prompt).ids[-1]
     text = continuation(model, prompt, new_tokens=20, temperature=temperature, seed=0)
     assert text == prompt + tokenizer.decode(list(range(start + 1, start + 21)))
@@ -239,8 +346,13 @@ def test_generate_feeds_the_model_its_own_tokens(dataset, prompt, temperature):
 @pytest.mark.parametrize("name", [None, "<|endoftext|>", "q"])
 def test_generate_stops_at_the_end_of_a_text(dataset, name):
     """The token that ends it is the manifest's; older ones have none."""
-    tokenizer, graphdef = dataset.tokenizer, nnx.split(Successor(end_of_text(dataset.tokenizer, name)))[0]
-    dataset = dataclasses.replace(dataset, manifest=dataset.manifest | {"end_token": name})
+    tokenizer, graphdef = (
+        dataset.tokenizer,
+        nnx.split(Successor(end_of_text(dataset.tokenizer, name)))[0],
+    )
+    dataset = dataclasses.replace(
+        dataset, manifest=dataset.manifest | {"end_token": name}
+    )
     start = tokenizer.encode("x").ids[-1]
     model = Trained(Config(model=MODEL), dataset, graphdef, {}, 0)
     text = continuation(model, "x", new_tokens=6, temperature=0.0, seed=0)

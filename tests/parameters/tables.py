@@ -13,7 +13,10 @@ from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.rules import assign
 
 IN_OUT, OUT_IN = MatrixDims(inputs=0, outputs=1), MatrixDims(inputs=1, outputs=0)
-TO_HEADS, FROM_HEADS = MatrixDims(inputs=0, outputs=(1, 2)), MatrixDims(inputs=(0, 1), outputs=2)
+TO_HEADS, FROM_HEADS = (
+    MatrixDims(inputs=0, outputs=(1, 2)),
+    MatrixDims(inputs=(0, 1), outputs=2),
+)
 STACKED = MatrixDims(inputs=1, outputs=2)
 Axis = collections.namedtuple("Axis", "name size")
 
@@ -40,10 +43,12 @@ def array(*shape, dtype=jnp.float32):
 
 
 def table(text):
-    """{path: (leaf, dims)} of entries "path 8x32 0>1", separated by semicolons and lines.
+    """{path: (leaf, dims)} of entries "path 8x32 0>1", separated by semicolons and
+    lines.
 
-    Sizes may have names ("embed=8,mlp=32"), no sizes are "()". "inputs>outputs" are missing for AdamW. {a,b} are
-    alternatives, and "prefix:" is put in front of all entries that follow.
+    Sizes may have names ("embed=8,mlp=32"), no sizes are "()". "inputs>outputs" are
+    missing for AdamW. {a,b} are alternatives, and "prefix:" is put in front of all
+    entries that follow.
     """
     found, prefix = {}, ""
     for entry in filter(None, map(str.strip, re.split(r";|\n|(?<=:)\s", text))):
@@ -52,12 +57,17 @@ def table(text):
             continue
         pattern, sizes, *dims = entry.split()
         if "=" in sizes:
-            axes = tuple(Axis(name, int(size)) for name, size in re.findall(r"(\w+)=(\d+)", sizes))
+            axes = tuple(
+                Axis(name, int(size))
+                for name, size in re.findall(r"(\w+)=(\d+)", sizes)
+            )
             leaf = NamedArray(array(*(axis.size for axis in axes)), axes)
         else:
             leaf = array(*map(int, re.findall(r"\d+", sizes)))
         sides = [tuple(map(int, side)) for side in "".join(dims).split(">")]
-        for path in itertools.product(*(part.split(",") for part in re.split(r"[{}]", prefix + pattern))):
+        for path in itertools.product(
+            *(part.split(",") for part in re.split(r"[{}]", prefix + pattern))
+        ):
             found["".join(path)] = leaf, MatrixDims(*sides) if dims else None
     return found
 
@@ -84,5 +94,12 @@ def chosen(params, matrix_dims=None):
 
 def with_layers(shape, dims, layers, axis):
     """A shape and its dims with a layer axis inserted at ``axis``."""
-    sides = () if dims is None else ([a + (a >= axis) for a in np.atleast_1d(s)] for s in (dims.inputs, dims.outputs))
+    sides = (
+        ()
+        if dims is None
+        else (
+            [a + (a >= axis) for a in np.atleast_1d(s)]
+            for s in (dims.inputs, dims.outputs)
+        )
+    )
     return (*shape[:axis], layers, *shape[axis:]), dims and MatrixDims(*sides)

@@ -83,19 +83,27 @@ REFUSED = """
 
 def test_default_rule():
     entries = table(READ + ADAMW).items()
-    found = {path: (default_matrix_dims(path, leaf), dims) for path, (leaf, dims) in entries}
+    found = {
+        path: (default_matrix_dims(path, leaf), dims) for path, (leaf, dims) in entries
+    }
     assert {path: both for path, both in found.items() if both[0] != both[1]} == {}
 
 
 def shown(error, dims="inputs=..., outputs=..."):
     """The rule that an error shows, with these dims in place of the dots."""
-    lines = [line[4:].replace("inputs=..., outputs=...", dims) for line in str(error).splitlines() if line[:2] == "  "]
+    lines = [
+        line[4:].replace("inputs=..., outputs=...", dims)
+        for line in str(error).splitlines()
+        if line[:2] == "  "
+    ]
     scope = {"MatrixDims": MatrixDims, "default_matrix_dims": default_matrix_dims}
     exec("\n".join(lines), scope)
     return scope["rule"]
 
 
-@pytest.mark.parametrize(("path", "leaf"), [(path, leaf) for path, (leaf, _) in table(REFUSED).items()])
+@pytest.mark.parametrize(
+    ("path", "leaf"), [(path, leaf) for path, (leaf, _) in table(REFUSED).items()]
+)
 def test_uncovered_leaf_is_an_error_that_shows_the_rule_to_write(path, leaf):
     params, shape = tree({path: leaf}), leaf.shape
     message = re.escape(f"no rule covers parameter {path!r} of shape {shape}")
@@ -103,25 +111,45 @@ def test_uncovered_leaf_is_an_error_that_shows_the_rule_to_write(path, leaf):
         default_matrix_dims(path, leaf)
     with pytest.raises(ValueError, match=message) as caught:
         assign(params)
-    with pytest.raises(TypeError, match="inputs must be an int or a tuple of ints, got Ellipsis"):
+    with pytest.raises(
+        TypeError, match="inputs must be an int or a tuple of ints, got Ellipsis"
+    ):
         assign(params, shown(caught.value))
     rule = shown(caught.value, "-2, -1")
-    assert chosen(params | {"up": array(3, 4)}, rule) == {path: MatrixDims(-2, -1), "up": IN_OUT}
+    assert chosen(params | {"up": array(3, 4)}, rule) == {
+        path: MatrixDims(-2, -1),
+        "up": IN_OUT,
+    }
 
 
 def test_one_error_names_all_that_is_uncovered_and_layers_once():
-    layers = "h/{0,1,2}: attn/query/kernel 12x768x64; attn/out/kernel 12x64x768; conv/kernel 3x8x8"
+    layers = (
+        "h/{0,1,2}: attn/query/kernel 12x768x64; attn/out/kernel 12x64x768; conv/kernel"
+        " 3x8x8"
+    )
     params = tree(f"cube 2x3x4; {layers}")
     with pytest.raises(ValueError, match="no rule covers") as caught:
         assign(params)
-    assert re.findall(r"^no rule covers (.* of shape \([\d, ]+\).*)", str(caught.value), re.MULTILINE) == [
+    assert re.findall(
+        r"^no rule covers (.* of shape \([\d, ]+\).*)", str(caught.value), re.MULTILINE
+    ) == [
         "parameter 'cube' of shape (2, 3, 4)",
-        "3 parameters 'h/{0..2}/attn/query/kernel' of shape (12, 768, 64): "
-        "attention (d, heads, size) would be a 49152 x 12 matrix",
-        "3 parameters 'h/{0..2}/conv/kernel' of shape (3, 8, 8): a convolution can be flattened in several ways",
+        (
+            "3 parameters 'h/{0..2}/attn/query/kernel' of shape (12, 768, 64): "
+            "attention (d, heads, size) would be a 49152 x 12 matrix"
+        ),
+        (
+            "3 parameters 'h/{0..2}/conv/kernel' of shape (3, 8, 8): a convolution can"
+            " be flattened in several ways"
+        ),
     ]
     found = chosen(params, shown(caught.value, "1, 2"))
-    assert found["h/2/attn/query/kernel"] == found["h/1/conv/kernel"] == found["cube"] == STACKED
+    assert (
+        found["h/2/attn/query/kernel"]
+        == found["h/1/conv/kernel"]
+        == found["cube"]
+        == STACKED
+    )
     assert found["h/1/attn/out/kernel"] == FROM_HEADS
 
 
@@ -129,51 +157,91 @@ def test_one_error_names_all_that_is_uncovered_and_layers_once():
 CONTRADICTED = {
     "heads first, by the bias": "query/kernel 4x32x8; query/bias 4x8",
     "heads first, by its shape": "attn/wk 2x32x8; attn/wq 4x32x8; attn/wo 4x8x32",
-    "bare arrays by head": "attn/W_Q 4x32x8; attn/b_Q 4x8; attn/W_O 4x8x32; attn/b_O 32",
-    "an output of another layout": "attn/query/kernel 32x4x8; attn/out/kernel 32x4x8; attn/out/bias 32",
+    "bare arrays by head": (
+        "attn/W_Q 4x32x8; attn/b_Q 4x8; attn/W_O 4x8x32; attn/b_O 32"
+    ),
+    "an output of another layout": (
+        "attn/query/kernel 32x4x8; attn/out/kernel 32x4x8; attn/out/bias 32"
+    ),
     "kernels as (out, in)": "mlp/up/kernel 32x8; mlp/up/bias 32",
-    "a square kernel beside one as (out, in)": "a/x/kernel 8x8; a/y/kernel 24x8; a/y/bias 24",
+    "a square kernel beside one as (out, in)": (
+        "a/x/kernel 8x8; a/y/kernel 24x8; a/y/bias 24"
+    ),
     "weights as (in, out)": "up/weight 8x32; up/bias 32",
     "GPT-2 whose bias and shape disagree": "mlp/c_fc/weight 32x8; mlp/c_fc/bias 8",
-    "GPT-2 with nothing that decides": "h/0/attn/c_proj/weight 8x8; h/0/attn/c_proj/bias 8",
+    "GPT-2 with nothing that decides": (
+        "h/0/attn/c_proj/weight 8x8; h/0/attn/c_proj/bias 8"
+    ),
     "stacked elsewhere, by a bias": "blocks/up/kernel 8x4x32; blocks/up/bias 32x4",
-    "stacked elsewhere, by a norm": "blocks/up/kernel 8x4x32; blocks/down/kernel 32x4x8; blocks/ln/scale 8x4",
+    "stacked elsewhere, by a norm": (
+        "blocks/up/kernel 8x4x32; blocks/down/kernel 32x4x8; blocks/ln/scale 8x4"
+    ),
     "stacked elsewhere, by sizes": "blocks/up/kernel 8x4x32; blocks/down/kernel 32x4x8",
     "stacked elsewhere, square": "blocks/up/kernel 8x4x8; blocks/up/bias 8x4",
-    "attention stacked elsewhere": "blocks/query/kernel 8x4x2x4; blocks/query/bias 2x4x4; blocks/out/bias 8x4",
-    "experts beside layers": "layers/MoeBlock_0: gate/kernel 8x3x4; wi_0 4x3x8x16; wo 4x3x16x8",
+    "attention stacked elsewhere": (
+        "blocks/query/kernel 8x4x2x4; blocks/query/bias 2x4x4; blocks/out/bias 8x4"
+    ),
+    "experts beside layers": (
+        "layers/MoeBlock_0: gate/kernel 8x3x4; wi_0 4x3x8x16; wo 4x3x16x8"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CONTRADICTED)
 def test_other_layouts_are_errors_never_a_wrong_reading(name):
-    match = "it looks stacked, but not on axis 0" if "stacked" in name else "no rule covers"
+    match = (
+        "it looks stacked, but not on axis 0" if "stacked" in name else "no rule covers"
+    )
     with pytest.raises(ValueError, match=match):
         assign(tree(CONTRADICTED[name]))
 
 
 SEEN_TOGETHER = {
-    "GPT-2 in both layouts": """h/0: attn/c_attn/weight 768x2304 0>1; attn/c_proj/weight 768x768 0>1
+    "GPT-2 in both layouts": (
+        """h/0: attn/c_attn/weight 768x2304 0>1; attn/c_proj/weight 768x768 0>1
         mlp/c_fc/weight 768x3072 0>1; mlp/c_proj/weight 3072x768 0>1
         n/0: attn/c_attn/weight 2304x768 1>0; attn/c_proj/weight 768x768 1>0
-        mlp/c_fc/weight 3072x768 1>0; mlp/c_proj/weight 768x3072 1>0""",
-    "GPT-2, stacked": "h: attn/c_attn/weight 12x768x2304 1>2; attn/c_proj/weight 12x768x768 1>2; ln_1/weight 12x768",
-    "cross attention of GPT-2": "h/0/crossattention: c_attn/weight 768x1536 0>1; {q_attn,c_proj}/weight 768x768 0>1",
-    "multi-query attention": "attn/c_attn/weight 40x32 1>0; attn/c_proj/weight 32x32 1>0",
-    "a stack by its norm": "tower: q/kernel 4x8x8 1>2; up/kernel 4x8x32 1>2; mix 4x8; ln/scale 4x8",
+        mlp/c_fc/weight 3072x768 1>0; mlp/c_proj/weight 768x3072 1>0"""
+    ),
+    "GPT-2, stacked": (
+        "h: attn/c_attn/weight 12x768x2304 1>2; attn/c_proj/weight 12x768x768 1>2;"
+        " ln_1/weight 12x768"
+    ),
+    "cross attention of GPT-2": (
+        "h/0/crossattention: c_attn/weight 768x1536 0>1; {q_attn,c_proj}/weight"
+        " 768x768 0>1"
+    ),
+    "multi-query attention": (
+        "attn/c_attn/weight 40x32 1>0; attn/c_proj/weight 32x32 1>0"
+    ),
+    "a stack by its norm": (
+        "tower: q/kernel 4x8x8 1>2; up/kernel 4x8x32 1>2; mix 4x8; ln/scale 4x8"
+    ),
     "a stack by its name": "blocks: q/kernel 4x8x8 1>2; up/kernel 4x8x32 1>2; mix 4x8",
     "a stack of stacks": "blocks/up/kernel 2x3x8x32 2>3; blocks/up/bias 2x3x32",
-    "layers with names": "layers/{first,last}: query/kernel 8x2x4 0>12; ln/scale 8; up 8x8 0>1",
-    "cross attention": "attn/query/kernel 32x4x8 0>12; attn/key/kernel 48x4x8 0>12; attn/out/kernel 4x6x32 01>2",
+    "layers with names": (
+        "layers/{first,last}: query/kernel 8x2x4 0>12; ln/scale 8; up 8x8 0>1"
+    ),
+    "cross attention": (
+        "attn/query/kernel 32x4x8 0>12; attn/key/kernel 48x4x8 0>12; attn/out/kernel"
+        " 4x6x32 01>2"
+    ),
     "a router beside experts": "mlp/gate/kernel 8x4; mlp/experts/0/up/kernel 8x32 0>1",
     "a gate beside up": "mlp/gate/kernel 8x32 0>1; mlp/up/kernel 8x32 0>1",
     "both": "moe/gate/kernel 8x32 0>1; moe/up/kernel 8x32 0>1; moe/router/kernel 8x4",
-    "attention at the top": "{query,key,value}/kernel 8x2x4 0>12; out/kernel 2x4x8 01>2",
+    "attention at the top": (
+        "{query,key,value}/kernel 8x2x4 0>12; out/kernel 2x4x8 01>2"
+    ),
     "b is a bias only beside its w": "a 3x4 0>1; b 4x5 0>1",
     "b beside w": "linear/w 3x4x5 1>2; linear/b 3x5; attn/Wq 3x4x4 1>2; attn/bq 3x4",
-    "bare arrays": """layers: wqkv 3x16x48 1>2; bqkv 3x48; w1 3x16x64 1>2; b1 3x64; mix 3x16; g 3x16""",
+    "bare arrays": (
+        """layers: wqkv 3x16x48 1>2; bqkv 3x48; w1 3x16x64 1>2; b1 3x64; mix 3x16; g 3x16"""
+    ),
     "Haliax without layers": "plain/weight mlp=32,embed=16 1>0",
-    "norms by head": "0/attn: query/kernel 8x2x4 0>12; q_norm/scale 2x4; out/kernel 2x4x8 01>2; up 8x8 0>1",
+    "norms by head": (
+        "0/attn: query/kernel 8x2x4 0>12; q_norm/scale 2x4; out/kernel 2x4x8 01>2; up"
+        " 8x8 0>1"
+    ),
 }
 
 
@@ -186,21 +254,38 @@ SIZES = st.sampled_from([2, 3, 4, 6, 8])
 
 
 @hypothesis.settings(max_examples=200)
-@hypothesis.given(st.tuples(*[SIZES] * 6), *[st.booleans()] * 3, st.sampled_from([0, 1]))
-def test_a_block_stacked_in_front_is_right_and_elsewhere_an_error(sizes, biases, by_head, norms, axis):
-    """Whatever sizes coincide, except square kernels everywhere, which look the same with the layers on axis 1."""
+@hypothesis.given(
+    st.tuples(*[SIZES] * 6), *[st.booleans()] * 3, st.sampled_from([0, 1])
+)
+def test_a_block_stacked_in_front_is_right_and_elsewhere_an_error(
+    sizes, biases, by_head, norms, axis
+):
+    """Whatever sizes coincide, except square kernels everywhere, which look the same
+    with the layers on axis 1.
+    """
     d, heads, size, hidden, kv, layers = sizes
     hypothesis.assume(axis == 0 or d != hidden)
     q, k = (f"{n}x{size}" if by_head else n * size for n in (heads, kv))
     to_heads, from_heads = ("0>12", "01>2") if by_head else ("0>1", "0>1")
     text = f"""mlp/up/kernel {d}x{hidden} 0>1; mlp/down/kernel {hidden}x{d} 0>1; attn/query/kernel {d}x{q} {to_heads}
         attn/{{key,value}}/kernel {d}x{k} {to_heads}; attn/out/kernel {q}x{d} {from_heads}"""
-    text += f"; attn/query/bias {q}; attn/{{key,value}}/bias {k}; attn/out/bias {d}; mlp/up/bias {hidden}" * biases
+    text += (
+        f"; attn/query/bias {q}; attn/{{key,value}}/bias {k}; attn/out/bias {d};"
+        f" mlp/up/bias {hidden}" * biases
+    )
     text += f"; ln/scale {d}; attn/q_norm/scale {size}" * norms
-    entries = {f"blocks/{path}": with_layers(x.shape, dims, layers, axis) for path, (x, dims) in table(text).items()}
-    params = tree({"ln_f/scale": array(d)} | {path: array(*shape) for path, (shape, _) in entries.items()})
+    entries = {
+        f"blocks/{path}": with_layers(x.shape, dims, layers, axis)
+        for path, (x, dims) in table(text).items()
+    }
+    params = tree(
+        {"ln_f/scale": array(d)}
+        | {path: array(*shape) for path, (shape, _) in entries.items()}
+    )
     if axis == 0:
-        assert chosen(params) == {path: dims for path, (_, dims) in entries.items()} | {"ln_f/scale": None}
+        assert chosen(params) == {path: dims for path, (_, dims) in entries.items()} | {
+            "ln_f/scale": None
+        }
     else:
         with pytest.raises(ValueError, match="it looks stacked, but not on axis 0"):
             assign(params)
@@ -227,7 +312,10 @@ def test_names_of_axes(entry):
 
 
 def test_names_of_axes_that_do_not_show_the_layers():
-    with pytest.raises(ValueError, match=r"it looks stacked, but its axes are named \(embed, None, mlp\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"it looks stacked, but its axes are named \(embed, None, mlp\)",
+    ):
         assign(boxed("layers/kernel", "8x3x32", "embed,?,mlp"))
     with pytest.raises(ValueError, match=r"its axes named \(embed, layers, a, b\)"):
         assign(boxed("kernel", "8x3x2x4", "embed,layers,a,b"))
@@ -241,7 +329,9 @@ TRUNK = """
 """
 
 
-@pytest.mark.parametrize("root", ["classifier", "head", "readout", "logits_net", "embedder", "pos_embedding"])
+@pytest.mark.parametrize(
+    "root", ["classifier", "head", "readout", "logits_net", "embedder", "pos_embedding"]
+)
 def test_a_name_above_a_block_or_a_layer_does_not_decide_about_it(root):
     entries = {f"{root}/{path}": entry for path, entry in table(TRUNK).items()}
     assert chosen(tree(entries)) == {path: dims for path, (_, dims) in entries.items()}
@@ -252,34 +342,60 @@ def test_a_norm_may_have_matrices():
     assert chosen(tree(text)) == dims_of(text)
 
 
-@cases.rows("wrap", *((lambda x, key=key: {key: x},) for key in ("value", "raw", "0")), (lambda x: [x],))
+@cases.rows(
+    "wrap",
+    *((lambda x, key=key: {key: x},) for key in ("value", "raw", "0")),
+    (lambda x: [x],),
+)
 def test_a_container_of_one_array_has_no_name(wrap):
-    text = "up_proj/weight 32x8 1>0; layers/0/down/kernel 32x8 0>1; attn/query/w 8x2x4 0>12; wte/weight 100x8"
+    text = (
+        "up_proj/weight 32x8 1>0; layers/0/down/kernel 32x8 0>1; attn/query/w 8x2x4"
+        " 0>12; wte/weight 100x8"
+    )
     params = jax.tree.map(lambda x: wrap(wrap(x)), tree(text))
     assert chosen(params) == dims_of(text)
-    assert chosen(params, jax.tree.map(lambda x: wrap(wrap(OUT_IN)), tree(text))) == dict.fromkeys(table(text), OUT_IN)
+    assert chosen(
+        params, jax.tree.map(lambda x: wrap(wrap(OUT_IN)), tree(text))
+    ) == dict.fromkeys(table(text), OUT_IN)
     # Under other names, a lone "value" is a container, but not in attention.
-    text = "embed/embedding/value 100x8; pos/raw_value 9x8; lm_head/value 8x100; attn/value 8x2x4 0>12"
-    assert chosen(tree(text)) == {**dict.fromkeys(("embed/embedding", "pos", "lm_head")), "attn/value": TO_HEADS}
+    text = (
+        "embed/embedding/value 100x8; pos/raw_value 9x8; lm_head/value 8x100;"
+        " attn/value 8x2x4 0>12"
+    )
+    assert chosen(tree(text)) == {
+        **dict.fromkeys(("embed/embedding", "pos", "lm_head")),
+        "attn/value": TO_HEADS,
+    }
     one = {"query": [{"kernel": array(8, 2, 4)}], "key": {"kernel": array(8, 2, 4)}}
     assert set(chosen({"attn": one}).values()) == {TO_HEADS}  # a layer in a list of one
 
 
 def test_tuple_keys_are_paths():
-    text = "up/kernel 8x32 0>1; up/bias 32; lm_head/kernel 8x100; h/0/attn/query/kernel 8x2x4 0>12"
+    text = (
+        "up/kernel 8x32 0>1; up/bias 32; lm_head/kernel 8x100; h/0/attn/query/kernel"
+        " 8x2x4 0>12"
+    )
     flat = flax.traverse_util.flatten_dict(tree(text))
     assert all(isinstance(key, tuple) for key in flat)
     assert chosen(flat) == dims_of(text)
 
 
 def test_dots_are_those_of_a_state_dict():
-    """As the nested tree, and so are residual writers: GPT-2's (in, out) and LLaMA's (out, in)."""
+    """As the nested tree, and so are residual writers: GPT-2's (in, out) and LLaMA's
+    (out, in).
+    """
     gpt2 = """h/{0,1}: attn/c_attn/weight 8x24 0>1; attn/c_proj/weight 8x8 0>1; mlp/c_fc/weight 8x32 0>1
         mlp/c_proj/weight 32x8 0>1; ln_1/weight 8"""
-    llama = "layers/{0,1}: self_attn/o_proj/weight 8x8 1>0; mlp/down_proj/weight 8x32 1>0; mlp/up_proj/weight 32x8 1>0"
+    llama = (
+        "layers/{0,1}: self_attn/o_proj/weight 8x8 1>0; mlp/down_proj/weight 8x32 1>0;"
+        " mlp/up_proj/weight 32x8 1>0"
+    )
     for text in (gpt2, llama):
         nested = tree(text)
-        flat = {path.replace("/", "."): x for path, x in flax.traverse_util.flatten_dict(nested, sep="/").items()}
+        flat = {
+            path.replace("/", "."): x
+            for path, x in flax.traverse_util.flatten_dict(nested, sep="/").items()
+        }
         assert chosen(flat) == chosen(nested) == dims_of(text)
         assert row_norms_by_role(assign(flat)) == row_norms_by_role(assign(nested))
 
@@ -294,39 +410,65 @@ UNNAMED = {
 
 @pytest.mark.parametrize("name", UNNAMED)
 def test_several_arrays_without_names_are_an_error_that_shows_a_rule(name):
-    with pytest.raises(ValueError, match="its path has no name, so it may be an embedding") as caught:
+    with pytest.raises(
+        ValueError, match="its path has no name, so it may be an embedding"
+    ) as caught:
         assign(UNNAMED[name])
     found = chosen(UNNAMED[name], shown(caught.value, "0, 1"))
     shapes = [x.shape for x in jax.tree.leaves(UNNAMED[name])]
-    assert list(found.values()) == [IN_OUT if len(shape) == 2 else None for shape in shapes]
+    assert list(found.values()) == [
+        IN_OUT if len(shape) == 2 else None for shape in shapes
+    ]
     assert list(chosen([array(8, 32)]).values()) == [IN_OUT]  # one kernel alone
 
 
 def test_gemmas_einsums_may_be_scanned():
-    text = "attn: q_einsum/w 4x8x2; kv_einsum/w 2x1x8x2; attn_vec_einsum/w 4x2x8; mlp/gating_einsum/w 2x32x8"
+    text = (
+        "attn: q_einsum/w 4x8x2; kv_einsum/w 2x1x8x2; attn_vec_einsum/w 4x2x8;"
+        " mlp/gating_einsum/w 2x32x8"
+    )
     scanned = jax.tree.map(lambda x: array(3, *x.shape), tree(text))
     for params, layers in ((tree(text), 1), (scanned, 3)):
         found = assign({"layers": params} if layers > 1 else params, presets.gemma)
         shapes = sorted(matrix_shape(spec.shape, spec.dims) for spec in found.values())
-        assert shapes == sorted((n * layers, *sides) for n, *sides in ((1, 8, 8), (2, 2, 8), (1, 8, 8), (2, 32, 8)))
+        assert shapes == sorted(
+            (n * layers, *sides)
+            for n, *sides in ((1, 8, 8), (2, 2, 8), (1, 8, 8), (2, 32, 8))
+        )
 
 
 def test_experts_beside_a_router_are_errors_that_recommend_the_preset():
-    text = "expert_mlp/w_down 4x32x8 1>2; mlp: router/kernel 8x4; gate_proj 4x8x32 1>2; down_proj 4x32x8 1>2"
-    with pytest.raises(ValueError, match=r"along any axis; presets\.experts_in_front reads"):
+    text = (
+        "expert_mlp/w_down 4x32x8 1>2; mlp: router/kernel 8x4; gate_proj 4x8x32 1>2;"
+        " down_proj 4x32x8 1>2"
+    )
+    with pytest.raises(
+        ValueError, match=r"along any axis; presets\.experts_in_front reads"
+    ):
         assign(tree(text))
-    front = lambda dims: dims and MatrixDims(-2, -1)  # noqa: E731
-    assert chosen(tree(text), presets.experts_in_front) == {k: front(dims) for k, dims in dims_of(text).items()}
+
+    def front(dims):
+        return dims and MatrixDims(-2, -1)
+
+    assert chosen(tree(text), presets.experts_in_front) == {
+        k: front(dims) for k, dims in dims_of(text).items()
+    }
 
 
 def test_fused_experts_in_the_other_order_are_an_error_of_the_preset():
-    """Hugging Face's Mixtral and Qwen3-MoE store (expert, out, in), gpt-oss (expert, in, out), under the same names."""
-    fused = "mlp/router/weight 4x8; mlp/experts/gate_up_proj {}; mlp/experts/down_proj {}"
+    """Hugging Face's Mixtral and Qwen3-MoE store (expert, out, in), gpt-oss (expert,
+    in, out), under the same names.
+    """
+    fused = (
+        "mlp/router/weight 4x8; mlp/experts/gate_up_proj {}; mlp/experts/down_proj {}"
+    )
     found = chosen(tree(fused.format("4x8x32", "4x16x8")), presets.experts_in_front)
     assert found == {"mlp/router/weight": None} | dict.fromkeys(
         found.keys() - {"mlp/router/weight"}, MatrixDims(-2, -1)
     )
-    with pytest.raises(ValueError, match=r"'mlp/experts/gate_up_proj' .* are not \(expert, in, out\)"):
+    with pytest.raises(
+        ValueError, match=r"'mlp/experts/gate_up_proj' .* are not \(expert, in, out\)"
+    ):
         assign(tree(fused.format("4x32x8 1>2", "4x8x16 1>2")), presets.experts_in_front)
 
 
@@ -338,10 +480,16 @@ def test_the_preset_of_experts_reads_only_what_the_default_rule_does_not():
     """
     scanned = {"layers": jax.tree.map(lambda x: array(3, *x.shape), tree(text))}
     for params, layers in ((tree(text), 0), (scanned, 1)):
-        found = {path.removeprefix("layers/"): dims for path, dims in chosen(params, presets.experts_in_front).items()}
+        found = {
+            path.removeprefix("layers/"): dims
+            for path, dims in chosen(params, presets.experts_in_front).items()
+        }
         matrices = {path: dims for path, dims in found.items() if dims}
         assert matrices == {
-            **dict.fromkeys(("q_proj/kernel", "k_proj/kernel"), MatrixDims(layers, (layers + 1, layers + 2))),
+            **dict.fromkeys(
+                ("q_proj/kernel", "k_proj/kernel"),
+                MatrixDims(layers, (layers + 1, layers + 2)),
+            ),
             "o_proj/kernel": MatrixDims((layers, layers + 1), layers + 2),
             "mlp/gate_proj": MatrixDims(-2, -1),
         }
@@ -361,15 +509,32 @@ class Module(eqx.Module):
 def test_paths_and_order_follow_jax():
     x = jnp.zeros(2)
     boxes = {"box": nn.Partitioned(x, names=("embed",)), "var": nnx.Param(x)}
-    gaps = (None, optax.MaskedNode(), x, nn.Partitioned(optax.MaskedNode(), names=("embed",)))
-    params = {"b": [x, Module(1.0, {"k": x})], "a": NamedArray(x, ()), "out": gaps, **boxes}
+    gaps = (
+        None,
+        optax.MaskedNode(),
+        x,
+        nn.Partitioned(optax.MaskedNode(), names=("embed",)),
+    )
+    params = {
+        "b": [x, Module(1.0, {"k": x})],
+        "a": NamedArray(x, ()),
+        "out": gaps,
+        **boxes,
+    }
     paths = ["a", "b/0", "b/1/query", "b/1/value/k", "box", "out/2", "var"]
     found = assign(params)
-    assert leaf_paths(params) == list(found) == [spec.path for spec in found.values()] == paths
+    assert (
+        leaf_paths(params)
+        == list(found)
+        == [spec.path for spec in found.values()]
+        == paths
+    )
     assert without_boxes(boxes) == {"box": x, "var": x}
     assert assign({}) == assign(optax.MaskedNode()) == Assignment()
     seen = []
-    jax.eval_shape(lambda params: [seen.append(assign(params)), params][1], params)  # of tracers
+    jax.eval_shape(
+        lambda params: [seen.append(assign(params)), params][1], params
+    )  # of tracers
     assert seen == [found]
 
 
@@ -377,15 +542,30 @@ def test_an_attribute_called_value_is_no_box():
     kernel = array(8, 2, 4)
     for query in (kernel, optax.MaskedNode()):
         found = chosen({"attn": Module(query, kernel)})
-        assert found == {f"attn/{name}": TO_HEADS for name in (["query", "value"] if query is kernel else ["value"])}
+        assert found == {
+            f"attn/{name}": TO_HEADS
+            for name in (["query", "value"] if query is kernel else ["value"])
+        }
 
 
 @cases.rows(
     "params error message",
-    ({"a/b": array(2, 3), "a": {"b": array(2, 3)}}, ValueError, "two parameters have the path 'a/b'"),
+    (
+        {"a/b": array(2, 3), "a": {"b": array(2, 3)}},
+        ValueError,
+        "two parameters have the path 'a/b'",
+    ),
     ({"noise": jax.random.key(0)}, TypeError, "parameter 'noise' has dtype key<fry>"),
-    ({"mask": jnp.ones((4, 8), bool)}, TypeError, "parameter 'mask' has dtype bool: remove masks"),
-    ({"activation": jnp.tanh, "w": array(2, 3)}, TypeError, "parameter 'activation' is .*not an array.*eqx.filter"),
+    (
+        {"mask": jnp.ones((4, 8), bool)},
+        TypeError,
+        "parameter 'mask' has dtype bool: remove masks",
+    ),
+    (
+        {"activation": jnp.tanh, "w": array(2, 3)},
+        TypeError,
+        "parameter 'activation' is .*not an array.*eqx.filter",
+    ),
 )
 def test_wrong_leaves_are_errors(params, error, message):
     with pytest.raises(error, match=message):
@@ -395,21 +575,33 @@ def test_wrong_leaves_are_errors(params, error, message):
 # Overrides.
 
 CUBE = MatrixDims(inputs=1, outputs=0)
-PARAMS = tree(TEXT := "cube 2x3x4 1>0; wte 100x8; blocks/{0,1}/up: kernel 8x32 0>1; bias 32")
+PARAMS = tree(
+    TEXT := "cube 2x3x4 1>0; wte 100x8; blocks/{0,1}/up: kernel 8x32 0>1; bias 32"
+)
 WANT = dims_of(TEXT)
 UP = {"up": {"bias": None, "kernel": IN_OUT}}
-FULL = {"blocks": {"0": UP, "1": UP}, "cube": MuonDimensionNumbers(reduction_axis=1, output_axis=0), "wte": None}
+FULL = {
+    "blocks": {"0": UP, "1": UP},
+    "cube": MuonDimensionNumbers(reduction_axis=1, output_axis=0),
+    "wte": None,
+}
 
 
 def rule(path, leaf, strict=True):
-    return MuonDimensionNumbers(1, 0) if path == "cube" else default_matrix_dims(path, leaf)
+    return (
+        MuonDimensionNumbers(1, 0)
+        if path == "cube"
+        else default_matrix_dims(path, leaf)
+    )
 
 
 OVERRIDES = {
     "rule": rule,
     "jax partial": jax.tree_util.Partial(rule),
     "callable": lambda params, flag=True: FULL,
-    "tree_map": lambda p: jax.tree.map(lambda x: {1: None, 2: IN_OUT, 3: CUBE}[x.ndim], p) | {"wte": None},
+    "tree_map": lambda p: (
+        jax.tree.map(lambda x: {1: None, 2: IN_OUT, 3: CUBE}[x.ndim], p) | {"wte": None}
+    ),
     "tree": FULL,
     "assignment": assign({**PARAMS, "more": array(3)}, FULL | {"more": None}),
 }
@@ -424,19 +616,33 @@ def test_trees_are_matched_by_names_and_may_be_prefixes():
     prefix = {"blocks": {"0": UP, "1": None}, "cube": CUBE, "wte": IN_OUT}
     assert chosen(PARAMS, prefix) == {**WANT, "blocks/1/up/kernel": None, "wte": IN_OUT}
     assert set(chosen(PARAMS, lambda params: None).values()) == {None}
-    assert chosen({"a": array(2, 3), "b": [array(4, 5)]}, OUT_IN) == {"a": OUT_IN, "b/0": OUT_IN}
+    assert chosen({"a": array(2, 3), "b": [array(4, 5)]}, OUT_IN) == {
+        "a": OUT_IN,
+        "b/0": OUT_IN,
+    }
     for dims in (IN_OUT, None):
-        assert chosen(Module(array(2, 3), array(4, 5)), Module(dims, None)) == {"query": dims, "value": None}
+        assert chosen(Module(array(2, 3), array(4, 5)), Module(dims, None)) == {
+            "query": dims,
+            "value": None,
+        }
     masked = {**PARAMS, "cube": optax.MaskedNode(), "wte": None}
-    assert chosen(masked, FULL) == {path: dims for path, dims in WANT.items() if path not in ("cube", "wte")}
+    assert chosen(masked, FULL) == {
+        path: dims for path, dims in WANT.items() if path not in ("cube", "wte")
+    }
 
 
 def test_a_tree_fits_parameters_with_and_without_boxes():
-    bare, dims = {"blocks": {"up": array(8, 3, 32)}, "ln": array(8)}, MatrixDims(inputs=0, outputs=2)
+    bare, dims = (
+        {"blocks": {"up": array(8, 3, 32)}, "ln": array(8)},
+        MatrixDims(inputs=0, outputs=2),
+    )
     box = functools.partial(nn.Partitioned, names=(None, None, None))
     boxed = {"blocks": {"up": box(array(8, 3, 32))}, "ln": nnx.Param(jnp.zeros(8))}
     for params, entry in itertools.product((bare, boxed), (dims, box(dims))):
-        assert chosen(params, {"blocks": {"up": entry}, "ln": None}) == {"blocks/up": dims, "ln": None}
+        assert chosen(params, {"blocks": {"up": entry}, "ln": None}) == {
+            "blocks/up": dims,
+            "ln": None,
+        }
 
 
 def test_rules_see_shape_dtype_and_axis_names():
@@ -445,26 +651,57 @@ def test_rules_see_shape_dtype_and_axis_names():
     def rule(path, leaf):
         seen[path] = (leaf.shape, leaf.ndim, leaf.size, leaf.dtype, leaf.names)
 
-    assign({"a": array(2, 3), "b": nn.Partitioned(array(4, dtype=jnp.bfloat16), names=("embed",))}, rule)
-    assert seen == {"a": ((2, 3), 2, 6, jnp.float32, None), "b": ((4,), 1, 4, jnp.bfloat16, ("embed",))}
+    assign(
+        {
+            "a": array(2, 3),
+            "b": nn.Partitioned(array(4, dtype=jnp.bfloat16), names=("embed",)),
+        },
+        rule,
+    )
+    assert seen == {
+        "a": ((2, 3), 2, 6, jnp.float32, None),
+        "b": ((4,), 1, 4, jnp.bfloat16, ("embed",)),
+    }
 
 
 def test_a_complex_matrix_is_refused():
-    with pytest.raises(TypeError, match="parameter 'up' is complex, a matrix must be real"):
+    with pytest.raises(
+        TypeError, match="parameter 'up' is complex, a matrix must be real"
+    ):
         assign({"up": array(4, 8, dtype=jnp.complex64)}, IN_OUT)
 
 
 @cases.rows(
     "matrix_dims error message",
-    ({**FULL, "cube": "matrix"}, TypeError, "matrix_dims for parameter 'cube' must be MatrixDims"),
+    (
+        {**FULL, "cube": "matrix"},
+        TypeError,
+        "matrix_dims for parameter 'cube' must be MatrixDims",
+    ),
     ("muon", TypeError, r"must be None, a rule \(path, leaf\), .*; got 'muon'"),
     (lambda *args: None, TypeError, "must be None, a rule"),
     (lambda path, leaf, more: None, TypeError, "of 3 arguments"),
-    ({"blocks": FULL["blocks"], "cube": CUBE}, ValueError, "does not match .* no entry for 'wte'"),
+    (
+        {"blocks": FULL["blocks"], "cube": CUBE},
+        ValueError,
+        "does not match .* no entry for 'wte'",
+    ),
     ({**FULL, "cubes": CUBE}, ValueError, "does not match .* an entry at 'cubes'"),
-    ({**FULL, "cube": {"kernel": CUBE}}, ValueError, "does not match .* an entry at 'cube/kernel'"),
-    ({**FULL, "cube": MatrixDims(1, 3)}, ValueError, "parameter 'cube' of shape .* out of range"),
-    (lambda path, leaf: IN_OUT, ValueError, "parameter 'blocks/0/up/bias' of shape .* out of range"),
+    (
+        {**FULL, "cube": {"kernel": CUBE}},
+        ValueError,
+        "does not match .* an entry at 'cube/kernel'",
+    ),
+    (
+        {**FULL, "cube": MatrixDims(1, 3)},
+        ValueError,
+        "parameter 'cube' of shape .* out of range",
+    ),
+    (
+        lambda path, leaf: IN_OUT,
+        ValueError,
+        "parameter 'blocks/0/up/bias' of shape .* out of range",
+    ),
     (lambda params: lambda path, leaf: None, TypeError, "must be MatrixDims"),
 )
 def test_wrong_overrides_name_the_parameter(matrix_dims, error, message):
@@ -473,29 +710,59 @@ def test_wrong_overrides_name_the_parameter(matrix_dims, error, message):
 
 
 def test_specs_have_the_reason_and_the_inputs_for_adamw():
-    params = tree("frozen/kernel 2x3; up 2x3; lm_head/weight 9x4; logits/kernel 4x9; b 3")
-    found = assign(params, lambda path, leaf: None if "frozen" in path else default_matrix_dims(path, leaf))
+    params = tree(
+        "frozen/kernel 2x3; up 2x3; lm_head/weight 9x4; logits/kernel 4x9; b 3"
+    )
+    found = assign(
+        params,
+        lambda path, leaf: (
+            None if "frozen" in path else default_matrix_dims(path, leaf)
+        ),
+    )
     assert found["up"] == ParamSpec("up", (2, 3), IN_OUT, "(in, out)")
     assert found["frozen/kernel"].reason == "given by matrix_dims"
-    inputs = {path: _adamw_inputs(spec) for path, spec in found.items() if spec.dims is None}
-    assert inputs == {"b": 1, "frozen/kernel": 2, "lm_head/weight": 4, "logits/kernel": 4}
+    inputs = {
+        path: _adamw_inputs(spec) for path, spec in found.items() if spec.dims is None
+    }
+    assert inputs == {
+        "b": 1,
+        "frozen/kernel": 2,
+        "lm_head/weight": 4,
+        "logits/kernel": 4,
+    }
 
 
 def test_decay_matrices_only():
-    decayed = "layers/mlp/kernel 3x4x8; block_0/attention/query/kernel 4x2x2; wte/embedding 9x4"
-    decayed += "; wpe/embedding 5x4; head/kernel 4x9; odd 2x3x4"  # no rule covers the last one
-    others = "; layers/mlp/bias 3x8; layers/norm/scale 3x4; block_0/attention/query/bias 2x2; ln_f/scale 4; t ()"
+    decayed = (
+        "layers/mlp/kernel 3x4x8; block_0/attention/query/kernel 4x2x2;"
+        " wte/embedding 9x4"
+    )
+    decayed += (  # no rule covers the last one
+        "; wpe/embedding 5x4; head/kernel 4x9; odd 2x3x4"
+    )
+    others = (
+        "; layers/mlp/bias 3x8; layers/norm/scale 3x4; block_0/attention/query/bias"
+        " 2x2; ln_f/scale 4; t ()"
+    )
     mask = decay_matrices_only(tree(decayed + others))
-    assert {path for path, x in zip(leaf_paths(mask), jax.tree.leaves(mask), strict=True) if x} == set(table(decayed))
+    assert {
+        path
+        for path, x in zip(leaf_paths(mask), jax.tree.leaves(mask), strict=True)
+        if x
+    } == set(table(decayed))
 
 
 def test_assign_enters_few_functions_and_scales_with_the_tree():
     def calls_of(params):
-        return collections.Counter(code for code, _ in cases.package_calls(lambda: assign(params)))
+        return collections.Counter(
+            code for code, _ in cases.package_calls(lambda: assign(params))
+        )
 
     calls = calls_of(tree("up/kernel 4x8; up/bias 8; down/kernel 8x4"))
     assert len(calls) <= 16, sorted(code.co_qualname for code in calls)
     assert len({code.co_filename for code in calls}) <= 4
     one = tree(SEEN_TOGETHER["GPT-2 in both layouts"])
-    forty, twenty = (calls_of({f"h_{i}": one for i in range(count)}).total() for count in (40, 20))
+    forty, twenty = (
+        calls_of({f"h_{i}": one for i in range(count)}).total() for count in (40, 20)
+    )
     assert forty <= 2.1 * twenty

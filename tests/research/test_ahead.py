@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meter on programs whose cost is known, and on real ones where the compilers of TPUs and GPUs are installed."""
+"""The meter on programs whose cost is known, and on real ones where the compilers of
+TPUs and GPUs are installed.
+"""
 
 import dataclasses
 
@@ -12,18 +14,26 @@ from examples.research.machine_cost import MACHINES
 
 pytestmark = pytest.mark.every_platform
 
-# Round figures: a cycle is a microsecond, a byte a nanosecond, an operation a picosecond or more.
+# Round figures: a cycle is a microsecond, a byte a nanosecond, an operation a
+# picosecond or more.
 TPU = machine_cost.Tpu("test", "", clock=1e6, bandwidth=1e9, peak=1e12)
-GPU = machine_cost.Gpu("test", bandwidth=1e9, bfloat16=1e12, tensor_float=5e11, float32=1e11, config="")
+GPU = machine_cost.Gpu(
+    "test", bandwidth=1e9, bfloat16=1e12, tensor_float=5e11, float32=1e11, config=""
+)
 LAUNCH = machine_cost.LAUNCH_MS
 
 
 def cycles(n):
-    return f'metadata={{op_name="jit(step)/mul"}}, backend_config={{"estimated_cycles":"{n}"}}'
+    return (
+        'metadata={op_name="jit(step)/mul"},'
+        f' backend_config={{"estimated_cycles":"{n}"}}'
+    )
 
 
 def computation(name, *lines):
-    """The computation of these instructions, of which the last is the root; "main" is the entry."""
+    """The computation of these instructions, of which the last is the root; "main" is
+    the entry.
+    """
     inside = "".join(f"  {'ROOT ' * (line is lines[-1])}{line}\n" for line in lines)
     return f"{'ENTRY ' * (name == 'main')}%{name} (x: f32[]) -> f32[] {{\n{inside}}}\n"
 
@@ -36,27 +46,47 @@ COUNTER = 12  # bytes: a turn adds one to a number
 
 
 def one(*lines, computations=(SCALE,)):
-    return "\n".join([*computations, computation("main", f"%x = {X} parameter(0)", *lines)])
+    return "\n".join(
+        [*computations, computation("main", f"%x = {X} parameter(0)", *lines)]
+    )
 
 
 def less(name, bound=IN_THE_TUPLE):
     """The condition of a loop."""
-    found = (f"%c = {CARRY} parameter(0)", "%i = s32[] get-tuple-element(%c), index=0", f"%n = s32[] {bound}")
+    found = (
+        f"%c = {CARRY} parameter(0)",
+        "%i = s32[] get-tuple-element(%c), index=0",
+        f"%n = s32[] {bound}",
+    )
     return computation(name, *found, "%less = pred[] compare(%i, %n), direction=LT")
 
 
 def body(name, inside, last="%m"):
     """A turn of a loop, that makes z of y."""
     parts = (("j", "s32[]"), ("y", X), ("m", "s32[]"))
-    found = (f"%{part} = {kind} get-tuple-element(%b), index={i}" for i, (part, kind) in enumerate(parts))
+    found = (
+        f"%{part} = {kind} get-tuple-element(%b), index={i}"
+        for i, (part, kind) in enumerate(parts)
+    )
     lines = (*found, "%one = s32[] constant(1)", "%next = s32[] add(%j, %one)", *inside)
-    return computation(name, f"%b = {CARRY} parameter(0)", *lines, f"%t = {CARRY} tuple(%next, %z, {last})")
+    return computation(
+        name,
+        f"%b = {CARRY} parameter(0)",
+        *lines,
+        f"%t = {CARRY} tuple(%next, %z, {last})",
+    )
 
 
 def looped(rest="", inside=WORK, bound=IN_THE_TUPLE, last="%m", more=()):
-    """A loop over the scaling of a thousand numbers, started at 0 with the bound 4 in its tuple."""
+    """A loop over the scaling of a thousand numbers, started at 0 with the bound 4 in
+    its tuple.
+    """
     return one(
-        *("%zero = s32[] constant(0)", "%four = s32[] constant(4)", f"%start = {CARRY} tuple(%zero, %x, %four)"),
+        *(
+            "%zero = s32[] constant(0)",
+            "%four = s32[] constant(4)",
+            f"%start = {CARRY} tuple(%zero, %x, %four)",
+        ),
         f"%loop = {CARRY} while(%start), condition=%test, body=%body{rest}",
         f"%y = {X} get-tuple-element(%loop), index=1",
         computations=(SCALE, *more, less("test", bound), body("body", inside, last)),
@@ -64,7 +94,9 @@ def looped(rest="", inside=WORK, bound=IN_THE_TUPLE, last="%m", more=()):
 
 
 def test_bytes_and_cycles_of_a_fusion_and_names_of_what_has_no_price():
-    row = machine_cost.meter(one(f"%y = {X} fusion(%x), kind=kLoop, calls=%scale, {cycles(3)}"), TPU)
+    row = machine_cost.meter(
+        one(f"%y = {X} fusion(%x), kind=kLoop, calls=%scale, {cycles(3)}"), TPU
+    )
     assert row["hbm_bytes"] == 8000  # four in, four out
     assert (row["compute_ms"], row["hbm_ms"]) == pytest.approx((0.003, 0.008))
     assert row["ms"] == row["hbm_ms"]  # the larger of the two
@@ -73,18 +105,26 @@ def test_bytes_and_cycles_of_a_fusion_and_names_of_what_has_no_price():
     # A Pallas kernel says how many operations it has.
     call += ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"20000000","transcendentals":"0"}}}'
     row = machine_cost.meter(one(call), TPU)
-    assert (row["compute_ms"], row["unpriced"], row["hbm_bytes"]) == (pytest.approx(0.02), {}, 8000)
+    assert (row["compute_ms"], row["unpriced"], row["hbm_bytes"]) == (
+        pytest.approx(0.02),
+        {},
+        8000,
+    )
 
 
 def test_what_is_on_the_chip_costs_no_bytes_and_a_copy_counts_once():
     row = machine_cost.meter(
         one(
-            "%start = (f32[1000]{0:T(8)S(1)}, f32[1000]{0:T(8)}, u32[]{:S(2)}) copy-start(%x)",
+            "%start = (f32[1000]{0:T(8)S(1)}, f32[1000]{0:T(8)}, u32[]{:S(2)})"
+            " copy-start(%x)",
             "%here = f32[1000]{0:T(8)S(1)} copy-done(%start)",
-            "%slice = ((f32[1000]{0:T(8)}), f32[10]{0:T(8)S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:10]}",
+            "%slice = ((f32[1000]{0:T(8)}), f32[10]{0:T(8)S(1)}, s32[]{:S(2)})"
+            " slice-start(%x), slice={[0:10]}",
             "%part = f32[10]{0:T(8)S(1)} slice-done(%slice)",
-            '%all = f32[10]{0:T(8)S(1)} custom-call(%part), custom_call_target="ConcatBitcast"',
-            f"%y = f32[1000]{{0:T(8)S(1)}} fusion(%here), kind=kLoop, calls=%scale, {cycles(3)}",
+            "%all = f32[10]{0:T(8)S(1)} custom-call(%part),"
+            ' custom_call_target="ConcatBitcast"',
+            "%y = f32[1000]{0:T(8)S(1)} fusion(%here), kind=kLoop, calls=%scale,"
+            f" {cycles(3)}",
         ),
         TPU,
     )
@@ -93,15 +133,34 @@ def test_what_is_on_the_chip_costs_no_bytes_and_a_copy_counts_once():
 
 
 def test_slices_in_a_fusion_count_with_the_slice():
-    a, given = "f32[100,1000]{1,0}", ("%k = s32[] parameter(2)", "%nil = s32[] constant(0)")
+    a, given = (
+        "f32[100,1000]{1,0}",
+        ("%k = s32[] parameter(2)", "%nil = s32[] constant(0)"),
+    )
     given += (f"%p = {a} parameter(0)", f"%q = {a} parameter(1)")
     inner = computation(
-        *("part", *given, "%row = f32[1,1000]{1,0} dynamic-slice(%p, %k, %nil), dynamic_slice_sizes={1,1000}"),
-        *("%sine = f32[1,1000]{1,0} sine(%row)", f"%out = {a} dynamic-update-slice(%q, %sine, %k, %nil)"),
+        *(
+            "part",
+            *given,
+            (
+                "%row = f32[1,1000]{1,0} dynamic-slice(%p, %k, %nil),"
+                " dynamic_slice_sizes={1,1000}"
+            ),
+        ),
+        *(
+            "%sine = f32[1,1000]{1,0} sine(%row)",
+            f"%out = {a} dynamic-update-slice(%q, %sine, %k, %nil)",
+        ),
     )
-    outer = computation("main", *given, f"%y = {a} fusion(%p, %q, %k), kind=kLoop, calls=%part, {cycles(1)}")
+    outer = computation(
+        "main",
+        *given,
+        f"%y = {a} fusion(%p, %q, %k), kind=kLoop, calls=%part, {cycles(1)}",
+    )
     for machine in (TPU, GPU):  # a row in, a row out, the index
-        assert machine_cost.meter(inner + outer, machine)["hbm_bytes"] == 4000 + 4000 + 4
+        assert (
+            machine_cost.meter(inner + outer, machine)["hbm_bytes"] == 4000 + 4000 + 4
+        )
 
 
 def test_how_often_a_loop_turns():
@@ -116,64 +175,117 @@ def test_how_often_a_loop_turns():
     changing = looped(last="%next")  # a bound that is data
     with pytest.raises(ValueError, match="does not say how often"):
         machine_cost.meter(changing, TPU)
-    assert machine_cost.meter(changing, TPU, turns=2.5)["compute_ms"] == pytest.approx(2.5 * 0.007)
+    assert machine_cost.meter(changing, TPU, turns=2.5)["compute_ms"] == pytest.approx(
+        2.5 * 0.007
+    )
     inner = (
         f"%loop = {CARRY} while(%start), condition=%inner, body=%work",
         f"%z = {X} get-tuple-element(%loop), index=1",
     )
-    inner = ("%zero = s32[] constant(0)", f"%start = {CARRY} tuple(%zero, %y, %m)", *inner)
-    nested = looped(inside=inner, bound="constant(5)", more=(less("inner"), body("work", WORK)))
+    inner = (
+        "%zero = s32[] constant(0)",
+        f"%start = {CARRY} tuple(%zero, %y, %m)",
+        *inner,
+    )
+    nested = looped(
+        inside=inner, bound="constant(5)", more=(less("inner"), body("work", WORK))
+    )
     assert machine_cost.meter(nested, TPU)["compute_ms"] == pytest.approx(5 * 4 * 0.007)
 
 
 def test_the_most_expensive_branch_counts():
     fusion = f"%r = {X} fusion(%p), kind=kLoop, calls=%scale, "
-    branches = [computation(f"b{n}", f"%p = {X} parameter(0)", fusion + cycles(n)) for n in (10, 30, 20)]
-    call = f"%y = {X} conditional(%which, %x, %x, %x), branch_computations={{%b10, %b30, %b20}}"
-    row = machine_cost.meter(one("%which = s32[] constant(0)", call, computations=(SCALE, *branches)), TPU)
+    branches = [
+        computation(f"b{n}", f"%p = {X} parameter(0)", fusion + cycles(n))
+        for n in (10, 30, 20)
+    ]
+    call = (
+        f"%y = {X} conditional(%which, %x, %x, %x), branch_computations={{%b10, %b30,"
+        " %b20}"
+    )
+    row = machine_cost.meter(
+        one("%which = s32[] constant(0)", call, computations=(SCALE, *branches)), TPU
+    )
     assert row["compute_ms"] == pytest.approx(0.03)
     assert row["hbm_bytes"] == 8000
     assert row["top"][0]["times"] == 1
 
 
 def test_kernels_of_a_gpu():
-    """A product of 100 x 100 in TF32 (2e6 operations, 4 us) that moves 120,000 bytes (120 us), and a launch."""
+    """A product of 100 x 100 in TF32 (2e6 operations, 4 us) that moves 120,000 bytes
+    (120 us), and a launch.
+    """
     a, dims = "f32[100,100]{1,0}", "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-    text = computation("gemm", f"%p = {a} parameter(0)", f"%q = {a} parameter(1)", f"%d = {a} dot(%p, %q), {dims}")
+    text = computation(
+        "gemm",
+        f"%p = {a} parameter(0)",
+        f"%q = {a} parameter(1)",
+        f"%d = {a} dot(%p, %q), {dims}",
+    )
     fusion = f"%y = {a} fusion(%a, %b), kind=kCustom, calls=%gemm"
-    text += computation("main", f"%a = {a} parameter(0)", f"%b = {a} bitcast(%a)", fusion)
+    text += computation(
+        "main", f"%a = {a} parameter(0)", f"%b = {a} bitcast(%a)", fusion
+    )
     row = machine_cost.meter(text, GPU)
     assert row["kernels"] == 1
     assert row["flops"] == {"f32 default": 2e6}
     assert row["ms"] == pytest.approx(0.12 + LAUNCH)
     slow = dataclasses.replace(GPU, bandwidth=1e15)
-    assert machine_cost.meter(text, slow)["ms"] == pytest.approx(0.004 + LAUNCH, rel=1e-3)
-    highest = text.replace("rhs_contracting_dims={0}", "rhs_contracting_dims={0}, operand_precision={highest,highest}")
-    assert machine_cost.meter(highest, slow)["ms"] == pytest.approx(0.02 + LAUNCH, rel=1e-3)
+    assert machine_cost.meter(text, slow)["ms"] == pytest.approx(
+        0.004 + LAUNCH, rel=1e-3
+    )
+    highest = text.replace(
+        "rhs_contracting_dims={0}",
+        "rhs_contracting_dims={0}, operand_precision={highest,highest}",
+    )
+    assert machine_cost.meter(highest, slow)["ms"] == pytest.approx(
+        0.02 + LAUNCH, rel=1e-3
+    )
 
 
 def test_products_of_libraries_and_as_convolutions():
     def operands(a, b):
         return f"%a = {a}{{2,1,0}} parameter(0)", f"%b = {b}{{2,1,0}} parameter(1)"
 
-    call = '%y = (bf16[7,10,30]{2,1,0}, s8[64]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", '
+    call = (
+        "%y = (bf16[7,10,30]{2,1,0}, s8[64]{0}) custom-call(%a, %b),"
+        ' custom_call_target="__cublas$gemm", '
+    )
     call += 'backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"]}}'
-    row = machine_cost.meter(computation("main", *operands("bf16[7,10,20]", "bf16[7,20,30]"), call), GPU)
-    assert (row["flops"], row["unpriced"]) == ({"bf16 default": 2 * 7 * 10 * 20 * 30}, {})
+    row = machine_cost.meter(
+        computation("main", *operands("bf16[7,10,20]", "bf16[7,20,30]"), call), GPU
+    )
+    assert (row["flops"], row["unpriced"]) == (
+        {"bf16 default": 2 * 7 * 10 * 20 * 30},
+        {},
+    )
     # A batch of products that a TPU writes as a convolution.
-    batch = "%y = f32[12,256,128]{2,1,0} convolution(%a, %b), window={size=12 stride=11 lhs_dilate=12}, "
-    batch = (*operands("f32[12,256,512]", "f32[12,512,128]"), batch + "dim_labels=0bf_0io->0bf")
+    batch = (
+        "%y = f32[12,256,128]{2,1,0} convolution(%a, %b), window={size=12 stride=11"
+        " lhs_dilate=12}, "
+    )
+    batch = (
+        *operands("f32[12,256,512]", "f32[12,512,128]"),
+        batch + "dim_labels=0bf_0io->0bf",
+    )
     assert hlo.cost(computation("main", *batch)).flops == 2 * 12 * 256 * 512 * 128
 
 
 def test_eigendecompositions_are_priced_by_assumption():
     def call(count, size, target, memory="", given="%x"):
-        x, y = (f"f32[{count},{size},{size}]{{2,1,0{memory}}}", f"f32[{count},{size}]{{1,0{memory}}}")
+        x, y = (
+            f"f32[{count},{size},{size}]{{2,1,0{memory}}}",
+            f"f32[{count},{size}]{{1,0{memory}}}",
+        )
         eigh = f'%y = {y} custom-call({given}), custom_call_target="{target}"'
         return computation("main", f"%x = {x} parameter(0)", eigh)
 
     row = machine_cost.meter(call(3, 20, "EighTpu", ":S(1)", "%x, %x, %x, %x"), TPU)
-    assert row["ms"] == pytest.approx(row["eigh_ms"]) == pytest.approx(3 * 8 * 39 * 150 / 1e3)
+    assert (
+        row["ms"]
+        == pytest.approx(row["eigh_ms"])
+        == pytest.approx(3 * 8 * 39 * 150 / 1e3)
+    )
     assert row["unpriced"] == {}
     row = machine_cost.meter(call(65, 40, "cusolver_syevd_ffi"), GPU)
     assert (row["eigh_ms"], row["kernels"]) == (1, 1)  # two batches of up to 64
@@ -198,7 +310,9 @@ def test_what_does_not_fit_is_one_line_and_the_rest_has_its_rows(monkeypatch, tm
         trace = lower = lambda self, *args, **kwargs: self
 
         def compile(self, **options):
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM (18G).\nLargest: ...")
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Ran out of memory on HBM (18G).\nLargest: ..."
+            )
 
     def estimate(target, model, layers, name):
         if name == "muon":
@@ -207,7 +321,10 @@ def test_what_does_not_fit_is_one_line_and_the_rest_has_its_rows(monkeypatch, tm
 
     monkeypatch.setattr(ahead, "estimate", estimate)
     monkeypatch.setattr(ahead, "devices", lambda target: jax.devices("cpu"))
-    line = r"^muon on v5e: Ran out of memory on HBM \(18G\)\. --layers .*--micro-batch [a-z ]+$"
+    line = (
+        r"^muon on v5e: Ran out of memory on HBM \(18G\)\. --layers .*--micro-batch"
+        r" [a-z ]+$"
+    )
     with pytest.raises(SystemExit, match=line):
         ahead.main(ahead.Options(optimizers=("adamw", "muon"), out=tmp_path))
     assert "| adamw | 1 |" in (tmp_path / "ahead_v5e_gpt2_small.md").read_text()
@@ -223,7 +340,9 @@ def test_a_compiler_that_is_not_installed_is_asked_for(monkeypatch):
 
 def compiles(target):
     """A mark: only where the compiler for ``target`` is installed."""
-    return pytest.mark.skipif(bool(ahead.missing(target)), reason=f'pip install ".[{ahead.missing(target)}]"')
+    return pytest.mark.skipif(
+        bool(ahead.missing(target)), reason=f'pip install ".[{ahead.missing(target)}]"'
+    )
 
 
 BOTH = [pytest.param(target, marks=compiles(target)) for target in ("v5e", "h100")]
@@ -232,29 +351,42 @@ BOTH = [pytest.param(target, marks=compiles(target)) for target in ("v5e", "h100
 def priced(target, f, *shapes):
     """A function compiled for a chip, and metered."""
     arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    return machine_cost.meter(ahead.compiled(target, jax.jit(f), arguments)[0].as_text(), MACHINES[target])
+    return machine_cost.meter(
+        ahead.compiled(target, jax.jit(f), arguments)[0].as_text(), MACHINES[target]
+    )
 
 
 @pytest.mark.parametrize("target", BOTH)
 def test_a_loop_costs_what_the_unrolled_program_does(target):
-    step = lambda y, w: jnp.tanh(y @ w)  # noqa: E731
+    def step(y, w):
+        return jnp.tanh(y @ w)
 
     def unrolled(x, w):
         for _ in range(7):
             x = step(x, w)
         return x
 
-    rolled = lambda x, w: jax.lax.fori_loop(0, 7, lambda _, y: step(y, w), x)  # noqa: E731
-    loop, flat = (priced(target, f, (1024, 1024), (1024, 1024)) for f in (rolled, unrolled))
+    def rolled(x, w):
+        return jax.lax.fori_loop(0, 7, lambda _, y: step(y, w), x)
+
+    loop, flat = (
+        priced(target, f, (1024, 1024), (1024, 1024)) for f in (rolled, unrolled)
+    )
     assert loop["flops"].keys() <= {"f32 default", "bf16 default"}
     assert sum(loop["flops"].values()) == sum(flat["flops"].values()) == 7 * 2 * 1024**3
-    if target == "v5e":  # On a GPU a loop also launches a kernel that counts, and one that copies what it carries.
+    if (
+        target == "v5e"
+        # On a GPU a loop also launches a kernel that counts, and one that copies what it
+        # carries.
+    ):
         assert loop["ms"] == pytest.approx(flat["ms"], rel=0.1)
 
 
 @pytest.mark.parametrize("target", BOTH)
 def test_a_large_product_takes_what_is_published(target):
-    """Within a fifth of the peak: the compiler fills the matrix units, the model of a GPU assumes so."""
+    """Within a fifth of the peak: the compiler fills the matrix units, the model of a
+    GPU assumes so.
+    """
     row = ahead.estimate(target, "tiny", None, ahead.PRODUCT)
     peak = {"v5e": 197e12, "h100": 989e12}[target]
     assert 1 <= row["ms"] / (1e3 * 2 * ahead.SIDE**3 / peak) < 1.2
@@ -273,7 +405,15 @@ def test_adamw_moves_28_bytes_a_weight(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", BOTH)
 def test_the_report(target, tmp_path):
-    ahead.main(ahead.Options(target=(target,), model="tiny", layers=1, optimizers=("adamw", "mano"), out=tmp_path))
+    ahead.main(
+        ahead.Options(
+            target=(target,),
+            model="tiny",
+            layers=1,
+            optimizers=("adamw", "mano"),
+            out=tmp_path,
+        )
+    )
     table = (tmp_path / f"ahead_{target}_tiny_1layers.md").read_text()
     assert "nothing was run" in table
     assert "| mano |" in table

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks run at a small size and write what they promise; what they measure is not judged here."""
+"""The benchmarks run at a small size and write what they promise; what they measure is
+not judged here.
+"""
 
 import json
 import math
@@ -15,39 +17,75 @@ def written(folder, stem):
     """The JSON report, after a look at its table."""
     table = (folder / f"{stem}.md").read_text()
     result = json.loads((folder / f"{stem}.json").read_text())
-    assert all((row["path"] if isinstance(row, dict) else row) in table for row in result["rows"])
+    assert all(
+        (row["path"] if isinstance(row, dict) else row) in table
+        for row in result["rows"]
+    )
     assert {"command", "date", "machine", "versions"} <= set(result)
     return result
 
 
 def test_optimizer_step(tmp_path):
     names = ("adamw", "optax_muon", "clean_muon", "normpre_h", "rmnp")
-    optimizer_step.main(optimizer_step.Options(model="tiny", repeats=2, optimizers=names, out=tmp_path))
+    optimizer_step.main(
+        optimizer_step.Options(model="tiny", repeats=2, optimizers=names, out=tmp_path)
+    )
     rows = written(tmp_path, "optimizer_step_tiny_cpu")["rows"]
     assert rows["optax_muon"]["over_optax_muon"] == 1
     assert all(math.isfinite(value) for row in rows.values() for value in row.values())
-    kept = {name: round(row["state_per_parameter_byte"], 2) for name, row in rows.items()}  # counters are a few bytes
-    assert kept == {"adamw": 2.0, "optax_muon": 1.0, "clean_muon": 1.0, "normpre_h": 2.02, "rmnp": 1.0}
+    kept = {
+        name: round(row["state_per_parameter_byte"], 2) for name, row in rows.items()
+    }  # counters are a few bytes
+    assert kept == {
+        "adamw": 2.0,
+        "optax_muon": 1.0,
+        "clean_muon": 1.0,
+        "normpre_h": 2.02,
+        "rmnp": 1.0,
+    }
     assert (tmp_path / "optimizer_step_tiny_cpu.png").stat().st_size > 1000
 
-    options = optimizer_step.Options(model="tiny", compile_only=True, optimizers=("normpre_l", "adamw"), out=tmp_path)
+    options = optimizer_step.Options(
+        model="tiny", compile_only=True, optimizers=("normpre_l", "adamw"), out=tmp_path
+    )
     optimizer_step.main(options)
     result = written(tmp_path, "optimizer_step_tiny_cpu_compile")
-    assert list(result["rows"]["normpre_l"]) == ["compile_s", "temporaries_per_parameter_byte"]
-    assert result["command"].endswith("optimizer_step --model tiny --optimizers normpre_l adamw --compile-only")
-    for unknown, options in (("gpt3", {"model": "gpt3"}), ("adamv", {"optimizers": ("adamv",)})):
+    assert list(result["rows"]["normpre_l"]) == [
+        "compile_s",
+        "temporaries_per_parameter_byte",
+    ]
+    assert result["command"].endswith(
+        "optimizer_step --model tiny --optimizers normpre_l adamw --compile-only"
+    )
+    for unknown, options in (
+        ("gpt3", {"model": "gpt3"}),
+        ("adamv", {"optimizers": ("adamv",)}),
+    ):
         with pytest.raises(SystemExit, match=unknown):
             optimizer_step.main(optimizer_step.Options(**options, out=tmp_path))
 
 
 def test_the_shapes_are_the_papers():
-    count = {name: layers * len(matrices) for name, (layers, matrices) in shapes.MODELS.items()}
-    assert (count["gpt2_small"], count["llama_1p3b"], count["qwen3_1p7b"]) == (48, 168, 196)
+    count = {
+        name: layers * len(matrices)
+        for name, (layers, matrices) in shapes.MODELS.items()
+    }
+    assert (count["gpt2_small"], count["llama_1p3b"], count["qwen3_1p7b"]) == (
+        48,
+        168,
+        196,
+    )
 
 
 def test_accuracy(tmp_path):
-    accuracy.main(accuracy.Options(rows=48, columns=96, rank=4, oversample=2, out=tmp_path))
+    accuracy.main(
+        accuracy.Options(rows=48, columns=96, rank=4, oversample=2, out=tmp_path)
+    )
     rows = written(tmp_path, "accuracy_cpu")["rows"]
-    rounding = [row["gaussian"] for row in rows if "float32" in row["path"] and "sketch" in row["path"]]
+    rounding = [
+        row["gaussian"]
+        for row in rows
+        if "float32" in row["path"] and "sketch" in row["path"]
+    ]
     assert rounding
     assert max(rounding) < 1e-4

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counting what compiled programs do, and what our optimizers are held to on a mesh of eight."""
+"""Counting what compiled programs do, and what our optimizers are held to on a mesh of
+eight.
+"""
 
 import functools
 import json
@@ -27,9 +29,18 @@ def counted(f, *arguments, **options):
 def test_products_in_loops_and_branches():
     def f(x, i):
         y = jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y) @ jnp.eye(16) * 2, x)
-        return jax.lax.switch(i, [lambda y: y @ y.T, lambda y: (y @ y.T) @ (y @ y.T), lambda y: jnp.zeros((8, 8))], y)
+        return jax.lax.switch(
+            i,
+            [
+                lambda y: y @ y.T,
+                lambda y: (y @ y.T) @ (y @ y.T),
+                lambda y: jnp.zeros((8, 8)),
+            ],
+            y,
+        )
 
-    # The most expensive branch: 8 x 16 by 16 x 8 (once, or twice where the compiler does not see that it is the same).
+    # The most expensive branch: 8 x 16 by 16 x 8 (once, or twice where the compiler
+    # does not see that it is the same).
     cost = counted(f, jnp.ones((8, 16)), 1)
     loop, wide, small = 3 * 2 * 8 * 16 * 16, 2 * 8 * 8 * 16, 2 * 8 * 8 * 8
     assert cost.flops in (loop + wide + small, loop + 2 * wide + small)
@@ -44,7 +55,13 @@ def test_bytes_of_collectives():
         return total.sum() + everything.sum() + turned.sum()
 
     mesh = jax.make_mesh((8,), ("x",))
-    f = jax.shard_map(f, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec(), check_vma=False)
+    f = jax.shard_map(
+        f,
+        mesh=mesh,
+        in_specs=PartitionSpec("x"),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
     found = counted(f, cases.put(jnp.ones((16, 24)), mesh, "x")).collectives
     assert found == {"all-reduce": 192, "all-gather": 1536, "all-to-all": 192}
 
@@ -57,43 +74,86 @@ GROUPS = {
     "replica_groups=mesh['data'=2,'fsdp'=2] {'fsdp'}": [[0, 1], [2, 3]],
     "replica_groups=mesh['data'=2,'fsdp'=2] {'data'}": [[0, 2], [1, 3]],
     "replica_groups=mesh['data'=2,'fsdp'=2] {'data','fsdp'}": [[0, 1, 2, 3]],
-    "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}": [[0, 2], [1, 3]],
+    "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}": [
+        [0, 2],
+        [1, 3],
+    ],
     "replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}": [[3, 1], [2, 0]],
 }
 
 
 def test_between_which_devices():
     for said, groups in GROUPS.items():
-        one = hlo.Instruction("x", "f32[2]", "all-reduce", (), "", f", channel_id=1, {said}, to_apply=%add", False)
+        one = hlo.Instruction(
+            "x",
+            "f32[2]",
+            "all-reduce",
+            (),
+            "",
+            f", channel_id=1, {said}, to_apply=%add",
+            False,
+        )
         assert hlo.groups(one) == groups
-        assert hlo.goes_beyond(one, 2) == any(len({device // 2 for device in group}) > 1 for group in groups)
+        assert hlo.goes_beyond(one, 2) == any(
+            len({device // 2 for device in group}) > 1 for group in groups
+        )
 
 
 def test_bytes_beyond_the_fast_network():
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
     x = cases.put(jnp.ones((8, 16)), mesh, "data", "fsdp")
-    for axes, far in ((("fsdp",), 0), (("data",), 4 * 4 * 4), (("data", "fsdp"), 4 * 4 * 4)):
+    for axes, far in (
+        (("fsdp",), 0),
+        (("data",), 4 * 4 * 4),
+        (("data", "fsdp"), 4 * 4 * 4),
+    ):
         out = PartitionSpec(*(None if a in axes else a for a in ("data", "fsdp")))
         f = functools.partial(jax.lax.psum, axis_name=axes)
-        cost = counted(jax.shard_map(f, mesh=mesh, in_specs=x.sharding.spec, out_specs=out), x, group=4)
+        cost = counted(
+            jax.shard_map(f, mesh=mesh, in_specs=x.sharding.spec, out_specs=out),
+            x,
+            group=4,
+        )
         assert (cost.bytes, cost.far) == (64, far)
 
 
 def half(name, target):
     """The start or the end of a collective that two fusions show."""
-    gather = "bf16[16]{0} all-gather(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}"
-    call = f'%c = bf16[16]{{0}} custom-call(%g), custom_call_target="AsyncCollective{target}"'
-    return computation(name, "%p = bf16[4]{0} parameter(0)", f'%g = {gather}, chain_id="0"', call)
+    gather = (
+        "bf16[16]{0} all-gather(%p), channel_id=1, replica_groups={{0,1,2,3}},"
+        " dimensions={0}"
+    )
+    call = (
+        "%c = bf16[16]{0} custom-call(%g),"
+        f' custom_call_target="AsyncCollective{target}"'
+    )
+    return computation(
+        name, "%p = bf16[4]{0} parameter(0)", f'%g = {gather}, chain_id="0"', call
+    )
 
 
 def started(between):
-    start = "%s = f32[4]{0} all-reduce-start(%p), channel_id=1, replica_groups={{0,1}}, to_apply=%add"
-    return computation("main", "%p = f32[4]{0} parameter(0)", start, between, "%d = f32[4]{0} all-reduce-done(%s)")
+    start = (
+        "%s = f32[4]{0} all-reduce-start(%p), channel_id=1, replica_groups={{0,1}},"
+        " to_apply=%add"
+    )
+    return computation(
+        "main",
+        "%p = f32[4]{0} parameter(0)",
+        start,
+        between,
+        "%d = f32[4]{0} all-reduce-done(%s)",
+    )
 
 
 def test_what_is_communicated_while_the_device_computes():
     fusion = "bf16[16]{0} fusion(%p), kind=kCustom, calls="
-    both = computation("main", "%p = bf16[4]{0} parameter(0)", f"%a = {fusion}%begin", f"%b = {fusion}%end")
+    both = computation(
+        "main",
+        "%p = bf16[4]{0} parameter(0)",
+        f"%a = {fusion}%begin",
+        f"%b = {fusion}%end",
+    )
     for text, moved, overlapped in (
         (half("begin", "Start") + half("end", "Done") + both, 32, 32),
         (started("%m = f32[4]{0} multiply(%p, %p)"), 16, 16),
@@ -105,18 +165,33 @@ def test_what_is_communicated_while_the_device_computes():
 
 @pytest.mark.parametrize("name", ["normpre_g", "normpre_l-small", "normpre_h"])
 def test_nothing_goes_over_the_slow_axis_and_no_stack_of_experts_is_gathered(name):
-    """Layers of experts shared out over experts and FSDP, copies of all of it on two slices."""
+    """Layers of experts shared out over experts and FSDP, copies of all of it on two
+    slices.
+    """
     mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "fsdp"))
     shapes = {"experts": (2, 4, 64, 96), "attention": (2, 32, 32)}
     specs = {"experts": (None, "expert", "fsdp"), "attention": (None, "fsdp")}
-    params = {name: cases.put(jnp.ones(shape), mesh, *specs[name]) for name, shape in shapes.items()}
-    dims = lambda path, leaf: npo.MatrixDims(inputs=-2, outputs=-1)  # noqa: E731
+    params = {
+        name: cases.put(jnp.ones(shape), mesh, *specs[name])
+        for name, shape in shapes.items()
+    }
+
+    def dims(path, leaf):
+        return npo.MatrixDims(inputs=-2, outputs=-1)
+
     tx = cases.make(name, 0.1, matrix_dims=dims)
     lowered = jax.jit(tx.update).lower(params, tx.init(params), params)
-    cost = hlo.cost(lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).as_text(), 1.5, group=4)
+    cost = hlo.cost(
+        lowered.compile(
+            compiler_options={"xla_backend_optimization_level": 0}
+        ).as_text(),
+        1.5,
+        group=4,
+    )
     assert cost.far == 0
     share = 4 * (2 * 4 * 64 * 96 / 4 + 2 * 32 * 32 / 2)
-    # There and back; sums a row, and attention's updates, which devices with other experts have made, are the rest.
+    # There and back; sums a row, and attention's updates, which devices with other
+    # experts have made, are the rest.
     assert 0 < cost.bytes <= 2.2 * share
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diagnostics against NumPy in float64, on matrices whose spectrum is known, and on zeros."""
+"""Diagnostics against NumPy in float64, on matrices whose spectrum is known, and on
+zeros.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +13,17 @@ from normpre_optax import MatrixDims
 from tests import cases, reference
 from tests.cases import EPS32, gaussian, with_spectrum
 
-# In float64, all numbers below are a few hundred sums and a decomposition away from NumPy's.
+# In float64, all numbers below are a few hundred sums and a decomposition away from
+# NumPy's.
 ATOL = 1e-11
 
 
 def weight(m=5, n=8, seed=3):
     """Rows 0.4 to 1.5 long, and none of length one."""
     x = gaussian((m, n), seed)
-    return x / np.linalg.norm(x, axis=1, keepdims=True) * np.linspace(0.4, 1.5, m)[:, None]
+    return (
+        x / np.linalg.norm(x, axis=1, keepdims=True) * np.linspace(0.4, 1.5, m)[:, None]
+    )
 
 
 def close(found, expected, atol=ATOL):
@@ -37,9 +42,17 @@ def test_the_signal_is_the_references(x64, mode):
 def test_spectra_are_those_of_the_trace_matched_gram_matrices(x64, shape):
     x = gaussian(shape) * np.exp(gaussian((*shape[:-1], 1), 1))
     before, after = diagnostics.trace_matched_spectra(jnp.asarray(x))
-    for one, b, a in zip(x.reshape(-1, *shape[-2:]), before.reshape(-1, 5), after.reshape(-1, 5), strict=True):
+    for one, b, a in zip(
+        x.reshape(-1, *shape[-2:]),
+        before.reshape(-1, 5),
+        after.reshape(-1, 5),
+        strict=True,
+    ):
         psi = reference.unit_rows(one)
-        for found, gram in ((b, one @ one.T * shape[-2] / np.sum(one**2)), (a, psi @ psi.T)):
+        for found, gram in (
+            (b, one @ one.T * shape[-2] / np.sum(one**2)),
+            (a, psi @ psi.T),
+        ):
             close(found, np.linalg.eigvalsh(gram)[::-1][:5])
     np.testing.assert_allclose(before.sum(-1), shape[-2])
     np.testing.assert_allclose(after.sum(-1), shape[-2])
@@ -49,11 +62,17 @@ def test_spectra_do_not_depend_on_the_scale():
     x = jnp.asarray(gaussian((5, 8)), jnp.float32)
     expected = diagnostics.trace_matched_spectra(x)
     for scale in (1e-30, 1e30):
-        close(jnp.stack(diagnostics.trace_matched_spectra(x * scale)), jnp.stack(expected), atol=100 * EPS32)
+        close(
+            jnp.stack(diagnostics.trace_matched_spectra(x * scale)),
+            jnp.stack(expected),
+            atol=100 * EPS32,
+        )
 
 
 def test_mode_energies_are_the_papers_sums(x64):
-    """The energy of the top modes is the squared distance that clipping moves Psi, that of all modes msign's."""
+    """The energy of the top modes is the squared distance that clipping moves Psi, that
+    of all modes msign's.
+    """
     sigma = np.array([3.0, 2.0, 1.5, 1.0, 0.5, 0.0])  # one mode at one, one missing
     energy = (sigma - 1) ** 2
     for rank in (1, 2, 32):
@@ -69,7 +88,9 @@ def test_mode_energies_are_the_papers_sums(x64):
 
 
 def test_counts_ranks_and_condition(x64):
-    x = jnp.asarray(np.stack([with_spectrum(3, 5, s) for s in ([4.0, 2.0, 0.5], [4.0, 2.0, 0.0])]))
+    x = jnp.asarray(
+        np.stack([with_spectrum(3, 5, s) for s in ([4.0, 2.0, 0.5], [4.0, 2.0, 0.0])])
+    )
     close(diagnostics.active_modes(x), [2, 2])
     close(diagnostics.stable_rank(x), [(16 + 4 + 0.25) / 16, 20 / 16])
     close(diagnostics.condition_number(x), [8, np.inf])
@@ -78,9 +99,15 @@ def test_counts_ranks_and_condition(x64):
 
 def test_alignment_and_rms(x64):
     g, t = gaussian((2, 4, 6)), gaussian((2, 4, 6), 1)
-    cosine = [np.sum(a * b) / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(g, t, strict=True)]
+    cosine = [
+        np.sum(a * b) / np.linalg.norm(a) / np.linalg.norm(b)
+        for a, b in zip(g, t, strict=True)
+    ]
     close(diagnostics.descent_alignment(jnp.asarray(g), jnp.asarray(t)), cosine)
-    close(diagnostics.update_rms(jnp.asarray(t)), [reference.root_mean_square(x) for x in t])
+    close(
+        diagnostics.update_rms(jnp.asarray(t)),
+        [reference.root_mean_square(x) for x in t],
+    )
     assert diagnostics.update_rms(jnp.asarray(t, jnp.float32) * 1e-30).min() > 0.5e-30
 
 
@@ -93,7 +120,9 @@ def test_rows_and_the_radial_factor(x64):
     close(mean, (1 - norms**2).mean(-1))
     close(smallest, (1 - norms**2).min(-1))
     close(reversed_, (norms > 1).sum(-1))
-    x = np.asarray(diagnostics.normalized(jnp.asarray(w[0]), jnp.asarray(w[0])).x)  # a momentum that is all radial
+    x = np.asarray(
+        diagnostics.normalized(jnp.asarray(w[0]), jnp.asarray(w[0])).x
+    )  # a momentum that is all radial
     close(smallest[0], (np.sum(x * w[0], axis=1) / np.sum(w[0] * w[0], axis=1)).min())
 
 
@@ -108,14 +137,21 @@ def test_principal_angles_small_and_large(x64):
 
 
 @pytest.mark.parametrize(("shape", "power_iterations"), [((6, 10), 0), ((10, 6), 2)])
-def test_sketch_error_is_the_distance_of_the_references_preconditioners(x64, shape, power_iterations):
+def test_sketch_error_is_the_distance_of_the_references_preconditioners(
+    x64, shape, power_iterations
+):
     psi = with_spectrum(*shape, [4.0, 2.5, 1.5, 1.2, 0.5, 0.2])
     omega, rank = gaussian((4, 10), 5), 3
-    found = diagnostics.sketch_error(jnp.asarray(psi), jnp.asarray(omega), rank, power_iterations)
+    found = diagnostics.sketch_error(
+        jnp.asarray(psi), jnp.asarray(omega), rank, power_iterations
+    )
     wide = psi if shape[0] < shape[1] else psi.T
     u_hat, values_hat = reference.sketched_modes(wide, omega.T, rank, power_iterations)
     u, values = reference.active_modes(wide @ wide.T, rank)
-    p_hat, p = (reference.local_preconditioner(*modes) for modes in ((u_hat, values_hat), (u, values)))
+    p_hat, p = (
+        reference.local_preconditioner(*modes)
+        for modes in ((u_hat, values_hat), (u, values))
+    )
     close(found.preconditioner, np.linalg.norm(p_hat - p, 2))
     assert len(values_hat) == rank, "else the angles below are of other spaces"
     close(np.cos(found.angles), np.linalg.svd(u_hat.T @ u, compute_uv=False))
@@ -123,22 +159,37 @@ def test_sketch_error_is_the_distance_of_the_references_preconditioners(x64, sha
 
 def test_zero_matrices_give_zeros():
     zero = jnp.zeros((2, 3, 4))
-    found = cases.quick_jit(lambda x: diagnostics.measure(x, x, gradient=x, update=x))(zero)
+    found = cases.quick_jit(lambda x: diagnostics.measure(x, x, gradient=x, update=x))(
+        zero
+    )
     assert np.all(np.isinf(found.pop("condition_number")))
     assert np.all(found.pop("radial_factor").mean == 1)
     assert not any(np.any(x) for x in jax.tree.leaves(found))
     assert not any(np.any(x) for x in found["mode_energies"].shares())
 
 
-@pytest.mark.parametrize("orientation", ["rows", pytest.param("columns", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "orientation", ["rows", pytest.param("columns", marks=pytest.mark.slow)]
+)
 def test_measure_is_the_functions_on_the_matrices_of_a_parameter(x64, orientation):
     shape, dims = (3, 8, 5), MatrixDims(inputs=1, outputs=2)  # layers of (in, out)
     momentum, w, gradient, update = (gaussian(shape, seed) for seed in range(4))
     found = cases.quick_jit(
-        lambda *a: diagnostics.measure(a[0], a[1], dims, gradient=a[2], update=a[3], rank=2, orientation=orientation)
+        lambda *a: diagnostics.measure(
+            a[0],
+            a[1],
+            dims,
+            gradient=a[2],
+            update=a[3],
+            rank=2,
+            orientation=orientation,
+        )
     )(momentum, w, gradient, update)
     assert set(found) == set(diagnostics.NAMES)
-    laid = [np.swapaxes(a, 1, 2) if orientation == "rows" else a for a in (momentum, w, gradient, update)]
+    laid = [
+        np.swapaxes(a, 1, 2) if orientation == "rows" else a
+        for a in (momentum, w, gradient, update)
+    ]
     momentum, w, gradient, update = map(jnp.asarray, laid)
     x, psi = diagnostics.normalized(momentum, w)
     expected = {
@@ -148,22 +199,38 @@ def test_measure_is_the_functions_on_the_matrices_of_a_parameter(x64, orientatio
         "radial_factor": diagnostics.radial_factor(w),
         "alignment": -diagnostics.descent_alignment(gradient, update),
         "update_rms": diagnostics.update_rms(update),
-        **{f: getattr(diagnostics, f)(psi) for f in ("active_modes", "stable_rank", "condition_number")},
+        **{
+            f: getattr(diagnostics, f)(psi)
+            for f in ("active_modes", "stable_rank", "condition_number")
+        },
     }
     jax.tree.map(close, found, expected)
 
 
 def test_measure_measures_what_it_can_and_names_what_it_misses():
     x = jnp.eye(3)
-    assert set(diagnostics.NAMES) - set(jax.eval_shape(diagnostics.measure, x, x)) == {"alignment", "update_rms"}
+    assert set(diagnostics.NAMES) - set(jax.eval_shape(diagnostics.measure, x, x)) == {
+        "alignment",
+        "update_rms",
+    }
     for said, options in {
-        "'alignment' needs the argument gradient": {"names": ["alignment"], "update": x},
-        r"unknown diagnostics \['spectrum'\]; choose from spectra, mode_energies": {"names": ["spectra", "spectrum"]},
+        "'alignment' needs the argument gradient": {
+            "names": ["alignment"],
+            "update": x,
+        },
+        r"unknown diagnostics \['spectrum'\]; choose from spectra, mode_energies": {
+            "names": ["spectra", "spectrum"]
+        },
         "orientation='both'": {"orientation": "both"},
         "rank": {"rank": 0},
     }.items():
         with pytest.raises(ValueError, match=said):
             diagnostics.measure(x, x, **options)
     half = jnp.asarray(gaussian((3, 4)), jnp.bfloat16)
-    found = jax.eval_shape(lambda x: diagnostics.measure(x, x, gradient=x, update=x), half)
-    assert {a.dtype for a in jax.tree.leaves(found)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+    found = jax.eval_shape(
+        lambda x: diagnostics.measure(x, x, gradient=x, update=x), half
+    )
+    assert {a.dtype for a in jax.tree.leaves(found)} == {
+        jnp.dtype("float32"),
+        jnp.dtype("int32"),
+    }

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of docs/method.md are drawn, small, and show what the page says; the examples of docstrings hold."""
+"""The pictures of docs/method.md are drawn, small, and show what the page says; the
+examples of docstrings hold.
+"""
 
 import doctest
 
@@ -20,7 +22,10 @@ def test_the_examples_of_docstrings_hold(module):
 def test_all_pictures_are_drawn_and_small(tmp_path):
     files = method_pictures.draw(tmp_path / "pictures")
     assert [file.stem for file in files] == list(method_pictures.PICTURES)
-    assert all(file.read_text().startswith("<?xml") and file.stat().st_size < 150_000 for file in files)
+    assert all(
+        file.read_text().startswith("<?xml") and file.stat().st_size < 150_000
+        for file in files
+    )
 
 
 def test_the_pictures_show_what_the_page_says():
@@ -32,7 +37,8 @@ def test_the_pictures_show_what_the_page_says():
     assert values["Psi"][0] > 2 > 1 > values["Psi"][1]
     np.testing.assert_allclose(values["G"], 1, rtol=1e-5)
     np.testing.assert_allclose(values["L"], [1, values["Psi"][1]], rtol=1e-5)
-    # Muon alone leaves the shortest row an order of magnitude behind; NormPre-G does not.
+    # Muon alone leaves the shortest row an order of magnitude behind; NormPre-G does
+    # not.
     assert lengths["Muon"].min() < 0.1 * lengths["Muon"].max()
     assert lengths["G"].min() > 0.5 * lengths["G"].max()
     # Row 5 of W has a norm above one: its part of the momentum along W is reversed.
@@ -42,9 +48,13 @@ def test_the_pictures_show_what_the_page_says():
     bars = method_pictures.spectra()
     assert np.all((bars["G"] > 0.6) & (bars["G"] < 1.25))
     assert bars["Psi"][2] > 1, "a mode above one that the budget leaves alone"
-    assert np.linalg.norm(bars["M"]) == pytest.approx(np.linalg.norm(bars["Psi"]), rel=1e-5)
+    assert np.linalg.norm(bars["M"]) == pytest.approx(
+        np.linalg.norm(bars["Psi"]), rel=1e-5
+    )
 
-    sizes = {name: np.linalg.norm(x, axis=1) for name, x in method_pictures.metric().items()}
+    sizes = {
+        name: np.linalg.norm(x, axis=1) for name, x in method_pictures.metric().items()
+    }
     np.testing.assert_allclose(sizes["Muon"], 1, rtol=1e-5)
     large = sizes["gradient"] > np.sqrt(np.mean(sizes["gradient"] ** 2))
     assert sizes["normpre_h"][large].max() < sizes["normpre_h"][~large].min()

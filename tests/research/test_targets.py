@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What accelerators' compilers estimate for a step stays within bounds: deterministic, so a test.
+"""What accelerators' compilers estimate for a step stays within bounds: deterministic,
+so a test.
 
-Two layers of GPT-2 Small on v5e, all twelve on an H100 (which compiles them in the same time). Bounds are what was
-reached plus a few per cent for another version of the compiler; docs/performance.md has the figures and the targets.
+Two layers of GPT-2 Small on v5e, all twelve on an H100 (which compiles them in the same
+time). Bounds are what was reached plus a few per cent for another version of the
+compiler; docs/performance.md has the figures and the targets.
 """
 
 import pytest
@@ -47,7 +49,9 @@ def test_temporaries_stay_few(target, bound, name):
 
 
 def test_a_gpu_launches_few_kernels_and_one_eigensolver_for_the_whole_model():
-    """All small problems in one call: half a millisecond by the assumption, not half a millisecond a shape."""
+    """All small problems in one call: half a millisecond by the assumption, not half a
+    millisecond a shape.
+    """
     found = row("h100", "normpre_l")
     assert found["kernels"] <= 250
     assert found["eigh_ms"] <= 0.5

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inequalities hold for the paper's kernels, and not for kernels that are wrong: none of them is always true."""
+"""The inequalities hold for the paper's kernels, and not for kernels that are wrong:
+none of them is always true.
+"""
 
 import dataclasses
 import json
@@ -11,7 +13,14 @@ import numpy as np
 import pytest
 
 from examples.research import inequalities, theorem
-from examples.research.inequalities import COROLLARY, LEMMAS, THEOREM, Step, slacks, tolerance
+from examples.research.inequalities import (
+    COROLLARY,
+    LEMMAS,
+    THEOREM,
+    Step,
+    slacks,
+    tolerance,
+)
 from tests import reference
 
 M, N, RANK = 5, 9, 2
@@ -19,7 +28,9 @@ EVERY = {f.__name__: f for f in (*LEMMAS, *THEOREM, *COROLLARY)}
 
 
 def given():
-    """A gradient whose normalized rows have several modes above one, and rows of weights shorter than one."""
+    """A gradient whose normalized rows have several modes above one, and rows of
+    weights shorter than one.
+    """
     random = np.random.default_rng(0)
     gradient = random.standard_normal((M, N)) + random.standard_normal((1, N))
     return gradient, 0.1 * random.standard_normal((M, N)) / 3
@@ -30,7 +41,9 @@ def psi(tangent="relaxed"):
 
 
 def step(update, rank):
-    """A step on ``||W||^2 / 2``-like numbers: the loss falls as a 1-smooth function's may at most."""
+    """A step on ``||W||^2 / 2``-like numbers: the loss falls as a 1-smooth function's
+    may at most.
+    """
     gradient, weight = given()
     rate = 0.1
     drop = rate * np.sum(gradient * update) - 0.5 * rate**2 * np.sum(update**2)
@@ -38,7 +51,14 @@ def step(update, rank):
 
 
 def right(rank):
-    return step(reference.msign(psi()) if rank is None else reference.precondition_exact(psi(), rank), rank)
+    return step(
+        (
+            reference.msign(psi())
+            if rank is None
+            else reference.precondition_exact(psi(), rank)
+        ),
+        rank,
+    )
 
 
 def sketched():
@@ -47,7 +67,9 @@ def sketched():
 
 
 def violated(step, which=(*LEMMAS, *THEOREM)):
-    return {name for name, value in slacks(step, which).items() if value < -tolerance(step)}
+    return {
+        name for name, value in slacks(step, which).items() if value < -tolerance(step)
+    }
 
 
 @pytest.mark.parametrize("rank", [None, RANK])
@@ -66,7 +88,9 @@ def but(step, **properties):
 
 
 def spoiled():
-    """For every inequality a step that breaks it. ``corollary_duality`` holds for any three matrices."""
+    """For every inequality a step that breaks it. ``corollary_duality`` holds for any
+    three matrices.
+    """
     g, l, hat = right(None), right(RANK), sketched()
     return {
         "lemma_1_rows": but(l, x=0.1 * l.x),
@@ -86,7 +110,9 @@ def spoiled():
         "corollary_perturbation": but(hat, delta=0.0),
         "corollary_nuclear": but(hat, sines=np.full(M, 10.0)),
         "corollary_norm": dataclasses.replace(hat, update=2 * hat.update),
-        "corollary_signal": but(dataclasses.replace(hat, update=-hat.update), delta=0.0),
+        "corollary_signal": but(
+            dataclasses.replace(hat, update=-hat.update), delta=0.0
+        ),
     }
 
 
@@ -101,14 +127,23 @@ def test_every_inequality_can_fail():
 
 @pytest.mark.parametrize("make", [theorem.least_squares, theorem.two_layers])
 def test_the_problems_are_as_smooth_as_they_say(make, x64):
-    """The largest eigenvalue of the Hessian, at the start and at other places, and the infimum."""
+    """The largest eigenvalue of the Hessian, at the start and at other places, and the
+    infimum.
+    """
     problem = make(0.5, 3, 4, 0)
-    hessian = jax.jit(lambda w: jnp.linalg.eigvalsh(jax.hessian(problem.loss)(w).reshape(12, 12)))
+    hessian = jax.jit(
+        lambda w: jnp.linalg.eigvalsh(jax.hessian(problem.loss)(w).reshape(12, 12))
+    )
     random = np.random.default_rng(0)
     found = [float(hessian(jnp.asarray(problem.start * s))[-1]) for s in (0.0, 1.0)]
-    found += [float(hessian(jnp.asarray(random.standard_normal((3, 4))))[-1]) for _ in range(5)]
+    found += [
+        float(hessian(jnp.asarray(random.standard_normal((3, 4))))[-1])
+        for _ in range(5)
+    ]
     assert max(found) <= problem.smoothness * (1 + 1e-12)
-    assert problem.infimum <= min(float(problem.loss(jnp.asarray(s * problem.start))) for s in (0.0, 1.0))
+    assert problem.infimum <= min(
+        float(problem.loss(jnp.asarray(s * problem.start))) for s in (0.0, 1.0)
+    )
     if make is theorem.least_squares:
         assert min(found) == pytest.approx(problem.smoothness)
 
@@ -121,7 +156,9 @@ def test_the_bound_is_that_of_the_theorem():
     gamma = min(s.gamma for s in steps)
     epsilon = 1 - max(s.nu * s.chi for s in steps) * max(s.gamma_prime for s in steps)
     gap, c = 10.0 - 2.0, 0.1 * math.sqrt(2)
-    bound = (gap * N**0.5 / (epsilon * gamma * c) + c * N**1.5 / (2 * epsilon * gamma)) / math.sqrt(2)
+    bound = (
+        gap * N**0.5 / (epsilon * gamma * c) + c * N**1.5 / (2 * epsilon * gamma)
+    ) / math.sqrt(2)
     assert found["bound"] == pytest.approx(bound)
     long = [dataclasses.replace(right(RANK), weight=60 * given()[1])]
     assert theorem.summary(problem, long, is_sketch=False)["bound"] is None
@@ -130,8 +167,24 @@ def test_the_bound_is_that_of_the_theorem():
 @pytest.mark.slow
 def test_a_small_report_holds_the_library_to_the_theorem(tmp_path, monkeypatch):
     titles = ("two layers, rows 0.05", "least squares, rows 1.2")
-    monkeypatch.setattr(theorem, "PROBLEMS", {title: theorem.PROBLEMS[title] for title in titles})
-    theorem.main(["--horizons", "3", "6", "--rows", "4", "--columns", "6", "--rank", "2", "--out", str(tmp_path)])
+    monkeypatch.setattr(
+        theorem, "PROBLEMS", {title: theorem.PROBLEMS[title] for title in titles}
+    )
+    theorem.main(
+        [
+            "--horizons",
+            "3",
+            "6",
+            "--rows",
+            "4",
+            "--columns",
+            "6",
+            "--rank",
+            "2",
+            "--out",
+            str(tmp_path),
+        ]
+    )
     result = json.loads((tmp_path / "theorem.json").read_text())
     assert {row["variant"] for row in result["rows"]} == {"G", "L exact", "L sketch"}
     assert {row["holds"] for row in result["rows"]} == {True, False}
@@ -146,7 +199,9 @@ def test_a_small_report_holds_the_library_to_the_theorem(tmp_path, monkeypatch):
 def test_the_librarys_own_steps_keep_them(x64):
     """The same three variants on one short run each of NormPre-G and of the sketch."""
     problem = theorem.least_squares(0.3, 3, 5, 0)
-    variants = theorem.variants(theorem.Options(rank=1, oversample=1, power_iterations=0))
+    variants = theorem.variants(
+        theorem.Options(rank=1, oversample=1, power_iterations=0)
+    )
     for name in ("G", "L sketch"):
         steps = theorem.runner(problem, variants[name])(3)
         assert theorem.check(steps, variants[name].is_sketch)["lemma_3"].steps == 3
@@ -156,4 +211,9 @@ def test_the_librarys_own_steps_keep_them(x64):
 
 def test_inequalities_compare_the_sides():
     assert inequalities.slack(inequalities.Sides(2.0, 1.0)) == 0.5
-    assert inequalities.slack(inequalities.Sides(np.array([2.0, 1.0]), np.array([1.0, 2.0]))) == -0.5
+    assert (
+        inequalities.slack(
+            inequalities.Sides(np.array([2.0, 1.0]), np.array([1.0, 2.0]))
+        )
+        == -0.5
+    )

@@ -29,16 +29,30 @@ def path(make, **options):
 
 def distance(**options):
     """From normpre_h, relative to the length of the path."""
-    start, own, other = cases.numbers(SHAPES), path(npo.normpre_h), path(normpre_h_variant, **options)
-    return optax.tree.norm(optax.tree.sub(own, other)) / optax.tree.norm(optax.tree.sub(own, start))
+    start, own, other = (
+        cases.numbers(SHAPES),
+        path(npo.normpre_h),
+        path(normpre_h_variant, **options),
+    )
+    return optax.tree.norm(optax.tree.sub(own, other)) / optax.tree.norm(
+        optax.tree.sub(own, start)
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"frozen_after": 9}, {"onset": 0, "ramp": 4.0}, {"statistic": "gradient"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"frozen_after": 9}, {"onset": 0, "ramp": 4.0}, {"statistic": "gradient"}],
+)
 def test_defaults_are_normpre_h(options):
     assert distance(**options) < 1e-5
 
 
-OTHERS = [{"sides": "before"}, {"sides": "after"}, {"statistic": "momentum"}, {"statistic": "residual"}]
+OTHERS = [
+    {"sides": "before"},
+    {"sides": "after"},
+    {"statistic": "momentum"},
+    {"statistic": "residual"},
+]
 OTHERS += [
     {"frozen_after": 2},
     {"radial": False},
@@ -56,12 +70,16 @@ def test_every_option_has_an_effect(options):
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
 def test_soap_is_adam_in_the_eigenbases_of_one_gradient(shape):
-    """The first step: the bases are those of the gradient itself, which they diagonalize."""
+    """The first step: the bases are those of the gradient itself, which they
+    diagonalize.
+    """
     g = jnp.asarray(cases.gaussian(shape), jnp.float32)
     tx = scale_by_soap()
     u, _ = jax.jit(tx.update)({"kernel": g}, tx.init({"kernel": g}))
     left, _, right = np.linalg.svd(np.float64(g), full_matrices=False)
-    signs = left.T @ np.float64(u["kernel"]) @ right.T  # of its singular values, up to rounding
+    signs = (
+        left.T @ np.float64(u["kernel"]) @ right.T
+    )  # of its singular values, up to rounding
     np.testing.assert_allclose(np.abs(np.diag(signs)), 1, atol=2e-3)
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every optimizer on every mesh: the update of one device within rounding, sharded as the parameters."""
+"""Every optimizer on every mesh: the update of one device within rounding, sharded as
+the parameters.
+"""
 
 import functools
 import math
@@ -23,8 +25,9 @@ FACTORIES = {
     "normpre_l-products": functools.partial(npo.normpre_l, method="products", **SMALL),
     "normpre_h": functools.partial(npo.normpre_h, adam_learning_rate=0.1),
 }
-# What an optimizer may meet, once in every sharding: a pair of layers, heads in stacked layers, vectors; 21, that
-# nothing here divides; output blocks that the sharding cuts through; and experts behind layers.
+# What an optimizer may meet, once in every sharding: a pair of layers, heads in stacked
+# layers, vectors; 21, that nothing here divides; output blocks that the sharding cuts
+# through; and experts behind layers.
 MODEL = {
     "up": {"kernel": (16, 32), "bias": (32,)},
     "down": {"kernel": (32, 16)},
@@ -37,27 +40,42 @@ SHAPES = dict.fromkeys(LAYOUTS, MODEL) | {
     "columns_of_blocks": {"qkv": {"kernel": (16, 24)}},
     "experts": {"kernel": (3, 4, 8, 12)},
 }
-MESHES = {"8": ((8,), ("fsdp",)), "2x4": ((2, 4), ("data", "fsdp")), "2x2x2": ((2, 2, 2), ("data", "fsdp", "tensor"))}
+MESHES = {
+    "8": ((8,), ("fsdp",)),
+    "2x4": ((2, 4), ("data", "fsdp")),
+    "2x2x2": ((2, 2, 2), ("data", "fsdp", "tensor")),
+}
 
 
 def slow_but(*often):
     """All optimizers, those that are not named marked slow."""
-    return [pytest.param(name, marks=() if name in often else pytest.mark.slow) for name in FACTORIES]
+    return [
+        pytest.param(name, marks=() if name in often else pytest.mark.slow)
+        for name in FACTORIES
+    ]
 
 
 SPECIAL = {"query": (1, (2, 3)), "experts": (2, 3), "qkv": (0, 1, (16, 4, 4))}
 
 
 def rule(path, leaf):
-    return npo.MatrixDims(*SPECIAL.get(path.split("/")[-2], (0, 1))) if path.endswith("kernel") else None
+    return (
+        npo.MatrixDims(*SPECIAL.get(path.split("/")[-2], (0, 1)))
+        if path.endswith("kernel")
+        else None
+    )
 
 
 def numbers(seed, layouts=tuple(SHAPES)):
-    return jax.tree.map(lambda x: 0.2 * x, cases.numbers({name: SHAPES[name] for name in layouts}, seed))
+    return jax.tree.map(
+        lambda x: 0.2 * x, cases.numbers({name: SHAPES[name] for name in layouts}, seed)
+    )
 
 
 def spec_of(layout, mesh, x):
-    """How a parameter is sharded. A layout that does not divide an axis leaves it unsharded."""
+    """How a parameter is sharded. A layout that does not divide an axis leaves it
+    unsharded.
+    """
     names = mesh.axis_names
     data, tensor = (name if name in names else None for name in ("data", "tensor"))
     many = names if len(names) < 3 else ("fsdp", "tensor")
@@ -69,15 +87,30 @@ def spec_of(layout, mesh, x):
         "experts": ((), (None, "fsdp", data)),
     }.get(layout, ((), ()))
     entries = {2: matrix, 4: stack}.get(x.ndim, ())
-    size = lambda entry: math.prod(mesh.shape[axis] for axis in np.atleast_1d(entry or []).tolist())  # noqa: E731
-    return PartitionSpec(*(e if n % size(e) == 0 else None for e, n in zip(entries, x.shape, strict=False)))
+
+    def size(entry):
+        return math.prod(
+            mesh.shape[axis] for axis in np.atleast_1d(entry or []).tolist()
+        )
+
+    return PartitionSpec(
+        *(
+            e if n % size(e) == 0 else None
+            for e, n in zip(entries, x.shape, strict=False)
+        )
+    )
 
 
 @functools.cache
 def alone(name, layouts):
     """Two updates on one device."""
     tx, params = FACTORIES[name](0.01, matrix_dims=rule), numbers(0, layouts)
-    return cases.steps(cases.updater(tx), tx.init(params), params, [numbers(step, layouts) for step in (1, 2)])[0]
+    return cases.steps(
+        cases.updater(tx),
+        tx.init(params),
+        params,
+        [numbers(step, layouts) for step in (1, 2)],
+    )[0]
 
 
 def check(name, mesh_name, kind=AxisType.Explicit, known=False, layouts=tuple(SHAPES)):
@@ -85,28 +118,50 @@ def check(name, mesh_name, kind=AxisType.Explicit, known=False, layouts=tuple(SH
     mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes))
 
     def place(tree):
-        put = lambda path, x: cases.put(x, mesh, *spec_of(path[0].key.partition("_")[0], mesh, x))  # noqa: E731
+        def put(path, x):
+            return cases.put(x, mesh, *spec_of(path[0].key.partition("_")[0], mesh, x))
+
         return jax.tree_util.tree_map_with_path(put, tree)
 
     params = place(numbers(0, layouts))
     options = {"shardings": jax.tree.map(lambda x: x.sharding, params)} if known else {}
     tx = FACTORIES[name](0.01, matrix_dims=rule, **options)
     gradients = [place(numbers(step, layouts)) for step in (1, 2)]
-    found, state = cases.steps(cases.quick_jit(tx.update), tx.init(params), params, gradients)
-    # Sums in another order: a few roundings of updates of 0.002, more where Newton-Schulz amplifies them. Updates
-    # of NormPre-H are of 0.02; its first sets the norms, is of 0.2, and is rounded accordingly.
-    tolerance = {"atol": 1e-6, "rtol": 3e-6} if name == "normpre_h" else {"atol": 2e-7, "rtol": 0}
+    found, state = cases.steps(
+        cases.quick_jit(tx.update), tx.init(params), params, gradients
+    )
+    # Sums in another order: a few roundings of updates of 0.002, more where
+    # Newton-Schulz amplifies them. Updates of NormPre-H are of 0.02; its first sets the
+    # norms, is of 0.2, and is rounded accordingly.
+    tolerance = (
+        {"atol": 1e-6, "rtol": 3e-6}
+        if name == "normpre_h"
+        else {"atol": 2e-7, "rtol": 0}
+    )
     cases.assert_close(found, alone(name, layouts), **tolerance)
     if kind == AxisType.Explicit or known:
-        for u, x in zip(jax.tree.leaves(found[-1]), jax.tree.leaves(params), strict=True):
+        for u, x in zip(
+            jax.tree.leaves(found[-1]), jax.tree.leaves(params), strict=True
+        ):
             assert u.sharding.is_equivalent_to(x.sharding, x.ndim)
     if kind == AxisType.Explicit:
         for path, x in jax.tree_util.tree_leaves_with_path(state):
-            layout = next((key.key for key in path if getattr(key, "key", None) in LAYOUTS), "")
-            if layout and x.shape in ((16, 32), (1, 32), (16, 1)):  # a momentum, a number per row, or per column
+            layout = next(
+                (key.key for key in path if getattr(key, "key", None) in LAYOUTS), ""
+            )
+            if layout and x.shape in (
+                (16, 32),
+                (1, 32),
+                (16, 1),
+            ):  # a momentum, a number per row, or per column
                 own = params[layout]["up"]["kernel"].sharding.spec
-                spec = [entry if size > 1 else None for entry, size in zip((*own, None, None), x.shape, strict=False)]
-                assert x.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(*spec)), 2), path
+                spec = [
+                    entry if size > 1 else None
+                    for entry, size in zip((*own, None, None), x.shape, strict=False)
+                ]
+                assert x.sharding.is_equivalent_to(
+                    NamedSharding(mesh, PartitionSpec(*spec)), 2
+                ), path
 
 
 @cases.rows(
@@ -114,7 +169,11 @@ def check(name, mesh_name, kind=AxisType.Explicit, known=False, layouts=tuple(SH
     (AxisType.Explicit, "normpre_g", ("both", "columns_of_blocks")),
     (AxisType.Auto, "normpre_g", ("both", "columns_of_blocks")),
     (AxisType.Explicit, "normpre_l", ("both",)),
-    (AxisType.Auto, "normpre_l", ("experts",)),  # draws depend on a matrix's index among layers and experts
+    (
+        AxisType.Auto,
+        "normpre_l",
+        ("experts",),
+    ),  # draws depend on a matrix's index among layers and experts
     (AxisType.Explicit, "normpre_h", ("columns_of_blocks",)),
 )
 def test_a_mesh_of_two_axes_needs_no_option(kind, name, layouts):
@@ -124,26 +183,48 @@ def test_a_mesh_of_two_axes_needs_no_option(kind, name, layouts):
 @pytest.mark.every_platform
 @pytest.mark.parametrize("name", slow_but(*npo.families()))
 def test_a_shape_may_have_several_shardings_on_every_platform(name):
-    """Traced only; what a platform stacks on one device differs from what it may stack on a mesh, also of size one."""
-    tx, specs = FACTORIES[name](0.01), {"a": ("data", "fsdp"), "b": ("fsdp", "data"), "c": (None, None)}
+    """Traced only; what a platform stacks on one device differs from what it may stack
+    on a mesh, also of size one.
+    """
+    tx, specs = (
+        FACTORIES[name](0.01),
+        {"a": ("data", "fsdp"), "b": ("fsdp", "data"), "c": (None, None)},
+    )
     for sizes in ((2, 4), (1, 1)):
-        mesh = jax.make_mesh(sizes, ("data", "fsdp"), devices=jax.devices()[: sizes[0] * sizes[1]])
-        shardings = {key: {"kernel": NamedSharding(mesh, PartitionSpec(*spec))} for key, spec in specs.items()}
-        params = jax.tree.map(lambda sharding: jax.device_put(jnp.ones((8, 16)), sharding), shardings)
+        mesh = jax.make_mesh(
+            sizes, ("data", "fsdp"), devices=jax.devices()[: sizes[0] * sizes[1]]
+        )
+        shardings = {
+            key: {"kernel": NamedSharding(mesh, PartitionSpec(*spec))}
+            for key, spec in specs.items()
+        }
+        params = jax.tree.map(
+            lambda sharding: jax.device_put(jnp.ones((8, 16)), sharding), shardings
+        )
         updates, _ = jax.eval_shape(tx.update, params, tx.init(params), params)
-        assert {key: tuple(x["kernel"].sharding.spec) for key, x in updates.items()} == specs
+        assert {
+            key: tuple(x["kernel"].sharding.spec) for key, x in updates.items()
+        } == specs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("normpre_g", "8"), ("normpre_l", "2x2x2"), ("normpre_g", "2x2x2"), ("normpre_h", "2x2x2")]
+    ("name", "mesh"),
+    [
+        ("normpre_g", "8"),
+        ("normpre_l", "2x2x2"),
+        ("normpre_g", "2x2x2"),
+        ("normpre_h", "2x2x2"),
+    ],
 )
 def test_every_mesh(name, mesh):
     check(name, mesh)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FACTORIES if name not in ("normpre_g", "normpre_l")])
+@pytest.mark.parametrize(
+    "name", [name for name in FACTORIES if name not in ("normpre_g", "normpre_l")]
+)
 def test_every_optimizer(name):
     check(name, "2x2x2", layouts=("both", "layers"))
 
@@ -157,10 +238,17 @@ def test_auto_axes(name, known):
 
 def test_injected_hyperparameters_are_on_the_mesh_from_the_second_step_on():
     here, grads = (cases.numbers({"up": {"kernel": (8, 16)}}, seed) for seed in (0, 1))
-    there = jax.device_put((here, grads), NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp")))
-    inject = optax.inject_hyperparams(npo.normuon, static_args=npo.static_args(npo.normuon))
+    there = jax.device_put(
+        (here, grads),
+        NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp")),
+    )
+    inject = optax.inject_hyperparams(
+        npo.normuon, static_args=npo.static_args(npo.normuon)
+    )
     found, expected = (
-        cases.steps(cases.quick_jit(tx.update), tx.init(params), params, [gradient] * 2)[0]
+        cases.steps(
+            cases.quick_jit(tx.update), tx.init(params), params, [gradient] * 2
+        )[0]
         for tx, (params, gradient) in (
             (inject(learning_rate=0.01, ns_steps=1), there),
             (npo.normuon(0.01, ns_steps=1), (here, grads)),
@@ -172,7 +260,9 @@ def test_injected_hyperparameters_are_on_the_mesh_from_the_second_step_on():
 @pytest.mark.parametrize("name", slow_but("normpre_l", "normuon"))
 def test_inside_shard_map_every_device_computes_its_own_update(name):
     """Weights that differ between devices: ensembles, local SGD."""
-    mesh = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh(
+        (2,), ("replica",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
+    )
     tx, first = FACTORIES[name](0.01), functools.partial(jax.tree.map, lambda x: x[0])
 
     def step(params, grads):
@@ -180,8 +270,19 @@ def test_inside_shard_map_every_device_computes_its_own_update(name):
         updates, _ = tx.update(grads, tx.init(params), params)
         return jax.tree.map(lambda x: x[None], updates)
 
-    shapes = {"a": {"kernel": (2, 6, 10), "bias": (2, 10)}, "b": (2, 6, 10), "layers": {"up": (2, 2, 6, 6)}}
+    shapes = {
+        "a": {"kernel": (2, 6, 10), "bias": (2, 10)},
+        "b": (2, 6, 10),
+        "layers": {"up": (2, 2, 6, 6)},
+    }
     params, grads = (cases.numbers(shapes, seed) for seed in (0, 1))
-    spec, second = PartitionSpec("replica"), functools.partial(jax.tree.map, lambda x: x[1:])
-    found = cases.quick_jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec))(params, grads)
-    cases.assert_close(second(found), cases.quick_jit(step)(*second((params, grads))), atol=1e-6)
+    spec, second = (
+        PartitionSpec("replica"),
+        functools.partial(jax.tree.map, lambda x: x[1:]),
+    )
+    found = cases.quick_jit(
+        jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec)
+    )(params, grads)
+    cases.assert_close(
+        second(found), cases.quick_jit(step)(*second((params, grads))), atol=1e-6
+    )

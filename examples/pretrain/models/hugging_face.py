@@ -4,8 +4,9 @@
     save_hf(Path("model"), config.model, vocabulary, trainer.state.params)
     transformers.AutoModelForCausalLM.from_pretrained("model")
 
-Each of our modules has one there, so most of this is a table of names. The differences: their linear layers store
-(out, in), except GPT-2's, which store (in, out) as ours do; GPT-2 always has biases; a tied head is not stored.
+Each of our modules has one there, so most of this is a table of names. The differences:
+their linear layers store (out, in), except GPT-2's, which store (in, out) as ours do;
+GPT-2 always has biases; a tied head is not stored.
 """
 
 import json
@@ -54,7 +55,8 @@ GPT2 = {
 
 
 def save_hf(folder: Path, config: ModelConfig, vocabulary: int, params: Params) -> None:
-    """Write ``model.safetensors`` and ``config.json``, which ``AutoModelForCausalLM.from_pretrained(folder)`` reads.
+    """Write ``model.safetensors`` and ``config.json``, which
+    ``AutoModelForCausalLM.from_pretrained(folder)`` reads.
 
     Args:
         folder: created where it does not exist.
@@ -63,16 +65,25 @@ def save_hf(folder: Path, config: ModelConfig, vocabulary: int, params: Params) 
         params: its parameters, nested as ``nnx.to_pure_dict`` returns them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(to_hf(config, params), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf_config(config, vocabulary), indent=2) + "\n")
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # else only its owner may read it
+    save_file(
+        to_hf(config, params), folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    (folder / "config.json").write_text(
+        json.dumps(hf_config(config, vocabulary), indent=2) + "\n"
+    )
+    shutil.copymode(
+        folder / "config.json", folder / "model.safetensors"
+    )  # else only its owner may read it
 
 
 def to_hf(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
     """Name in transformers -> float32 array of every parameter."""
     params = jax.device_get(params)
     if config.scan_layers:
-        blocks = {i: jax.tree.map(lambda x, i=i: x[i], params["blocks"]) for i in range(config.layers)}
+        blocks = {
+            i: jax.tree.map(lambda x, i=i: x[i], params["blocks"])
+            for i in range(config.layers)
+        }
         params = params | {"blocks": blocks}
     gpt2 = config.family == "gpt2"
     tensors = {}
@@ -91,22 +102,53 @@ def to_hf(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
 
 
 def hf_config(config: ModelConfig, vocabulary: int) -> dict[str, Any]:
-    """``config.json`` of the model. Special tokens are the tokenizer's and stay unset."""
+    """``config.json`` of the model. Special tokens are the tokenizer's: unset."""
     shared = {
-        **{"model_type": config.family, "vocab_size": vocabulary, "tie_word_embeddings": config.tied_head},
+        **{
+            "model_type": config.family,
+            "vocab_size": vocabulary,
+            "tie_word_embeddings": config.tied_head,
+        },
         **{"dtype": "float32", "bos_token_id": None, "eos_token_id": None},
     }
     if config.family == "gpt2":
         return shared | {
-            **{"architectures": ["GPT2LMHeadModel"], "activation_function": "gelu", "n_inner": config.mlp_width},
-            **{"n_positions": config.context, "n_embd": config.width, "n_layer": config.layers, "n_head": config.heads},
-            **{"layer_norm_epsilon": config.norm_epsilon, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+            **{
+                "architectures": ["GPT2LMHeadModel"],
+                "activation_function": "gelu",
+                "n_inner": config.mlp_width,
+            },
+            **{
+                "n_positions": config.context,
+                "n_embd": config.width,
+                "n_layer": config.layers,
+                "n_head": config.heads,
+            },
+            **{
+                "layer_norm_epsilon": config.norm_epsilon,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+            },
         }
     return shared | {
-        "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[config.family]],
-        **{"hidden_size": config.width, "intermediate_size": config.mlp_width, "num_hidden_layers": config.layers},
-        **{"num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads or config.heads},
-        **{"head_dim": head_width(config), "hidden_act": "silu", "max_position_embeddings": config.context},
+        "architectures": [
+            {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[config.family]
+        ],
+        **{
+            "hidden_size": config.width,
+            "intermediate_size": config.mlp_width,
+            "num_hidden_layers": config.layers,
+        },
+        **{
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads or config.heads,
+        },
+        **{
+            "head_dim": head_width(config),
+            "hidden_act": "silu",
+            "max_position_embeddings": config.context,
+        },
         **{"rms_norm_eps": config.norm_epsilon, "attention_bias": False},
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
         "rope_theta": config.rotary_base,  # where transformers 4 reads it
