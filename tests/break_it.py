@@ -108,7 +108,7 @@ FAULTS = {name: Fault(*fault) for name, fault in {  # name: file, old, new, test
         "self.clipping(x.shape[-1], total, threshold)", "tests/test_algorithm.py"),
     "draws_of_the_first_step": ("stages/spectral.py", "sketch.draws(self.seed, step, s.ids",
         "sketch.draws(self.seed, 0 * step, s.ids", "tests/test_algorithm.py"),
-    "normuon_without_its_scale": ("relatives/normuon.py", "scale_by_shape(KELLER)", "scale_by_shape(lambda m, n: 1.0)"),
+    "normuon_without_its_scale": ("relatives/normuon.py", "scale_by_shape(keller_scale)", "scale_by_shape(lambda m, n: 1.0)"),
     "mano_starts_with_rows": ("relatives/mano.py", 'first="columns"', 'first="rows"'),
     "muoneq_by_columns": ("relatives/muoneq.py", "normalize_rows(mode)", 'normalize_rows("columns")'),
     "off_the_sphere": ("hyperball.py", "return (back * a - 1) * w - back * b * u", "return (back * a - 1) * w - b * u"),

@@ -8,14 +8,11 @@ import optax
 from normpre_optax.optimizer import complete
 from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
 from normpre_optax.stages import (
-    KELLER,
-    MOONLIGHT,
+    CONVENTIONS,
     direction,
     precondition_globally,
     scale_by_shape,
 )
-
-CONVENTIONS = {"moonlight": MOONLIGHT, "keller": KELLER}
 
 
 @checked

@@ -8,8 +8,8 @@ import optax
 from normpre_optax.optimizer import complete
 from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
 from normpre_optax.stages import (
-    MOONLIGHT,
     direction,
+    moonlight_scale,
     normalize_rows,
     precondition_globally,
     scale_by_shape,
@@ -46,7 +46,7 @@ def scale_by_muoneq(
     spectral = precondition_globally(
         ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
     )
-    stages = normalize_rows(mode), spectral, scale_by_shape(MOONLIGHT)
+    stages = normalize_rows(mode), spectral, scale_by_shape(moonlight_scale)
     return direction(
         optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims
     )

@@ -8,8 +8,8 @@ import optax
 from normpre_optax.optimizer import complete
 from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
 from normpre_optax.stages import (
-    KELLER,
     direction,
+    keller_scale,
     precondition_globally,
     scale_by_row_moment,
     scale_by_shape,
@@ -45,7 +45,7 @@ def scale_by_normuon(
     spectral = precondition_globally(
         ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
     )
-    stages = spectral, scale_by_row_moment(b2), scale_by_shape(KELLER)
+    stages = spectral, scale_by_row_moment(b2), scale_by_shape(keller_scale)
     return direction(
         optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims
     )

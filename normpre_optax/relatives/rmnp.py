@@ -7,7 +7,7 @@ import optax
 
 from normpre_optax.optimizer import complete
 from normpre_optax.options import Number, checked
-from normpre_optax.stages import KELLER, direction, normalize_rows, scale_by_shape
+from normpre_optax.stages import direction, keller_scale, normalize_rows, scale_by_shape
 
 
 @checked
@@ -27,7 +27,7 @@ def scale_by_rmnp(
     References:
         RMNP, arXiv 2603.20527 (github.com/Dominator-Index/RMNP).
     """
-    stages = normalize_rows(), scale_by_shape(KELLER)
+    stages = normalize_rows(), scale_by_shape(keller_scale)
     return direction(
         optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims
     )

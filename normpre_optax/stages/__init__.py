@@ -10,8 +10,9 @@ from normpre_optax.stages.rows import (
     project_to_tangent,
 )
 from normpre_optax.stages.scale import (
-    KELLER,
-    MOONLIGHT,
+    CONVENTIONS,
+    keller_scale,
+    moonlight_scale,
     scale_by_row_moment,
     scale_by_shape,
     scale_to_rms,

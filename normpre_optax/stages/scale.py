@@ -18,15 +18,21 @@ from normpre_optax.stages.base import assigned, map_matrices, per_parameter, sta
 from normpre_optax.stages.metric import average, mean_squares
 
 
-# Scale conventions of an orthogonal update (out, in) = m x n.
-def MOONLIGHT(m: int, n: int) -> float:
+def moonlight_scale(m: int, n: int) -> float:
     """RMS 0.2, at AdamW's learning rate (MoonshotAI/Moonlight)."""
     return 0.2 * max(m, n) ** 0.5
 
 
-def KELLER(m: int, n: int) -> float:
+def keller_scale(m: int, n: int) -> float:
     """Spectral norm 1 or more, at a learning rate near 0.02 (KellerJordan/Muon)."""
     return max(1, m / n) ** 0.5
+
+
+# Scale conventions of an orthogonal update (out, in) = m x n.
+CONVENTIONS: dict[str, Callable[[int, int], float]] = {
+    "moonlight": moonlight_scale,
+    "keller": keller_scale,
+}
 
 
 def scale_to_rms(
