@@ -21,14 +21,8 @@ from normpre_optax.hyperball import (
     row_norms_of,
     warn_of_an_unusual_rate,
 )
-from normpre_optax.options import (
-    Number,
-    checked,
-    docstring,
-    numbers,
-    sections,
-    whole_tree,
-)
+from normpre_optax.options import Number, checked, docstring, sections
+from normpre_optax.parameters.broadcast import numbers, whole_tree
 from normpre_optax.parameters.explain import cautions
 from normpre_optax.parameters.rules import Assignment, assign
 from normpre_optax.parameters.tree import is_box, leaves

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of optimizers: shared ones are described once, misspelled ones are errors,
-and some are trees.
-"""
+"""Options of optimizers: shared ones are described once, misspelled ones are errors."""
 
 import difflib
 import functools
@@ -13,8 +11,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 import jax
 
-from normpre_optax.checks import TREES, check_choice, check_number, check_numbers
-from normpre_optax.parameters.tree import leaf_paths, named_leaves
+from normpre_optax.checks import check_choice, check_numbers
 
 Number = jax.typing.ArrayLike
 Coefficients = Literal["muon", "you", "polar_express"] | Sequence
@@ -245,65 +242,3 @@ def static_args(factory: Callable[..., Any]) -> frozenset[str]:
         if p.annotation is float or jax.Array in get_args(p.annotation)
     }
     return frozenset(parameters.keys() - numbers)
-
-
-def whole_tree(name: str, given: Any, params: Any, kinds: tuple, what: str) -> Any:
-    """Return an option that is a tree, or a function that returns one, for all
-    parameters.
-    """
-
-    def is_leaf(x):
-        return x is None and type(None) in kinds
-
-    def is_tree(tree):
-        return all(isinstance(x, kinds) for x in jax.tree.leaves(tree, is_leaf=is_leaf))
-
-    tree = (
-        given(params) if callable(given) and not is_tree(given) else given
-    )  # an Equinox module is callable
-    if not is_tree(tree):
-        raise TypeError(
-            f"{name} must be a tree of {what} or a function (params) -> tree, got"
-            f" {tree!r}"
-        )
-    try:
-        return jax.tree.broadcast(tree, params, is_leaf=is_leaf)
-    except (ValueError, TypeError) as error:
-        paths, entries = (
-            leaf_paths(params),
-            [path for path, *_ in named_leaves(tree, is_leaf)],
-        )
-
-        def covers(entry, path):
-            return f"{path}/".startswith(f"{entry}/")
-
-        missing = [
-            f"{path!r} is missing"
-            for path in paths
-            if not any(covers(entry, path) for entry in entries)
-        ]
-        unknown = [
-            f"{entry!r} is unknown"
-            for entry in entries
-            if not any(covers(entry, path) for path in paths)
-        ]
-        other = (
-            "it has other containers (for a state of Flax NNX, pass"
-            f" nnx.as_pure(state)): {error}"
-        )
-        why = [*missing, *unknown, other][0]
-        raise ValueError(
-            f"{name} must be a tree like the parameters, or a prefix of it: {why}"
-        ) from error
-
-
-def numbers(name: str, given: Any, params: Any) -> list[Any]:
-    """Return an option that is a tree of numbers, or a function that returns one, as a
-    list with one per parameter.
-    """
-    found = jax.tree.leaves(
-        whole_tree(name, given, params, get_args(jax.typing.ArrayLike), "numbers")
-    )
-    for path, x in zip(leaf_paths(params), found, strict=True):
-        check_number(f"{name} of {path!r}", x, *TREES[name])
-    return found

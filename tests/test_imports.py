@@ -26,12 +26,12 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "checks": ({"jax", "numpy"}, set()),
     "linalg": ({"jax", "numpy"}, set()),
     "parameters": (ALL, {"checks"}),
-    "options": ({"jax"}, {"checks", "parameters"}),
-    "sharding": (ALL, {"linalg", "options", "parameters"}),
+    "options": ({"jax"}, {"checks"}),
+    "sharding": (ALL, {"linalg", "parameters"}),
     "stages": (ALL, {"checks", "linalg", "parameters", "sharding"}),
     "hyperball": (
         {"jax", "optax"},
-        {"checks", "linalg", "options", "parameters", "stages"},
+        {"checks", "linalg", "parameters", "stages"},
     ),
     "optimizer": (
         ALL,

@@ -11,7 +11,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from normpre_optax.options import whole_tree
+from normpre_optax.parameters.broadcast import whole_tree
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 
 
