@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from normpre_optax.checks import PASS_PARAMS, check_choice, check_numbers
-from normpre_optax.linalg.precision import inverse_root
+from normpre_optax.linalg.products import inverse_root
 from normpre_optax.parameters.broadcast import numbers
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.parameters.explain import cautions

@@ -39,7 +39,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
-from normpre_optax.linalg import precision
+from normpre_optax.linalg import platforms
 
 # Tracing creates millions of objects; collecting garbage at the default interval costs
 # a tenth of the run.
@@ -85,7 +85,7 @@ def _for_cpus(request):
     if request.node.get_closest_marker("every_platform"):
         yield
         return
-    with precision._platform("cpu"):
+    with platforms._platform("cpu"):
         yield
 
 

@@ -19,7 +19,7 @@ import pytest
 
 import normpre_optax as npo
 from normpre_optax.linalg import sketch
-from normpre_optax.linalg.precision import on
+from normpre_optax.linalg.platforms import on
 from normpre_optax.stages import base
 from tests import cases, reference
 from tests.cases import EPS32, EPS64

@@ -58,7 +58,7 @@ FEW = [(8, 128, 128), (8, 192, 192), (8, 256, 256)]
 # `jnp.linalg.eigh` it never returns.
 KERNEL_SCRIPT = """
 from normpre_optax.linalg.newton_schulz import exact_msign
-from normpre_optax.linalg.precision import solve_together
+from normpre_optax.linalg.batches import solve_together
 from normpre_optax.linalg.sketch import Clipping, clip_exactly, _inverse_cholesky
 
 xs = [jax.random.normal(jax.random.key(i), (8, 128 + 64 * i, 128 + 64 * i)) for i in range(3)]

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import normpre_optax as npo
-from normpre_optax.linalg.precision import on
+from normpre_optax.linalg.platforms import on
 from tests import cases
 from tests import reference_family as oracles
 

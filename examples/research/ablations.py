@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import optax
 
 from normpre_optax import direction, scale_to_rms
+from normpre_optax.linalg.batches import one_at_a_time
 from normpre_optax.linalg.newton_schulz import coefficient_table
-from normpre_optax.linalg.precision import one_at_a_time
 from normpre_optax.linalg.rows import tangent_rows, unit_rows
 from normpre_optax.optimizer import complete
 from normpre_optax.options import checked

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from examples.research import report
 from normpre_optax.linalg import newton_schulz as ns
-from normpre_optax.linalg.precision import product
+from normpre_optax.linalg.products import product
 from normpre_optax.linalg.sketch import (
     Clipping,
     clip_by_sketch,

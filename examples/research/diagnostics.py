@@ -17,11 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from normpre_optax import MatrixDims
-from normpre_optax.linalg.precision import (
-    at_least_float32,
-    exact_product,
-    one_at_a_time,
-)
+from normpre_optax.linalg.batches import one_at_a_time
+from normpre_optax.linalg.products import at_least_float32, exact_product
 from normpre_optax.linalg.rows import tangent_rows, unit_rows
 from normpre_optax.linalg.sketch import clip_by_sketch, sum_of_squares, to_threshold
 from normpre_optax.parameters.dims import to_matrices

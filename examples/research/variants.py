@@ -22,7 +22,7 @@ from normpre_optax import (
     with_adamw,
     with_metric,
 )
-from normpre_optax.linalg.precision import one_at_a_time
+from normpre_optax.linalg.batches import one_at_a_time
 from normpre_optax.optimizer import complete
 from normpre_optax.options import checked
 from normpre_optax.parameters.dims import (

@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of arrays: row norms, Newton-Schulz, the randomized sketch, products and
-platforms.
-"""
+"""Functions of arrays: rows, Newton-Schulz, sketch, products, platforms, batches."""

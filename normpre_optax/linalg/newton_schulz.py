@@ -14,13 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normpre_optax.linalg.precision import (
-    exact_product,
-    inverse_root,
-    one_at_a_time,
-    product,
-    rounds,
-)
+from normpre_optax.linalg.batches import one_at_a_time
+from normpre_optax.linalg.products import exact_product, inverse_root, product, rounds
 
 Triple = tuple[float, float, float]
 
@@ -112,7 +107,7 @@ def newton_schulz(
         x: a matrix ``(m, n)`` in at least float32.
         table: one triple ``(a, b, c)`` per step.
         headroom: ``x`` is divided by this times its norm.
-        compute_dtype: dtype of the products' operands, see ``precision.product``; may
+        compute_dtype: dtype of the products' operands, see ``products.product``; may
             be "narrow".
         scale: which norm: "frobenius", or "schatten", the fourth root of the sum of
             ``s^4``: a closer bound on the largest ``s``, so that small ones need fewer

@@ -9,7 +9,7 @@ their axes, so that they broadcast.
 import jax
 import jax.numpy as jnp
 
-from normpre_optax.linalg.precision import inverse_norm, inverse_root
+from normpre_optax.linalg.products import inverse_norm, inverse_root
 
 Axes = tuple[int, ...]
 TANGENTS = ("relaxed", "strict", "none")

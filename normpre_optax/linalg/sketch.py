@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from normpre_optax.linalg.batches import one_at_a_time, solve_together
 from normpre_optax.linalg.newton_schulz import clipping_factor
-from normpre_optax.linalg.precision import (
+from normpre_optax.linalg.products import (
     at_least_float32,
     exact_product,
     inverse_root,
-    one_at_a_time,
     product,
-    solve_together,
 )
 
 

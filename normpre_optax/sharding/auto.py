@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from normpre_optax.linalg.precision import batched, solve_together
+from normpre_optax.linalg.batches import batched, solve_together
 from normpre_optax.sharding.placement import replicated
 
 
@@ -61,7 +61,7 @@ def over_devices(
 def solve_shared(
     shared: Sequence[bool], f: Callable, problems: Sequence, *, axes: tuple[str, ...]
 ) -> list[Any]:
-    """Solve small problems on a mesh: ``precision.solve_together``, distributed along
+    """Solve small problems on a mesh: ``batches.solve_together``, distributed along
     these mesh axes.
 
     Problems that are not ``shared`` are of parameters with sharded batch axes: each

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from normpre_optax.linalg.precision import platform
+from normpre_optax.linalg.platforms import platform
 from normpre_optax.parameters.dims import (
     MatrixDims,
     from_matrices,

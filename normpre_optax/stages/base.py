@@ -16,7 +16,9 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from normpre_optax.checks import check_function
-from normpre_optax.linalg.precision import at_least_float32, by_platform, join, platform
+from normpre_optax.linalg.batches import join
+from normpre_optax.linalg.platforms import by_platform, platform
+from normpre_optax.linalg.products import at_least_float32
 from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
 from normpre_optax.parameters.rules import assign
 from normpre_optax.sharding.auto import in_auto_axes

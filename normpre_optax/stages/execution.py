@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from normpre_optax.linalg.precision import by_platform, join, platform
+from normpre_optax.linalg.batches import join
+from normpre_optax.linalg.platforms import by_platform, platform
 from normpre_optax.linalg.sketch import matrix_ids
 from normpre_optax.parameters.dims import (
     MatrixDims,
@@ -96,7 +97,7 @@ def spectral(
         f: hashable function ``(stacks, step, solve, **numbers)`` that returns an array
             per ``Stack``, also of no stack and of single matrices. It commutes with
             transposition; two equal ones share compiled code. ``solve`` is passed on a
-            mesh only and replaces ``precision.solve_together``, see
+            mesh only and replaces ``batches.solve_together``, see
             ``sketch.clip_by_sketch``. Attributes: ``whole_matrices``: whether a device
             needs whole matrices, which are then exchanged; else XLA shards its
             products. It then commutes with permutations of rows and columns, too, does

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from normpre_optax.checks import check_numbers
-from normpre_optax.linalg.precision import at_least_float32, by_platform
+from normpre_optax.linalg.platforms import by_platform
+from normpre_optax.linalg.products import at_least_float32
 from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
 from normpre_optax.parameters.rules import Assignment
 from normpre_optax.parameters.tree import is_box

@@ -12,7 +12,8 @@ import optax
 
 from normpre_optax.checks import PASS_PARAMS, check_choice, check_function
 from normpre_optax.linalg import rows
-from normpre_optax.linalg.precision import grouped, platform
+from normpre_optax.linalg.batches import grouped
+from normpre_optax.linalg.platforms import platform
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.sharding.placement import mesh_of
 from normpre_optax.stages.base import (

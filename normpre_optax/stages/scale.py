@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from normpre_optax.checks import check_function, check_numbers
-from normpre_optax.linalg.precision import inverse_norm, inverse_root
+from normpre_optax.linalg.products import inverse_norm, inverse_root
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, split_axes
 from normpre_optax.stages.base import assigned, map_matrices, per_parameter, stage
 from normpre_optax.stages.metric import average, mean_squares

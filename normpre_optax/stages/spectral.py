@@ -17,7 +17,8 @@ import optax
 from normpre_optax.checks import check_choice, check_numbers, static_int
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg import sketch
-from normpre_optax.linalg.precision import batched, inverse_root, narrowed, product
+from normpre_optax.linalg.batches import batched
+from normpre_optax.linalg.products import inverse_root, narrowed, product
 from normpre_optax.stages.execution import EachMatrix, Stack, spectral
 
 # of the root mean square of all singular values: least relative level, for matrices of

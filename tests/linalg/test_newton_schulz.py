@@ -13,7 +13,7 @@ import pytest
 
 import normpre_optax as npo
 from normpre_optax.linalg import newton_schulz as ns
-from normpre_optax.linalg.precision import on
+from normpre_optax.linalg.platforms import on
 from tests import cases, reference
 from tests.cases import EPS32, gaussian, quick_jit, with_spectrum
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from normpre_optax.linalg import sketch
-from normpre_optax.linalg.precision import on
+from normpre_optax.linalg.platforms import on
 from tests import cases, reference
 from tests.cases import EPS32, gaussian, with_spectrum
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import normpre_optax as npo
-from normpre_optax.linalg.precision import on
+from normpre_optax.linalg.platforms import on
 from normpre_optax.parameters.dims import split_axes
 from normpre_optax.sharding.exchange import Shard, exchange, plan
 from tests import cases

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dtypes of products and sums, and the platform that a program is traced for."""
+"""Dtypes of products and sums."""
 
 import functools
 
@@ -8,14 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from normpre_optax.linalg.precision import (
-    by_platform,
-    exact_product,
-    inverse_root,
-    on,
-    platform,
-    product,
-)
+from normpre_optax.linalg.platforms import on
+from normpre_optax.linalg.products import exact_product, inverse_root, product
 from tests import cases
 
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
@@ -78,36 +72,3 @@ def test_operands_are_rounded_and_sums_are_not(operand):
 def test_the_inverse_root_of_zero_is_zero_and_nan_stays():
     found = inverse_root(jnp.array([4.0, 0.0, -1e-20, jnp.nan, 1e-30]))
     np.testing.assert_allclose(found, [0.5, 0, 0, np.nan, 1e15], rtol=1e-6)
-
-
-def choice(x):
-    """Three branches, and three of them inside each."""
-
-    def number():
-        return {"cpu": 1, "tpu": 20, "gpu": 300}[platform()]
-
-    return by_platform(lambda x: by_platform(lambda y: y + number(), x)(x), x)(x)
-
-
-@pytest.mark.every_platform
-def test_a_traced_platform_takes_its_branches_at_every_depth():
-    x, expected = jnp.zeros(()), {"cpu": 1, "tpu": 20, "gpu": 300}
-    assert {name: int(on(name, choice, x)) for name in expected} == expected
-    # One jitted function: what was compiled for one platform is not used for another,
-    # nor for none.
-    program = jax.jit(choice)
-    for _ in range(2):
-        assert {name: int(on(name, program, x)) for name in expected} == expected
-        assert int(program(x)) == 1
-    # Without a platform all three are in the program, and nested choices are made once:
-    # no combinations.
-    text = str(jax.make_jaxpr(choice)(x))
-    assert [text.count(f"{number:.1f}") for number in expected.values()] == [1, 1, 1]
-    assert text.count("= add") == 3
-    with pytest.raises(ZeroDivisionError):
-        on("tpu", lambda: 1 / 0)
-    assert int(choice(x)) == 1  # the platform holds for the call only
-    # Without arrays, and with unknown backends.
-    assert by_platform(platform)() == platform()
-    assert on("rocm", platform) == "gpu"
-    assert on("gpu", lambda x: by_platform(lambda y: platform(), x)(x), x) == "gpu"

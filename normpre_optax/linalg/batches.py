@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of one shape computed together, and matrices that are computed one by one."""
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from normpre_optax.linalg.platforms import platform
+
+Stacked = Callable[[Callable], Callable]  # a function of one array to one of stacks
+
+
+def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
+    """Return the indices of equal keys, one list per key.
+
+    Example:
+        >>> from normpre_optax.linalg.batches import grouped
+        >>> grouped("abca")
+        [[0, 3], [1], [2]]
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for i, key in enumerate(keys):
+        groups.setdefault(key, []).append(i)
+    return list(groups.values())
+
+
+def join(
+    items: Sequence[Any], keys: Iterable[Hashable]
+) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Stack trees of arrays that have equal keys.
+
+    Args:
+        items: trees; those with equal keys have the same structure and shapes.
+        keys: one per tree.
+
+    Returns:
+        One stack per key, and for each tree the number of its stack and its index
+        there.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.batches import join
+        >>> stacks, places = join([jnp.ones(2), jnp.ones(3), jnp.ones(2)], "aba")
+        >>> [x.shape for x in stacks], places
+        ([(2, 2), (1, 3)], [(0, 0), (1, 0), (0, 1)])
+    """
+    stacks = []
+    places = [(0, 0)] * len(items)
+    for number, members in enumerate(grouped(keys)):
+        trees = [items[i] for i in members]
+        stacks.append(jax.tree.map(lambda *xs: jnp.stack(xs), *trees))
+        for index, i in enumerate(members):
+            places[i] = number, index
+    return stacks, places
+
+
+def solve_together(
+    f: Callable, problems: Sequence[tuple[jax.Array, ...]], stacked: Stacked = jax.vmap
+) -> list[Any]:
+    """Return ``f(*problem)`` for each problem: one batched call for all of one size.
+
+    Args:
+        f: function of matrices ``(a, b)`` that returns a tree of arrays.
+        problems: tuples of arrays ``(..., a, b)`` with equal leading axes.
+        stacked: converts ``f`` to a function of stacks ``(count, a, b)``.
+
+    Returns:
+        The result of each problem; its arrays have the leading axes of the problem.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.batches import solve_together
+        >>> problems = [(jnp.ones((2, 3)),), (jnp.ones((4, 2, 3)),)]
+        >>> [x.shape for x in solve_together(jnp.transpose, problems)]
+        [(3, 2), (4, 3, 2)]
+    """
+    results: list[Any] = [None] * len(problems)
+    for members in grouped(_matrix_shapes(problem) for problem in problems):
+        solved = stacked(f)(*_concatenated([problems[i] for i in members]))
+        leads = [problems[i][0].shape[:-2] for i in members]
+        ends = itertools.accumulate(map(math.prod, leads), initial=0)
+        ranges = itertools.pairwise(ends)
+        for i, lead, (start, end) in zip(members, leads, ranges, strict=True):
+            results[i] = _part(solved, start, end, lead)
+    return results
+
+
+def _matrix_shapes(problem: tuple[jax.Array, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the arrays without leading axes."""
+    return tuple(x.shape[-2:] for x in problem)
+
+
+def _concatenated(problems: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
+    """Return one stack ``(count, a, b)`` per position in the problems."""
+    flat = [[x.reshape(-1, *x.shape[-2:]) for x in problem] for problem in problems]
+    return [jnp.concatenate(xs) for xs in zip(*flat, strict=True)]
+
+
+def _part(stacks: Any, start: int, end: int, lead: tuple[int, ...]) -> Any:
+    """Return a range of a tree of stacks, with these leading axes."""
+    return jax.tree.map(lambda x: x[start:end].reshape(*lead, *x.shape[1:]), stacks)
+
+
+def batched(f: Callable, ndim: int) -> Callable:
+    """Return a function of matrices as one of stacks with this number of axes."""
+    for _ in range(ndim - 2):
+        f = jax.vmap(f)
+    return f
+
+
+def one_at_a_time(f: Callable) -> Callable:
+    """Return ``f`` of one matrix, which on a CPU stays one matrix under ``jax.vmap``.
+
+    Batched LAPACK calls that run side by side can deadlock XLA's CPU thread pool
+    (docs/cpu_hang.md).
+    """
+    if platform() == "cpu":
+        return jax.custom_batching.sequential_vmap(f)
+    return f
