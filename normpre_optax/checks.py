@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that would silently compute something wrong: refused by name when the
-optimizer is constructed.
+"""Refuse arguments that would silently compute something wrong.
+
+Errors name the argument, at the call that constructs the optimizer.
 """
 
 import contextlib
-import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -14,44 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from normpre_optax.option_table import OPTIONS, Option
+
 PASS_PARAMS = (
     "call update(grads, state, params). In an Equinox loop that is"
     " optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array)); a loop"
     " that never passes params (brax) needs that third argument"
 )
-# Numbers that may be a schedule.
-SCHEDULES = {
-    "learning_rate",
-    "adam_learning_rate",
-    "weight_decay",
-    "adam_weight_decay",
-    "slow_weight",
-}
-# Ranges [least, below) of numbers, by the name of the option.
-RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("momentum", "b2", "adam_b1", "adam_b2"), (0, 1)),
-    **dict.fromkeys(SCHEDULES | {"eps"}, (0, math.inf)),
-    **dict.fromkeys(("strength", "metric_strength"), (0, 10)),
-    **dict.fromkeys(
-        ("fast", "slow", "slow_momentum", "slow_weight", "gradient_share", "decay"),
-        (0, 1),
-    ),
-    "clip": (1, math.inf),
-    **dict.fromkeys(("rms", "relative_threshold", "adam_eps"), (1e-15, 1e15)),
-}
-TREES = {
-    "row_norms": (1e-15, 1e15),
-    "learning_rate_multipliers": (0, math.inf),
-}  # of trees of numbers
-
-
-# Numbers that may be None.
-OPTIONAL = {"rms", "relative_threshold", "adam_learning_rate", "adam_weight_decay"}
 
 
 def check_numbers(**options: Any) -> None:
-    """Raise an error for options in ``RANGES`` that are not numbers or out of range,
-    and for dtypes that are none.
+    """Raise an error for a number or dtype that its entry of ``OPTIONS`` excludes.
 
     A schedule is checked at step 0.
 
@@ -63,20 +36,27 @@ def check_numbers(**options: Any) -> None:
         ValueError: momentum must be in [0, 1), got 1.5
     """
     for name, value in options.items():
-        if (
-            name in ("compute_dtype", "mu_dtype", "accumulator_dtype")
-            and value is not None
-        ):
-            _check_dtype(name, value)
-        if name not in RANGES or (value is None and name in OPTIONAL):
-            continue
-        scheduled = callable(value) and name in SCHEDULES
-        number = _at_step_0(name, value) if scheduled else value
-        hint = " (optax.inject_hyperparams makes a schedule of it)" * callable(number)
-        check_number(name + "(0)" * scheduled, number, *RANGES[name], hint)
+        known = OPTIONS.get(name, Option())
+        if known.dtypes and value is not None:
+            _check_dtype(name, value, known.dtypes)
+        if known.interval is not None and not known.tree:
+            _check_number_or_schedule(name, value, known)
 
 
-def _at_step_0(name: str, schedule: Any) -> Any:
+def _check_number_or_schedule(name: str, value: Any, known: Option) -> None:
+    """Raise an error for a value that is neither a number nor an allowed schedule."""
+    if value is None and known.none:
+        return
+    if callable(value) and known.schedule:
+        check_number(f"{name}(0)", _at_step_0(name, value), name)
+        return
+    hint = ""
+    if callable(value):
+        hint = " (optax.inject_hyperparams makes a schedule of it)"
+    check_number(name, value, name, hint)
+
+
+def _at_step_0(name: str, schedule: Callable[[Any], Any]) -> Any:
     """Return the first value of a schedule; 0 if it fails outside a training run."""
     value = 0
     try:
@@ -113,49 +93,70 @@ def check_dtype_of(path: str, dtype: Any) -> None:
         )
 
 
-def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
     """Raise a ValueError for a value that is not one of the choices; no array is."""
-    array = hasattr(value, "shape")
-    if array or value not in choices:
-        fix = " (under optax.inject_hyperparams, add it to static_args)" * array
-        raise ValueError(f"{name}={value!r} is not one of {tuple(choices)}{fix}")
+    allowed = tuple(choices)
+    if hasattr(value, "shape"):
+        fix = " (under optax.inject_hyperparams, add it to static_args)"
+        raise ValueError(f"{name}={value!r} is not one of {allowed}{fix}")
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not one of {allowed}")
 
 
-def check_number(
-    name: str, value: Any, least: float, below: float, hint: str = ""
-) -> None:
-    """Raise an error for a value that is not one number in [least, below); a traced
-    number may be any.
+def check_number(what: str, value: object, option: str, hint: str = "") -> None:
+    """Raise an error for a value that is not one number in the range of an option.
+
+    A traced number may be any.
+
+    Args:
+        what: how the error names the value.
+        value: the value.
+        option: name of the option in ``OPTIONS``, for the range.
+        hint: what the error says besides, if the value is not a number.
     """
-    kinds = int | float | np.number | np.ndarray | jax.Array
-    if (
-        not isinstance(value, kinds)
-        or np.ndim(value)
-        or jnp.result_type(value).kind in "bc"
-    ):
-        raise TypeError(f"{name} must be a number{hint}, got {reprlib.repr(value)}")
-    if (
-        not isinstance(value, Tracer)
-        and not least <= np.asarray(value, np.float32) < below
-    ):  # as an update rounds it
-        raise ValueError(f"{name} must be in [{least:g}, {below:g}), got {value}")
+    interval = OPTIONS[option].interval
+    assert interval is not None, option
+    if not _is_number(value):
+        raise TypeError(f"{what} must be a number{hint}, got {reprlib.repr(value)}")
+    if isinstance(value, Tracer):
+        return
+    least, below = interval
+    rounded = np.asarray(value, np.float32)  # as an update rounds it
+    if not least <= rounded < below:
+        raise ValueError(f"{what} must be in [{least:g}, {below:g}), got {value}")
 
 
-def _check_dtype(name: str, value: Any) -> None:
-    kinds = ("bfloat16", "float32", "float64") + ("narrow",) * (name == "compute_dtype")
+def _is_number(value: Any) -> bool:
+    """Return whether a value is one real number, of Python, NumPy or JAX."""
+    if not isinstance(value, int | float | np.number | np.ndarray | jax.Array):
+        return False
+    return np.ndim(value) == 0 and jnp.result_type(value).kind not in "bc"
+
+
+def _check_dtype(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise a TypeError for what is not one of the dtypes with these names."""
+    if _dtype_name(value) not in allowed:
+        raise TypeError(f"{name} must be {', '.join(allowed)} or None, got {value!r}")
+
+
+def _dtype_name(value: Any) -> str | None:
+    """Return the name of a dtype, "narrow" for itself, or None for anything else."""
+    # A value with a dtype, such as jnp.float32(0.5), would pass as that dtype.
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return None
+    if value == "narrow":
+        return "narrow"
     with contextlib.suppress(TypeError):
-        array = isinstance(value, np.generic | np.ndarray | jax.Array)
-        if (
-            not array
-            and ("narrow" if value == "narrow" else jnp.dtype(value).name) in kinds
-        ):
-            return
-    raise TypeError(f"{name} must be {', '.join(kinds)} or None, got {value!r}")
+        return jnp.dtype(value).name
+    return None
 
 
 def static_int(name: str, value: Any, least: int, below: int = 2**31) -> int:
-    """Return ``value`` if it is an int in [least, below) that is known when the program
-    is traced.
+    """Return an int that is known when the program is traced.
+
+    Raises:
+        TypeError: for anything else, such as a traced number.
+        ValueError: for an int outside of [least, below).
 
     Example:
         >>> from normpre_optax.checks import static_int

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 
 from normpre_optax.checks import (
-    RANGES,
     check_choice,
     check_number,
     check_numbers,
@@ -225,7 +224,7 @@ def learning_rate_from_muon(
         m, n = shape or (1, 1)
         rms_of_muon = CONVENTIONS[name](m, n) / math.sqrt(max(m, n))
     else:
-        check_number("convention", convention, *RANGES["rms"])
+        check_number("convention", convention, "rms")
         rms_of_muon = convention
     times = rms_of_muon / rms
     converted = (

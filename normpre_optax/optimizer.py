@@ -15,13 +15,14 @@ import numpy as np
 import optax
 
 from normpre_optax.checks import PASS_PARAMS, check_dtype_of
+from normpre_optax.docstrings import join_sections, split_sections
 from normpre_optax.hyperball import (
     _hyperball,
     keeps,
     row_norms_of,
     warn_of_an_unusual_rate,
 )
-from normpre_optax.options import Number, checked, docstring, sections
+from normpre_optax.options import Number, checked
 from normpre_optax.parameters.broadcast import numbers, whole_tree
 from normpre_optax.parameters.explain import cautions
 from normpre_optax.parameters.rules import Assignment, assign
@@ -358,18 +359,17 @@ def complete(
 
     name, doc = (
         direction.__name__.removeprefix("scale_by_"),
-        sections(direction.__doc__),
+        split_sections(direction.__doc__),
     )
     template = _HYPERBALL if hyperball else _COMPLETE
     optimizer.__name__ = optimizer.__qualname__ = name
     optimizer.__module__ = direction.__module__
-    optimizer.__doc__ = docstring(
+    optimizer.__doc__ = join_sections(
         doc
         | {
             key: text.format(name, doc[""], doc.get("Args", ""), example)
             for key, text in template.items()
         },
-        (),
     )
     return checked(optimizer, inspect.Signature([*first, *own.values(), *added]))
 

@@ -13,8 +13,7 @@ import optax
 import pytest
 
 import normpre_optax as npo
-from normpre_optax.checks import RANGES
-from normpre_optax.options import ARGS
+from normpre_optax.option_table import OPTIONS
 from normpre_optax.stages import scale_by_row_moment
 
 CALLABLES = sorted(name for name in npo.__all__ if callable(getattr(npo, name)))
@@ -67,6 +66,12 @@ DEFAULTS = {
 DEFAULTS["normpre_l"] |= {"relative_threshold": None}
 
 
+def is_a_number(option):
+    """Whether the table of options has a range for it, and it is no tree."""
+    known = OPTIONS.get(option)
+    return known is not None and known.interval is not None and not known.tree
+
+
 def arguments(f, *kinds):
     return {
         k: p.default
@@ -109,7 +114,7 @@ def test_an_optimizer_has_the_options_of_its_direction_and_of_with_adamw(name):
         numbers = {
             option
             for option, default in arguments(f).items()
-            if option in RANGES or type(default) is float
+            if is_a_number(option) or type(default) is float
         }
         assert npo.static_args(f) == arguments(f).keys() - numbers
     assert (factory.__name__, factory.__qualname__, factory.__module__) == (
@@ -181,7 +186,8 @@ def test_every_description_of_an_option_is_used():
         for name in CALLABLES
         for option in inspect.signature(getattr(npo, name)).parameters
     }
-    assert ARGS.keys() - used == {"Returns"}
+    described = {name for name, option in OPTIONS.items() if option.description}
+    assert described <= used
 
 
 # A call of the package: what its error says.

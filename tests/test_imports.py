@@ -23,10 +23,13 @@ ALL = {"jax", "numpy", "optax"}
 # Folder or top-level file: the third-party packages and the parts of this package that
 # it may import. A part may import only parts above it in this table, and itself.
 TABLE: dict[str, tuple[set[str], set[str]]] = {
-    "checks": ({"jax", "numpy"}, set()),
+    "option_table": (set(), set()),
+    "deprecation": (set(), {"option_table"}),
+    "docstrings": (set(), {"option_table"}),
+    "checks": ({"jax", "numpy"}, {"option_table"}),
     "linalg": ({"jax", "numpy"}, set()),
     "parameters": (ALL, {"checks"}),
-    "options": ({"jax"}, {"checks"}),
+    "options": ({"jax"}, {"checks", "deprecation", "docstrings", "option_table"}),
     "sharding": (ALL, {"linalg", "parameters"}),
     "stages": (ALL, {"checks", "linalg", "parameters", "sharding"}),
     "hyperball": (
@@ -35,7 +38,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "optimizer": (
         ALL,
-        {"checks", "hyperball", "options", "parameters", "sharding", "stages"},
+        {"checks", "docstrings", "hyperball", "options", "parameters", "sharding"}
+        | {"stages"},
     ),
     "algorithm": ({"optax"}, {"optimizer", "options", "stages"}),
     "recommended": ({"optax"}, {"optimizer", "options", "stages"}),

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import jax
 
-from normpre_optax.checks import TREES, check_number
+from normpre_optax.checks import check_number
 from normpre_optax.parameters.tree import leaf_paths, named_leaves
 
 Kinds = tuple[type, ...]
@@ -68,7 +68,7 @@ def numbers(name: str, given: Any, params: Any) -> list[Any]:
     tree = whole_tree(name, given, params, get_args(jax.typing.ArrayLike), "numbers")
     found = jax.tree.leaves(tree)
     for path, x in zip(leaf_paths(params), found, strict=True):
-        check_number(f"{name} of {path!r}", x, *TREES[name])
+        check_number(f"{name} of {path!r}", x, name)
     return found
 
 
