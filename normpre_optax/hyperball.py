@@ -17,8 +17,8 @@ import optax
 from normpre_optax.checks import PASS_PARAMS, check_choice, check_numbers
 from normpre_optax.linalg.products import inverse_root
 from normpre_optax.parameters.broadcast import numbers
+from normpre_optax.parameters.cautions import cautions
 from normpre_optax.parameters.dims import MatrixDims, split_axes
-from normpre_optax.parameters.explain import cautions
 from normpre_optax.parameters.roles import row_norms_by_role
 from normpre_optax.parameters.rules import Assignment, assign
 from normpre_optax.parameters.tree import leaf_paths

@@ -6,6 +6,7 @@ from another Muon.
 import contextlib
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -28,7 +29,10 @@ from normpre_optax.parameters.rules import (
 )
 from normpre_optax.parameters.tree import Leaf
 from normpre_optax.parameters.vocabulary import words
-from normpre_optax.relatives.muon import CONVENTIONS
+from normpre_optax.stages.scale import CONVENTIONS
+
+# The scale conventions that torch.optim.Muon has under other names.
+_OF_TORCH = {"original": "keller", "match_rms_adamw": "moonlight"}
 
 
 def learning_rate_by_length(steps: int) -> float:
@@ -205,31 +209,40 @@ def learning_rate_from_muon(
         3.6e-03, 0.55
     """
     check_numbers(learning_rate=learning_rate, weight_decay=weight_decay, rms=rms)
-    if isinstance(convention, str):
-        name = {"original": "keller", "match_rms_adamw": "moonlight"}.get(
-            convention, convention
-        )
-        if name not in CONVENTIONS:
-            raise ValueError(
-                f"convention={convention!r} is not 'keller', 'original', 'moonlight',"
-                " 'match_rms_adamw'"
-            )
-        if (shape or name == "keller") and not (
-            isinstance(shape, tuple) and len(shape) == 2 and min(shape) > 0
-        ):
-            raise ValueError(
-                f"{convention=}: pass the shape of a matrix, shape=(outputs, inputs),"
-                f" not {shape!r}"
-            )
-        m, n = shape or (1, 1)
-        rms_of_muon = CONVENTIONS[name](m, n) / math.sqrt(max(m, n))
-    else:
-        check_number("convention", convention, "rms")
-        rms_of_muon = convention
-    times = rms_of_muon / rms
-    converted = (
-        (lambda step: times * learning_rate(step))
-        if callable(learning_rate)
-        else times * learning_rate
-    )
+    times = _rms_of_muon(convention, shape) / rms
+    converted: Any = _scaled(learning_rate, times)
     return converted, weight_decay / times
+
+
+def _rms_of_muon(convention: str | float, shape: tuple[int, int] | None) -> float:
+    """Return the root mean square of Muon's update of a matrix of this shape."""
+    if not isinstance(convention, str):
+        check_number("convention", convention, "rms")
+        return convention
+    name = _OF_TORCH.get(convention, convention)
+    if name not in CONVENTIONS:
+        raise ValueError(
+            f"convention={convention!r} is not 'keller', 'original', 'moonlight',"
+            " 'match_rms_adamw'"
+        )
+    if not shape and name == "moonlight":
+        shape = (1, 1)  # its root mean square is 0.2 for every shape
+    if not (isinstance(shape, tuple) and len(shape) == 2 and min(shape) > 0):
+        raise ValueError(
+            f"{convention=}: pass the shape of a matrix, shape=(outputs, inputs),"
+            f" not {shape!r}"
+        )
+    m, n = shape
+    return CONVENTIONS[name](m, n) / math.sqrt(max(m, n))
+
+
+def _scaled(learning_rate: Any, times: float) -> Any:
+    """Return a learning rate, number or schedule, times a number."""
+    if not callable(learning_rate):
+        return times * learning_rate
+    given: Callable[[Any], Any] = learning_rate
+
+    def schedule(step: Any) -> Any:
+        return times * given(step)
+
+    return schedule

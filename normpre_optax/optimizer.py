@@ -24,7 +24,7 @@ from normpre_optax.hyperball import (
 )
 from normpre_optax.options import Number, checked
 from normpre_optax.parameters.broadcast import numbers, whole_tree
-from normpre_optax.parameters.explain import cautions
+from normpre_optax.parameters.cautions import cautions
 from normpre_optax.parameters.rules import Assignment, assign
 from normpre_optax.parameters.tree import is_box, leaves
 from normpre_optax.sharding.placement import place_state, sharded_like, specs_from

@@ -32,6 +32,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "options": ({"jax"}, {"checks", "deprecation", "docstrings", "option_table"}),
     "sharding": (ALL, {"linalg", "parameters"}),
     "stages": (ALL, {"checks", "linalg", "parameters", "sharding"}),
+    "learning_rates": ({"jax", "optax"}, {"checks", "parameters", "stages"}),
     "hyperball": (
         {"jax", "optax"},
         {"checks", "linalg", "parameters", "stages"},
@@ -44,7 +45,6 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "algorithm": ({"optax"}, {"optimizer", "options", "stages"}),
     "recommended": ({"optax"}, {"optimizer", "options", "stages"}),
     "relatives": ({"optax"}, {"algorithm", "optimizer", "options", "stages"}),
-    "learning_rates": ({"jax", "optax"}, {"checks", "parameters", "relatives"}),
     "__init__": (
         set(),
         {

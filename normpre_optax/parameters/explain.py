@@ -7,17 +7,14 @@ from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax.numpy as jnp
-import optax
-
 from normpre_optax.checks import check_dtype_of
+from normpre_optax.parameters.cautions import cautions
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.roles import row_norms_by_role
 from normpre_optax.parameters.rules import (
     Assignment,
     Reading,
     assign,
-    default_matrix_dims,
     default_reading,
     reader,
 )
@@ -25,17 +22,10 @@ from normpre_optax.parameters.tree import (
     MAX_ASPECT_RATIO,
     Leaf,
     leaves,
-    named_leaves,
     repeated,
 )
 
 _VOCABULARY = "has an axis of the vocabulary size"
-_NO_MATRIX = "no parameter is a matrix, so all use AdamW; explain(params) shows why"
-_VECTOR = (
-    "the parameters are one vector without a name, updated by AdamW; optax.flatten"
-    " hides the matrices: remove it"
-)
-
 _Row = namedtuple("_Row", "path leaf group matrices reason")
 
 
@@ -128,46 +118,6 @@ def explain(params: Any, matrix_dims: Any = None, *, every_layer: bool = False) 
             *(f"note: {x}" for x in (*_notes(rows), *cautions(found, params))),
         ]
     )
-
-
-def cautions(found: Assignment, params: Any, by_role: bool = True) -> Iterator[str]:
-    """Yield what looks like a mistake in a whole tree; optimizers warn of it at
-    ``init``.
-
-    Args:
-        found: the groups of the parameters.
-        params: the parameters.
-        by_role: whether Hyperball sets row norms by the roles of matrices.
-    """
-    names = {path.rpartition("/")[2] for path, spec in found.items() if spec.dims}
-    if found and not names:
-        vector = [(spec.path, len(spec.shape)) for spec in found.values()] == [
-            ("", 1)
-        ]  # as inside optax.flatten
-        yield _VECTOR if vector else _NO_MATRIX
-    holes = (
-        named_leaves(params, lambda x: x is None or isinstance(x, optax.MaskedNode))
-        if by_role and names
-        else ()
-    )
-    for (
-        path,
-        hole,
-        *_,
-    ) in holes:  # None may also be what a model does not have, such as a bias
-        masked = isinstance(hole, optax.MaskedNode) or (
-            hole is None and path.rpartition("/")[2] in names
-        )
-        if masked and default_matrix_dims(path, Leaf((2, 3), jnp.float32)):
-            fix = (
-                "pass row_norms=, or freeze after the optimizer: optax.chain(optimizer,"
-                " optax.freeze(mask))"
-            )
-            yield (
-                f"masked matrices, such as {path!r}, are not counted in the row norms"
-                f" that Hyperball sets: {fix}"
-            )
-            return
 
 
 def _row(path: str, leaf: Leaf, read: Callable[[str, Leaf], Reading]) -> _Row:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
+from normpre_optax.checks import check_choice
 from normpre_optax.parameters import vocabulary as v
+from normpre_optax.parameters.broadcast import numbers
 from normpre_optax.parameters.dims import matrix_shape, split_axes
 from normpre_optax.parameters.rules import Assignment, ParamSpec
 from normpre_optax.parameters.tree import (
@@ -19,6 +22,30 @@ from normpre_optax.parameters.tree import (
     stack_depth,
 )
 from normpre_optax.parameters.vocabulary import words
+
+
+def row_norms_by_path(row_norms: Any, params: Any, found: Assignment) -> dict[str, Any]:
+    """Return the option ``row_norms`` of Hyperball as numbers by path.
+
+    Args:
+        row_norms: None or "keep" (by role, see ``row_norms_by_role``), a number, a tree
+            of numbers like the parameters or a prefix of it, or a function ``(params)
+            -> tree``.
+        params: the tree of parameters.
+        found: the groups of the parameters.
+
+    Raises:
+        TypeError: if ``row_norms`` has an unsupported type.
+        ValueError: if it is another word, a number is out of range, or the tree does
+            not match the parameters.
+    """
+    if row_norms is None:
+        return row_norms_by_role(found)
+    if isinstance(row_norms, str):
+        check_choice("row_norms", row_norms, ("keep",))
+        # A zero matrix has no norm to keep.
+        return row_norms_by_role(found)
+    return dict(zip(found, numbers("row_norms", row_norms, params), strict=True))
 
 
 def row_norms_by_role(found: Assignment) -> dict[str, float]:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What looks like a mistake in a whole tree of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from normpre_optax.parameters.rules import Assignment, default_matrix_dims
+from normpre_optax.parameters.tree import Leaf, named_leaves
+
+_NO_MATRIX = "no parameter is a matrix, so all use AdamW; explain(params) shows why"
+_VECTOR = (
+    "the parameters are one vector without a name, updated by AdamW; optax.flatten"
+    " hides the matrices: remove it"
+)
+_MASKED = (
+    "masked matrices, such as {!r}, are not counted in the row norms that Hyperball"
+    " sets: pass row_norms=, or freeze after the optimizer: optax.chain(optimizer,"
+    " optax.freeze(mask))"
+)
+
+
+def cautions(found: Assignment, params: Any, by_role: bool = True) -> Iterator[str]:
+    """Yield what looks like a mistake; optimizers warn of it at ``init``.
+
+    Args:
+        found: the groups of the parameters.
+        params: the tree of parameters.
+        by_role: whether Hyperball sets row norms by the roles of matrices.
+    """
+    matrices = {path for path, spec in found.items() if spec.dims}
+    if found and not matrices:
+        yield _VECTOR if _is_one_flat_vector(found) else _NO_MATRIX
+    if by_role and matrices:
+        hole = _masked_matrix(params, {_last(path) for path in matrices})
+        if hole is not None:
+            yield _MASKED.format(hole)
+
+
+def _is_one_flat_vector(found: Assignment) -> bool:
+    """Return whether the tree is one vector without a name, as in ``optax.flatten``."""
+    return [(spec.path, len(spec.shape)) for spec in found.values()] == [("", 1)]
+
+
+def _masked_matrix(params: Any, names: set[str]) -> str | None:
+    """Return the path of the first masked parameter that is a matrix by its names.
+
+    Args:
+        params: the tree of parameters.
+        names: last parts of the paths of matrices. None counts as masked only with such
+            a name: it may also be what a model does not have, such as a bias.
+    """
+    for path, hole, *_ in named_leaves(params, _is_hole):
+        masked = isinstance(hole, optax.MaskedNode)
+        masked = masked or (hole is None and _last(path) in names)
+        if masked and default_matrix_dims(path, Leaf((2, 3), jnp.float32)):
+            return path
+    return None
+
+
+def _is_hole(node: Any) -> bool:
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
+def _last(path: str) -> str:
+    return path.rpartition("/")[2]
