@@ -3,18 +3,11 @@
 JAX.
 
 ``normpre_h`` is the recommended optimizer. ``normpre_g`` and ``normpre_l`` are those of
-the NormPre paper; ``muon`` and the others of ``families()`` are related optimizers. All
-are optax transformations. ``algorithm.py`` is the file to read first.
+the NormPre paper; ``muon`` and the others of ``optimizers()`` are related optimizers.
+All are optax transformations. ``algorithm.py`` is the file to read first.
 """
 
-from normpre_optax.algorithm import (
-    normpre,
-    normpre_g,
-    normpre_l,
-    scale_by_normpre,
-    scale_by_normpre_g,
-    scale_by_normpre_l,
-)
+from normpre_optax.algorithm import normpre, scale_by_normpre
 from normpre_optax.hyperball import hyperball
 from normpre_optax.learning_rates import (
     learning_rate_by_length,
@@ -27,13 +20,7 @@ from normpre_optax.parameters import presets
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.explain import explain
 from normpre_optax.parameters.rules import decay_matrices_only, default_matrix_dims
-from normpre_optax.recommended import normpre_h, scale_by_normpre_h
-from normpre_optax.relatives import families
-from normpre_optax.relatives.mano import mano, scale_by_mano
-from normpre_optax.relatives.muon import muon, scale_by_muon
-from normpre_optax.relatives.muoneq import muoneq, scale_by_muoneq
-from normpre_optax.relatives.normuon import normuon, scale_by_normuon
-from normpre_optax.relatives.rmnp import rmnp, scale_by_rmnp
+from normpre_optax.relatives import REGISTRY, families, optimizers
 from normpre_optax.stages.base import direction, per_parameter
 from normpre_optax.stages.metric import with_metric
 from normpre_optax.stages.momentum import two_momenta
@@ -47,6 +34,15 @@ from normpre_optax.stages.spectral import precondition_globally, precondition_lo
 
 __version__ = "0.3.0"
 
-# What is imported above; the stub lists it.
-_public = [name for name, x in vars().items() if callable(x) or name == "presets"]
+# Every optimizer of the registry, and its direction; the stub has their signatures.
+for _optimizer in REGISTRY:
+    globals()[_optimizer.name] = _optimizer.factory
+    globals()[f"scale_by_{_optimizer.name}"] = _optimizer.direction
+
+# What the package offers: functions, MatrixDims and the module of presets.
+_public = [
+    name
+    for name, found in vars().items()
+    if (callable(found) or name == "presets") and not name.startswith("_")
+]
 __all__ = sorted(_public)  # pyright: ignore[reportUnsupportedDunderAll]

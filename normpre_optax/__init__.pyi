@@ -4,8 +4,8 @@
 JAX.
 
 ``normpre_h`` is the recommended optimizer. ``normpre_g`` and ``normpre_l`` are those of
-the NormPre paper; ``muon`` and the others of ``families()`` are related optimizers. All
-are optax transformations. ``algorithm.py`` is the file to read first."""
+the NormPre paper; ``muon`` and the others of ``optimizers()`` are related optimizers.
+All are optax transformations. ``algorithm.py`` is the file to read first."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from normpre_optax.parameters.explain import explain as explain
 from normpre_optax.parameters.rules import decay_matrices_only as decay_matrices_only
 from normpre_optax.parameters.rules import default_matrix_dims as default_matrix_dims
 from normpre_optax.relatives import families as families
+from normpre_optax.relatives import optimizers as optimizers
 from normpre_optax.stages.base import direction as direction
 from normpre_optax.stages.base import per_parameter as per_parameter
 from normpre_optax.stages.metric import with_metric as with_metric
@@ -59,6 +60,7 @@ __all__ = [
     "normpre_h",
     "normpre_l",
     "normuon",
+    "optimizers",
     "per_parameter",
     "precondition_globally",
     "precondition_locally",

@@ -21,11 +21,17 @@ from normpre_optax.linalg import sketch
 EPS32 = float(np.finfo(np.float32).eps)
 EPS64 = float(np.finfo(np.float64).eps)
 
+# Optimizers that need one learning rate: all but normpre_h.
+ONE_RATE = {
+    name: found.factory
+    for name, found in npo.optimizers().items()
+    if name != "normpre_h"
+}
 HYPERBALL = {"norm_control": "hyperball", "adam_learning_rate": 0.1, "row_norms": 0.7}
 # Every optimizer with the options that change what it computes: name -> (factory,
 # options).
 FACTORIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    **{name: (factory, {}) for name, factory in npo.families().items()},
+    **{name: (found.factory, {}) for name, found in npo.optimizers().items()},
     "normpre": (npo.normpre, {"precondition": optax.identity()}),
     "normpre_g-columns-strict": (
         npo.normpre_g,

@@ -21,7 +21,7 @@ PARAMS = {
     "norm": {"scale": jnp.zeros(24)},
 }
 OPTIONS = {
-    **{name: (factory, {}) for name, factory in npo.families().items()},
+    **{name: (found.factory, {}) for name, found in npo.optimizers().items()},
     "normpre_h": (npo.normpre_h, {"adam_learning_rate": 0.1}),
     "muon schedule": (npo.muon, {"learning_rate": lambda step: 0.1}),
     "muon masked": (npo.muon, {"weight_decay_mask": npo.decay_matrices_only}),

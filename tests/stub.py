@@ -75,7 +75,7 @@ def stub() -> str:
     imports, definitions = [], []
     for name in sorted(npo.__all__):
         thing = getattr(npo, name)
-        if hasattr(thing, "__wrapped__"):  # checked
+        if hasattr(thing, "__signature__"):  # checked
             definitions.append(definition(name, thing))
         elif inspect.ismodule(thing):
             imports.append(

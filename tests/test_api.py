@@ -15,6 +15,7 @@ import pytest
 import normpre_optax as npo
 from normpre_optax.option_table import OPTIONS
 from normpre_optax.stages import scale_by_row_moment
+from tests import cases
 
 CALLABLES = sorted(name for name in npo.__all__ if callable(getattr(npo, name)))
 REST = {
@@ -83,15 +84,26 @@ def arguments(f, *kinds):
 def test_the_public_names():
     assert len(npo.__all__) == len(set(npo.__all__))
     directions = {name for name in npo.__all__ if f"scale_by_{name}" in npo.__all__}
-    assert set(npo.families()) == directions - {"normpre", "normpre_h"}
-    assert all(
-        factory is getattr(npo, name) for name, factory in npo.families().items()
-    )
-    npo.families().clear()
-    assert npo.families()
+    assert set(npo.optimizers()) == directions - {"normpre"}
+    assert next(iter(npo.optimizers())) == "normpre_h"
+    for name, found in npo.optimizers().items():
+        assert found.factory is getattr(npo, name)
+        assert found.direction is getattr(npo, f"scale_by_{name}")
+    npo.optimizers().clear()
+    assert npo.optimizers()
 
 
-@pytest.mark.parametrize("name", [*npo.families(), "normpre"])
+def test_the_former_registry_works_and_names_the_new_one():
+    with pytest.warns(DeprecationWarning, match=r"families\(\) is now optimizers\(\)"):
+        found = npo.families()
+    assert found == {
+        name: optimizer.factory
+        for name, optimizer in npo.optimizers().items()
+        if name != "normpre_h"
+    }
+
+
+@pytest.mark.parametrize("name", [*cases.ONE_RATE, "normpre"])
 def test_an_optimizer_has_the_options_of_its_direction_and_of_with_adamw(name):
     factory, direction = getattr(npo, name), getattr(npo, f"scale_by_{name}")
     own = arguments(direction, inspect.Parameter.KEYWORD_ONLY)

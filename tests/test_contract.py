@@ -24,7 +24,7 @@ from flax.core import FrozenDict
 import normpre_optax as npo
 from tests import cases, states
 
-every_family = pytest.mark.parametrize("name", npo.families())
+every_family = pytest.mark.parametrize("name", cases.ONE_RATE)
 representatives = pytest.mark.parametrize("name", cases.REPRESENTATIVES)
 
 
@@ -306,7 +306,7 @@ def test_hyperparameters_can_be_injected(name):
 @every_family
 def test_injected_schedules_keep_the_state_and_the_updates(name):
     tx, params = (
-        inject(npo.families()[name])(optax.linear_schedule(0.01, 0.0, 10)),
+        inject(cases.ONE_RATE[name])(optax.linear_schedule(0.01, 0.0, 10)),
         numbers(),
     )
     state = tx.init(params)
@@ -336,7 +336,7 @@ def test_a_traced_argument_that_must_be_static_is_named_with_the_fix(
 
 @every_family
 def test_dtypes_reach_the_products_and_the_momentum(name):
-    factory, params = npo.families()[name], numbers()["mlp"]["up"]
+    factory, params = cases.ONE_RATE[name], numbers()["mlp"]["up"]
     options = inspect.signature(factory).parameters
     for option in {"compute_dtype", "mu_dtype"} & options.keys():
         tx = factory(0.01, **{option: jnp.bfloat16})

@@ -52,7 +52,7 @@ def test_the_stub_is_current_and_has_every_public_name():
         for name in x.names
     }
     assert set(npo.__all__) <= functions.keys() | imported
-    assert {*npo.families(), "normpre", "normpre_h", "with_adamw"} <= functions.keys()
+    assert {*npo.optimizers(), "normpre", "with_adamw"} <= functions.keys()
     for name, function in functions.items():
         assert ast.get_docstring(function) == inspect.getdoc(getattr(npo, name)).strip()
 

@@ -4,7 +4,7 @@ and the list of relatives.
 
 Notebooks are copied to `docs/notebooks`, which git ignores, and listed. Reports begin
 with the command that made them instead of a heading, and get one from the name of their
-file. The API page of relatives lists all optimizers of `families()`.
+file. The API page of relatives lists all optimizers of `optimizers()`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def titled(name: str, text: str) -> str:
 
 def with_relatives(text: str) -> str:
     """Replace the two comments of the API page by directives for every optimizer of
-    `families()` but NormPre.
+    `optimizers()` but NormPre.
 
     Args:
         text: of the page.
@@ -88,9 +88,9 @@ def with_relatives(text: str) -> str:
     Returns:
         Its text with one `autofunction` per optimizer and per direction.
     """
-    from normpre_optax import families
+    from normpre_optax import optimizers
 
-    names = [name for name in families() if not name.startswith("normpre")]
+    names = [name for name in optimizers() if not name.startswith("normpre")]
     for comment, prefix in (
         (".. all relatives", ""),
         (".. all directions of relatives", "scale_by_"),

@@ -21,10 +21,9 @@ from normpre_optax import (
     decay_matrices_only,
     default_matrix_dims,
     explain,
-    families,
     learning_rate_by_length,  # noqa: F401  for configs.py
     multipliers_by_width,
-    normpre_h,
+    optimizers,
     with_adamw,
 )
 
@@ -47,13 +46,13 @@ def adamw(
 
 adamw.__signature__ = inspect.signature(with_adamw)  # pyright: ignore
 Factory = Callable[..., optax.GradientTransformationExtraArgs]
-OPTIMIZERS: dict[str, Factory] = {"adamw": adamw, "normpre_h": normpre_h, **families()}
+Update = Literal["orthogonal", "relative", "elementwise"] | None
+OPTIMIZERS: dict[str, Factory] = {"adamw": adamw}
 # How an optimizer's step depends on the shape, for ``multipliers_by_width``.
-UPDATES: dict[str, Literal["orthogonal", "relative", "elementwise"]] = {
-    "adamw": "elementwise",
-    **dict.fromkeys(("muon", "muoneq", "normpre_g", "normpre_l"), "orthogonal"),
-    "normuon": "relative",
-}
+UPDATES: dict[str, Update] = {"adamw": "elementwise"}
+for _name, _found in optimizers().items():
+    OPTIMIZERS[_name] = _found.factory
+    UPDATES[_name] = _found.update
 # Arguments of a factory that options of the program set.
 GIVEN = {
     "learning_rate",

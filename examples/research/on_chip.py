@@ -64,7 +64,7 @@ def numerics(options: Options) -> dict[str, Any]:
     import numpy as np
 
     from examples.research.optimizer_step import RATE
-    from normpre_optax import families, normpre_h
+    from normpre_optax import normpre_h, optimizers
 
     random = np.random.default_rng(0)
     shapes = {"up": (256, 640), "square": (256, 256), "down": (640, 256)}
@@ -85,11 +85,11 @@ def numerics(options: Options) -> dict[str, Any]:
 
     rows: dict[str, dict] = {}
     result = {"device": jax.devices()[0].device_kind, "rows": rows}
-    factories = {"normpre_h": functools.partial(normpre_h, adam_learning_rate=RATE)}
-    factories |= {
-        name: functools.partial(factory, weight_decay=0.0)
-        for name, factory in families().items()
+    factories = {
+        name: functools.partial(found.factory, weight_decay=0.0)
+        for name, found in optimizers().items()
     }
+    factories["normpre_h"] = functools.partial(normpre_h, adam_learning_rate=RATE)
     for name, factory in factories.items():
         with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
             truth = second_update(factory, np.float64)

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from examples.research import report
 from examples.research.shapes import MODELS, matrices
-from normpre_optax import families, normpre_h, normpre_l
+from normpre_optax import normpre_h, normpre_l, optimizers
 
 RATE = 1e-3
 BASELINE = "optax_muon"
@@ -63,7 +63,7 @@ KNOWN: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "adamw": functools.partial(optax.adamw, b2=0.95, weight_decay=0.1),
     BASELINE: functools.partial(optax.contrib.muon, weight_decay=0.1),
     "clean_muon": clean_muon,
-    **families(),
+    **{name: found.factory for name, found in optimizers().items()},
     "normpre_h": functools.partial(normpre_h, adam_learning_rate=1e-3),
     "normpre_l_products": functools.partial(normpre_l, method="products"),
     "normpre_l_quarter": functools.partial(normpre_l, **QUARTER),

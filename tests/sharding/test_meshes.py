@@ -18,7 +18,7 @@ from tests import cases
 
 SMALL = {"rank": 4, "oversample": 2}
 FACTORIES = {
-    **npo.families(),
+    **cases.ONE_RATE,
     "normpre_l": functools.partial(npo.normpre_l, **SMALL),
     "normpre_g-columns": functools.partial(npo.normpre_g, orientation="columns"),
     "normpre_l-exact": functools.partial(npo.normpre_l, rank=4, method="exact"),
@@ -181,7 +181,7 @@ def test_a_mesh_of_two_axes_needs_no_option(kind, name, layouts):
 
 
 @pytest.mark.every_platform
-@pytest.mark.parametrize("name", slow_but(*npo.families()))
+@pytest.mark.parametrize("name", slow_but(*cases.ONE_RATE))
 def test_a_shape_may_have_several_shardings_on_every_platform(name):
     """Traced only; what a platform stacks on one device differs from what it may stack
     on a mesh, also of size one.
