@@ -44,15 +44,10 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "algorithm": ({"optax"}, {"optimizer", "options", "stages"}),
     "recommended": ({"optax"}, {"optimizer", "options", "stages"}),
-<<<<<<< HEAD
-    "relatives": ({"optax"}, {"algorithm", "optimizer", "options", "stages"}),
-=======
     "relatives": (
         {"optax"},
         {"algorithm", "deprecation", "optimizer", "options", "recommended", "stages"},
     ),
-    "learning_rates": ({"jax", "optax"}, {"checks", "parameters", "relatives"}),
->>>>>>> a265200 (One registry of all optimizers: optimizers() instead of families(), which lacked normpre_h)
     "__init__": (
         set(),
         {
