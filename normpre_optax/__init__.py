@@ -21,7 +21,7 @@ from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.explain import explain
 from normpre_optax.parameters.rules import decay_matrices_only, default_matrix_dims
 from normpre_optax.relatives import REGISTRY, families, optimizers
-from normpre_optax.stages.base import direction, per_parameter
+from normpre_optax.stages.directions import direction, per_parameter
 from normpre_optax.stages.metric import with_metric
 from normpre_optax.stages.momentum import two_momenta
 from normpre_optax.stages.rows import (

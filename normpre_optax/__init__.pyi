@@ -27,8 +27,8 @@ from normpre_optax.parameters.rules import decay_matrices_only as decay_matrices
 from normpre_optax.parameters.rules import default_matrix_dims as default_matrix_dims
 from normpre_optax.relatives import families as families
 from normpre_optax.relatives import optimizers as optimizers
-from normpre_optax.stages.base import direction as direction
-from normpre_optax.stages.base import per_parameter as per_parameter
+from normpre_optax.stages.directions import direction as direction
+from normpre_optax.stages.directions import per_parameter as per_parameter
 from normpre_optax.stages.metric import with_metric as with_metric
 from normpre_optax.stages.momentum import two_momenta as two_momenta
 from normpre_optax.stages.rows import normalize_rows as normalize_rows

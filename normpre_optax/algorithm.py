@@ -22,10 +22,11 @@ import optax
 
 from normpre_optax.optimizer import complete
 from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
-from normpre_optax.stages.base import check_transformation, direction
+from normpre_optax.stages.directions import direction
 from normpre_optax.stages.rows import Orientation, Tangent, normalize_tangent
 from normpre_optax.stages.scale import scale_to_rms
 from normpre_optax.stages.spectral import precondition_globally, precondition_locally
+from normpre_optax.stages.stage import check_transformation
 
 
 @checked

@@ -22,7 +22,8 @@ from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.parameters.roles import row_norms_by_role
 from normpre_optax.parameters.rules import Assignment, assign
 from normpre_optax.parameters.tree import leaf_paths
-from normpre_optax.stages.base import CountState, init_count, map_matrices, stage
+from normpre_optax.stages.mapping import map_matrices
+from normpre_optax.stages.stage import CountState, init_count, stage
 
 _ADAMS = 5e-3  # a lower peak looks like AdamW's learning rate
 

@@ -22,13 +22,14 @@ from normpre_optax.hyperball import (
     row_norms_of,
     warn_of_an_unusual_rate,
 )
+from normpre_optax.linalg.products import at_least_float32
 from normpre_optax.options import Number, checked
 from normpre_optax.parameters.broadcast import numbers, whole_tree
 from normpre_optax.parameters.cautions import cautions
 from normpre_optax.parameters.rules import Assignment, assign
 from normpre_optax.parameters.tree import is_box, leaves
 from normpre_optax.sharding.placement import place_state, sharded_like, specs_from
-from normpre_optax.stages.base import INIT_DIMS, at_least_float32
+from normpre_optax.stages.stage import CompleteOptimizer, refuse_complete_optimizer
 
 ARGUMENTS = (
     "Arguments are update(grads, state, params), in Equinox with eqx.filter(model,"
@@ -204,11 +205,6 @@ def with_adamw(
         return assign(params, matrix_dims)
 
     def init(params):
-        if INIT_DIMS.get(None) is not None:
-            raise TypeError(
-                "a complete optimizer cannot be a stage: pass its direction, such as"
-                " scale_by_muon()"
-            )
         found = groups(params)
         for caution in cautions(
             found, params, norm_control == "hyperball" and row_norms is None
@@ -223,6 +219,8 @@ def with_adamw(
         return place_state(tx, state, weights)
 
     def update(updates, state, params=None, **extra_args):
+        if "matrix_dims" in extra_args:  # from a direction, through a wrapper of optax
+            refuse_complete_optimizer()
         if params is None:
             raise ValueError(f"this optimizer needs the parameters: {PASS_PARAMS}")
         updates = _like("gradients", updates, params, ARGUMENTS)
@@ -245,7 +243,7 @@ def with_adamw(
             state,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return CompleteOptimizer(init, update)
 
 
 # Sections of a complete optimizer's docstring, from the name and the text of its

@@ -20,7 +20,7 @@ import pytest
 import normpre_optax as npo
 from normpre_optax.linalg import sketch
 from normpre_optax.linalg.platforms import on
-from normpre_optax.stages import base
+from normpre_optax.stages import tpu_groups
 from tests import cases, reference
 from tests.cases import EPS32, EPS64
 
@@ -292,10 +292,10 @@ def test_shares_and_thresholds_reach_the_spectral_stage(method, rank, level):
 def test_groups_on_a_tpu_change_neither_updates_nor_state(monkeypatch, name):
     params, found = cases.to_layout(cases.weights()), []
     for limit in (
-        base.GROUP_BYTES,
+        tpu_groups.GROUP_BYTES,
         300,
     ):  # all at once; one or two parameters at a time
-        monkeypatch.setattr(base, "GROUP_BYTES", limit)
+        monkeypatch.setattr(tpu_groups, "GROUP_BYTES", limit)
         tx = cases.make(
             name, 0.1, matrix_dims=cases.DIMS
         )  # jax traces one function once

@@ -31,8 +31,9 @@ from normpre_optax.linalg.rows import tangent_rows, unit_rows
 from normpre_optax.optimizer import complete
 from normpre_optax.options import checked
 from normpre_optax.parameters.dims import from_matrices, to_matrices
-from normpre_optax.stages.base import CountState, init_count, map_matrices
+from normpre_optax.stages.mapping import map_matrices
 from normpre_optax.stages.rows import Tangent
+from normpre_optax.stages.stage import CountState, init_count
 
 Alternating = Literal["alternating"]
 

@@ -31,7 +31,7 @@ from normpre_optax.parameters.dims import (
     split_axes,
     to_matrices,
 )
-from normpre_optax.stages.base import assigned
+from normpre_optax.stages.stage import assigned
 
 Sides = Literal["both", "before", "after"]
 Statistic = Literal["gradient", "momentum", "residual"]
@@ -181,10 +181,11 @@ def _frozen(metric: Any, after: int) -> optax.GradientTransformationExtraArgs:
         )
         return new, CountedState(state.count + 1, kept)
 
-    return optax.GradientTransformationExtraArgs(
-        lambda params: CountedState(jnp.zeros((), jnp.int32), metric.init(params)),
-        update,
-    )
+    def init(params, *, matrix_dims=None):  # those of the direction
+        inner = metric.init(params, matrix_dims=matrix_dims)
+        return CountedState(jnp.zeros((), jnp.int32), inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _measured(
@@ -194,8 +195,9 @@ def _measured(
     less its fast average.
     """
 
-    def init(params):
-        return CountedState(optax.ema(decay).init(params), metric.init(params))
+    def init(params, *, matrix_dims=None):  # those of the direction
+        inner = metric.init(params, matrix_dims=matrix_dims)
+        return CountedState(optax.ema(decay).init(params), inner)
 
     def update(updates, state, params=None, *, gradients: Any = None, **extra):
         average, ema = optax.ema(decay).update(gradients, state.count)

@@ -58,6 +58,22 @@ def join(
     return stacks, places
 
 
+def separate(stacks: Sequence[Any], places: Sequence[tuple[int, int]]) -> list[Any]:
+    """Invert ``join``: return the tree at each place.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from normpre_optax.linalg.batches import join, separate
+        >>> [float(x) for x in separate(*join([jnp.ones(()), jnp.zeros(())], "aa"))]
+        [1.0, 0.0]
+    """
+    return [_at(stacks[number], index) for number, index in places]
+
+
+def _at(stack: Any, index: int) -> Any:
+    return jax.tree.map(lambda x: x[index], stack)
+
+
 def solve_together(
     f: Callable, problems: Sequence[tuple[jax.Array, ...]], stacked: Stacked = jax.vmap
 ) -> list[Any]:

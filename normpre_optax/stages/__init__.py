@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages: optax transformations on parameter trees, in the parameters' own layout."""
 
-from normpre_optax.stages.base import direction, per_parameter
+from normpre_optax.stages.directions import direction, per_parameter
 from normpre_optax.stages.metric import with_metric
 from normpre_optax.stages.momentum import two_momenta
 from normpre_optax.stages.rows import (

@@ -29,7 +29,8 @@ from normpre_optax.parameters.dims import (
 from normpre_optax.sharding.auto import in_auto_axes, over_devices, solve_shared
 from normpre_optax.sharding.exchange import exchange
 from normpre_optax.sharding.placement import axes_in_use, mesh_of, spec_of
-from normpre_optax.stages.base import CountState, init_count, split_blocks
+from normpre_optax.stages.blocks import split_blocks
+from normpre_optax.stages.stage import CountState, init_count, init_empty
 
 
 @jax.tree_util.register_dataclass
@@ -121,7 +122,7 @@ def spectral(
         )
 
     return optax.GradientTransformationExtraArgs(
-        init_count if f.draws else lambda params: optax.EmptyState(), update
+        init_count if f.draws else init_empty, update
     )
 
 
@@ -254,7 +255,7 @@ WAYS: tuple[
     ],
     ...,
 ] = (
-    # One TPU: no stacks, so that a matrix stays on the chip (see ``base.in_groups``).
+    # One TPU: no stacks, so that a matrix stays on the chip (see ``tpu_groups``).
     # An owner has those that arrived.
     (lambda job: job.mesh is None and platform() == "tpu", _unstacked),
     # One GPU: one stack per shape, because it pays for every kernel. One CPU: a loop

@@ -14,12 +14,13 @@ from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
 from normpre_optax.parameters.rules import Assignment
 from normpre_optax.parameters.tree import is_box
 from normpre_optax.sharding.placement import replicated, spec_of
-from normpre_optax.stages.base import (
-    Block,
+from normpre_optax.stages.blocks import Block
+from normpre_optax.stages.mapping import by_shape, map_matrices
+from normpre_optax.stages.stage import (
     assigned,
-    by_shape,
+    check_state_axes,
     check_transformation,
-    map_matrices,
+    init_stage,
 )
 
 
@@ -107,11 +108,10 @@ def with_metric(
             )
         return u
 
-    def init(params):
-        rows, columns = mean_squares(
-            optax.tree.zeros_like(params), assigned(params, None, matrix_dims)
-        )
-        return MetricState(rows, columns, inner.init(params))
+    def init(params, *, matrix_dims=matrix_dims):
+        found = assigned(params, None, matrix_dims)
+        rows, columns = mean_squares(optax.tree.zeros_like(params), found)
+        return MetricState(rows, columns, init_stage(inner, params, found))
 
     def update(
         updates,
@@ -124,6 +124,7 @@ def with_metric(
     ):
         def run(updates, state, params, gradients):
             dims = assigned(updates, params, matrix_dims)
+            check_state_axes(state.rows, updates, dims)
 
             def within_metric(u):
                 return map_matrices(scaled, u, params, dims, *state[:2], stacked=True)

@@ -16,13 +16,9 @@ from normpre_optax.linalg.batches import grouped
 from normpre_optax.linalg.platforms import platform
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.sharding.placement import mesh_of
-from normpre_optax.stages.base import (
-    CountState,
-    init_count,
-    per_parameter,
-    split_blocks,
-    stage,
-)
+from normpre_optax.stages.blocks import split_blocks
+from normpre_optax.stages.directions import per_parameter
+from normpre_optax.stages.stage import CountState, init_count, stage
 
 Tangent = Literal["relaxed", "strict", "none"]
 Orientation = Literal["alternating", "rows", "columns", "both"]

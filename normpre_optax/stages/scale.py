@@ -14,8 +14,10 @@ import optax
 from normpre_optax.checks import check_function, check_numbers
 from normpre_optax.linalg.products import inverse_norm, inverse_root
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, split_axes
-from normpre_optax.stages.base import assigned, map_matrices, per_parameter, stage
+from normpre_optax.stages.directions import per_parameter
+from normpre_optax.stages.mapping import map_matrices
 from normpre_optax.stages.metric import average, mean_squares
+from normpre_optax.stages.stage import assigned, check_state_axes, stage
 
 
 def moonlight_scale(m: int, n: int) -> float:
@@ -144,12 +146,10 @@ def scale_by_row_moment(
     """
     check_numbers(b2=b2, eps=eps)
 
-    def init(params):
-        return RowMomentState(
-            mean_squares(
-                optax.tree.zeros_like(params), assigned(params, None, matrix_dims)
-            )[0]
-        )
+    def init(params, *, matrix_dims=matrix_dims):
+        found = assigned(params, None, matrix_dims)
+        moment, _ = mean_squares(optax.tree.zeros_like(params), found)
+        return RowMomentState(moment)
 
     def scaled(o: jax.Array, w: Any, dims: MatrixDims, moment: jax.Array) -> jax.Array:
         _, outputs, inputs = split_axes(o.ndim, dims)
@@ -161,9 +161,10 @@ def scale_by_row_moment(
 
     def step(updates, state, params, matrix_dims):
         found = assigned(updates, params, matrix_dims)
-        moment = average(state.moment, mean_squares(updates, found)[0], b2)
-        return map_matrices(scaled, updates, params, found, moment), RowMomentState(
-            moment
-        )
+        check_state_axes(state.moment, updates, found)
+        new_moment, _ = mean_squares(updates, found)
+        moment = average(state.moment, new_moment, b2)
+        new = map_matrices(scaled, updates, params, found, moment)
+        return new, RowMomentState(moment)
 
     return stage(step, init, matrix_dims)

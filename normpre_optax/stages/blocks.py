@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters split into their output blocks, and put together again."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from normpre_optax.linalg.products import at_least_float32
+from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
+from normpre_optax.sharding.placement import (
+    sharded_like,
+    spec_of,
+    unsharded,
+    without_axis,
+)
+from normpre_optax.stages.stage import assigned
+
+
+class Block(NamedTuple):
+    """A parameter, or one of its output blocks, in at least float32."""
+
+    name: str
+    dims: MatrixDims
+    sharding: PartitionSpec | None  # None is unknown
+    u: jax.Array
+    w: jax.Array | None
+    rest: Sequence[Any]  # arrays and numbers of further trees
+
+
+def split_blocks(
+    updates: Any, params: Any, matrix_dims: Any, *trees: Any
+) -> tuple[list[Block], Callable[[list[jax.Array]], Any]]:
+    """Split a tree of updates into blocks.
+
+    Args:
+        updates: tree of the updates.
+        params: tree of the parameters, or None.
+        matrix_dims: which axes are inputs and outputs.
+        *trees: trees with a leaf for every update; these leaves are split too.
+
+    Returns:
+        The blocks, and the function that builds the tree of new updates from one array
+        per block.
+    """
+    specs = list(assigned(updates, params, matrix_dims).values())
+    leaves, treedef = jax.tree.flatten(updates)
+    weights = [None] * len(leaves) if params is None else jax.tree.leaves(params)
+    others = [jax.tree.leaves(tree) for tree in trees]
+    blocks: list[Block] = []
+    counts = []
+    for spec, u, w, *rest in zip(specs, leaves, weights, *others, strict=True):
+        sharding = spec_of(u, spec.sharding)
+        new = _blocks_of_parameter(spec.path, spec.dims, sharding, u, w, rest)
+        blocks += new
+        counts.append(len(new))
+
+    def rebuilt(new: list[jax.Array]) -> Any:
+        arrays = iter(new)
+        out = []
+        for spec, u, count in zip(specs, leaves, counts, strict=True):
+            parts = [next(arrays) for _ in range(count)]
+            out.append(_joined(parts, u, spec.dims).astype(u.dtype))
+        return treedef.unflatten(out)
+
+    return blocks, rebuilt
+
+
+def _blocks_of_parameter(
+    path: str,
+    dims: MatrixDims,
+    sharding: PartitionSpec | None,
+    u: jax.Array,
+    w: jax.Array | None,
+    rest: Sequence[Any],
+) -> list[Block]:
+    """Return one block per output block of a parameter."""
+    places = blocks_of(u.shape, dims)
+    if len(places) > 1 and sharding is not None:
+        # `_split` gathers the axis that is split.
+        sharding = without_axis(sharding, _first_output(u, dims))
+    parts = [_split(x, dims, places) for x in (u, w, *rest)]
+    blocks = []
+    for i, (_, own_dims, _) in enumerate(places):
+        name = path if len(places) == 1 else f"{path}/{i}"
+        own_u, own_w, *own_rest = [split[i] for split in parts]
+        blocks.append(Block(name, own_dims, sharding, own_u, own_w, own_rest))
+    return blocks
+
+
+def _first_output(x: jax.Array, dims: MatrixDims) -> int:
+    """Return the first output axis, along which blocks are split."""
+    _, outputs, _ = split_axes(x.ndim, dims)
+    return outputs[0]
+
+
+def _split(x: Any, dims: MatrixDims, places: list) -> list[Any]:
+    """Split an array with the outputs of a parameter into blocks; repeat a number."""
+    if x is None or jnp.ndim(x) == 0:
+        return [x] * len(places)
+    x = at_least_float32(x)
+    if len(places) == 1:
+        return [x]
+    axis = _first_output(x, dims)
+    if x.shape[axis] == len(places):  # one entry per block
+        return jnp.split(x, len(places), axis)
+    x = unsharded(x, axis)
+    return [jax.lax.slice_in_dim(x, at.start, at.stop, axis=axis) for at, *_ in places]
+
+
+def _joined(parts: list[jax.Array], u: jax.Array, dims: MatrixDims) -> jax.Array:
+    """Return the blocks of a parameter as one array, sharded like its update."""
+    if len(parts) == 1:
+        return parts[0]
+    return sharded_like(jnp.concatenate(parts, _first_output(u, dims)), u)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Update one group of parameters after the other, on one TPU.
+
+In one graph of many matrices, XLA for TPU reads them from main memory inside the
+products, and the sketch keeps every ``Psi`` alive. Groups of what fits on the chip, one
+after the other, avoid both.
+"""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import optax
+
+from normpre_optax.linalg.platforms import platform
+from normpre_optax.linalg.products import at_least_float32
+from normpre_optax.sharding.placement import mesh_of
+
+# Of parameters that a TPU computes together: what its vector memory holds.
+GROUP_BYTES = 96 * 2**20
+
+
+def update_in_groups(
+    chain: optax.GradientTransformationExtraArgs,
+    extra_args: dict[str, Any],
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+) -> tuple[optax.Updates, optax.OptState]:
+    """Return the chain's new updates and state, computed in at least float32.
+
+    On one TPU, they are computed for one group of parameters after the other.
+    """
+    updates = jax.tree.map(at_least_float32, updates)
+    params = jax.tree.map(at_least_float32, params)
+    groups = _groups(updates)
+    if (
+        len(groups) > 1
+        and platform() == "tpu"
+        and mesh_of(updates) is None
+        and params is not None
+    ):
+        return _one_group_after_the_other(
+            chain, extra_args, groups, updates, state, params
+        )
+    # Inside another direction, `gradients` are those of that one.
+    extra_args = {"gradients": updates} | extra_args
+    return chain.update(updates, state, params, **extra_args)
+
+
+def _groups(updates: optax.Updates) -> list[list[bool]]:
+    """Return for each group which leaves are in it; a leaf is where it starts."""
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(updates)]
+    starts = list(itertools.accumulate(sizes, initial=0))[:-1]
+    numbers = [start // GROUP_BYTES for start in starts]
+    return [[number == own for own in numbers] for number in dict.fromkeys(numbers)]
+
+
+def _one_group_after_the_other(
+    chain: optax.GradientTransformationExtraArgs,
+    extra_args: dict[str, Any],
+    groups: list[list[bool]],
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+) -> tuple[optax.Updates, optax.OptState]:
+    new_updates: dict[Any, Any] = {}  # by path in the tree
+    new_state: dict[Any, Any] = dict(jax.tree.leaves_with_path(state))
+    previous = None
+    for members in groups:
+        only = functools.partial(_masked, members)
+        own_state = optax.tree.map_params(chain, only, state, is_leaf=lambda _: True)
+        own = only(updates), only(params)
+        if previous is not None:  # after the group before
+            own, _ = jax.lax.optimization_barrier((own, previous))
+        own_updates, own_params = own
+        extra_args = extra_args | {"gradients": own_updates}
+        previous, own_state = chain.update(
+            own_updates, own_state, own_params, **extra_args
+        )
+        new_updates |= dict(jax.tree.leaves_with_path(previous))
+        new_state |= dict(jax.tree.leaves_with_path(own_state))
+    in_order = [new_updates[path] for path, _ in jax.tree.leaves_with_path(updates)]
+    return (
+        jax.tree.structure(updates).unflatten(in_order),
+        jax.tree.structure(state).unflatten(new_state.values()),
+    )
+
+
+def _masked(members: list[bool], tree: Any) -> Any:
+    """Return a tree like the parameters with those outside of the group masked."""
+    leaves, treedef = jax.tree.flatten(tree)
+    kept = []
+    for x, is_member in zip(leaves, members, strict=True):
+        kept.append(x if is_member else optax.MaskedNode())
+    return treedef.unflatten(kept)
