@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site: `python -m sphinx -W --keep-going -b html docs docs/_build/html`. Nothing
-is fetched while it is built.
+"""The site: `python -m sphinx -W --keep-going -b html docs docs/_build/html`.
+
+Nothing is fetched while it is built.
 """
 
 import sys
