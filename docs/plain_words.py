@@ -79,9 +79,10 @@ def prose(text: str) -> list[str]:
 
     Code, tables, headings and pictures are left out; a link is its text.
     """
-    lines = []
-    for line in CODE.sub("", text).splitlines():
-        lines.append("" if NO_PROSE.match(line) else line)
+    lines = CODE.sub("", text).splitlines()
+    for i, line in enumerate(lines):
+        if NO_PROSE.match(line):
+            lines[i] = ""
     blocks = BETWEEN_BLOCKS.split("\n".join(lines))
     plain = [CODE_OR_LINK.sub(words_of, block) for block in blocks if block.strip()]
     return [" ".join(block.split()) for block in plain]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation: its code runs, its links and names exist, and the checks of the
-site find what they should.
+"""The documentation: its code runs, and its links and names exist.
+
+The checks of the site find what they should.
 """
 
 import importlib.util
@@ -59,11 +60,10 @@ def test_the_pages_code_runs(page, capsys):
         said = capsys.readouterr().out
         # Comments after all prints of a block say what they print.
         comments = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
+        prints = re.findall(r"^print\(", code, re.MULTILINE)
         if text:
             assert said == text
-        elif comments and len(comments) == len(
-            re.findall(r"^print\(", code, re.MULTILINE)
-        ):
+        elif comments and len(comments) == len(prints):
             assert said.splitlines() == comments
 
 
@@ -73,26 +73,22 @@ def test_what_the_pages_link_and_name_exists():
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         links = re.findall(r"\]\(([^)#\s]+)(?:#[\w.-]*)?\)", text)
-        assert not [
-            x
-            for x in links
-            if not re.match(r"\w+:", x) and not (page.parent / x).exists()
-        ], page
-        for file, test in re.findall(
-            r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()
-        ):
+        relative = [link for link in links if not re.match(r"\w+:", link)]
+        missing = [link for link in relative if not (page.parent / link).exists()]
+        assert not missing, page
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text())
+        for file, test in named:
             assert (ROOT / file).exists(), (page.name, file)
-            assert not test or f"def {test}(" in (ROOT / file).read_text(), (
-                page.name,
-                test,
-            )
+            source = (ROOT / file).read_text()
+            assert not test or f"def {test}(" in source, (page.name, test)
 
 
 RECOMMENDING = [
     ROOT / "README.md",
-    *(DOCS / f"{name}.md" for name in ("index", "get_started", "choosing", "moving")),
-]
-RECOMMENDING += [
+    DOCS / "index.md",
+    DOCS / "get_started.md",
+    DOCS / "choosing.md",
+    DOCS / "moving.md",
     DOCS / "frameworks.md",
     ROOT / "examples/quickstart.py",
     ROOT / "examples/notebooks/nnx_switch.ipynb",
@@ -100,8 +96,9 @@ RECOMMENDING += [
 
 
 def test_every_page_recommends_the_same_optimizer_first():
-    """And its learning rate by the number of steps; the schedules of toys peak at 1e-2
-    or 1.6e-2.
+    """And its learning rate by the number of steps.
+
+    The schedules of toys peak at 1e-2 or 1.6e-2.
     """
     called = re.compile(rf"\b({'|'.join(npo.optimizers())})\(")
     for page in RECOMMENDING:
@@ -119,28 +116,24 @@ def test_the_version_is_the_same_everywhere():
         DOCS / "changelog.md": r"^## ([\d.]+) \(",  # the newest entry is the first
     }
     for path, pattern in versions.items():
-        assert (
-            re.search(pattern, path.read_text(), re.MULTILINE)[1] == npo.__version__
-        ), path
+        found = re.search(pattern, path.read_text(), re.MULTILINE)
+        assert found[1] == npo.__version__, path
 
 
 def test_every_argument_of_optaxs_muon_has_a_place_here():
-    """In the tables of moving.md: each in one row, next to options of this package's
-    Muon, or none.
+    """In the tables of moving.md, each in one row.
+
+    It is next to options of this package's Muon, or none.
     """
-    section = (
-        (DOCS / "moving.md")
-        .read_text()
-        .partition("## From optax's Muon\n")[2]
-        .partition("\n## ")[0]
-    )
-    rows = [
-        line.split(" | ") for line in section.splitlines() if line.startswith("| `")
-    ]
-    theirs, ours = (
-        [x for row in rows for x in re.findall(r"`(\w+)=", row[column])]
-        for column in (0, 1)
-    )
+    page = (DOCS / "moving.md").read_text()
+    _, _, after = page.partition("## From optax's Muon\n")
+    section, _, _ = after.partition("\n## ")
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    rows = [line.split(" | ") for line in lines]
+    theirs, ours = [], []
+    for row in rows:
+        theirs += re.findall(r"`(\w+)=", row[0])
+        ours += re.findall(r"`(\w+)=", row[1])
     assert sorted(theirs) == sorted(inspect.signature(optax.contrib.muon).parameters)
     assert ours
     assert set(ours) <= inspect.signature(npo.muon).parameters.keys()
@@ -183,21 +176,20 @@ def test_an_undocumented_name_is_a_problem(more, expected, tmp_path, monkeypatch
     (tmp_path / "face.py").write_text(DOCUMENTED + more)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "face", raising=False)
-    module, check = importlib.import_module("face"), load("_ext/public_names")
+    module = importlib.import_module("face")
+    check = load("_ext/public_names")
     listed = [f"face.{name}" for name in check.public_names(module)]
     assert list(check.problems(module, listed)) == expected
     without = [name for name in listed if name != "face.told"]
-    assert sorted(check.problems(module, without)) == sorted(
-        [*expected, "the public name face.told stands on no page"]
-    )
+    unlisted = "the public name face.told stands on no page"
+    assert sorted(check.problems(module, without)) == sorted([*expected, unlisted])
 
 
 def test_the_library_documents_its_public_names():
     check = load("_ext/public_names")
     assert check.public_names(npo) == list(npo.__all__)
-    assert not list(
-        check.problems(npo, [f"normpre_optax.{name}" for name in npo.__all__])
-    )
+    listed = [f"normpre_optax.{name}" for name in npo.__all__]
+    assert not list(check.problems(npo, listed))
 
 
 # Generated pages.
@@ -205,7 +197,8 @@ def test_the_library_documents_its_public_names():
 
 def test_notebooks_are_copied_and_listed(tmp_path):
     pages = load("_ext/pages")
-    source, target = tmp_path / "notebooks", tmp_path / "docs" / "notebooks"
+    source = tmp_path / "notebooks"
+    target = tmp_path / "docs" / "notebooks"
     target.parent.mkdir()
 
     def index():
@@ -221,17 +214,16 @@ def test_notebooks_are_copied_and_listed(tmp_path):
     (source / "zebra.ipynb").unlink()
     assert "zebra" not in index()
     assert not (target / "zebra.ipynb").exists()
-    assert (
-        pages.titled("results/small_eigh", "`command`\n")
-        == "# small eigh\n\n`command`\n"
-    )
-    assert pages.titled("results/nano/README", "# Comparison\n") == "# Comparison\n"
+    titled = pages.titled("results/small_eigh", "`command`\n")
+    assert titled == "# small eigh\n\n`command`\n"
+    titled = pages.titled("results/nano/README", "# Comparison\n")
+    assert titled == "# Comparison\n"
 
 
 # Measured results.
 
 CITING = """
-AdamW ends at 1.6496 and Muon at 1.4514, 0.198 ahead ([report](results/r.md)). This is in `code 8.888`.
+AdamW ends at 1.6496, Muon at 1.4514, 0.198 ahead ([report](results/r.md)). `code 8.888`
 
 | optimizer | loss |
 |---|---|
@@ -246,27 +238,25 @@ REPORT = (
 
 
 def test_a_number_that_no_cited_report_has_is_found(tmp_path):
-    """Any changed digit is a problem, at its line; text without a report, and code, are
-    not checked.
+    """Any changed digit is a problem, at its line.
+
+    Text without a report, and code, are not checked.
     """
-    check, page = load("figures_in_text"), tmp_path / "page.md"
+    check = load("figures_in_text")
+    page = tmp_path / "page.md"
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "r.md").write_text(REPORT)
     page.write_text(CITING)
     assert check.problems(page) == []
     for right, wrong, line in (
-        *(
-            ("This", "9.9999", 2),
-            ("1.6496", "1.6469", 2),
-            ("1.4514", "1.4515", 2),
-            ("0.198", "0.197", 2),
-        ),
-        *(
-            ("1.65", "1.66", 4),
-            ("0.0068", "0.0069", 4),
-            ("2.5e-6", "2.6e-6", 9),
-            ("1,234.5", "1,234.6", 9),
-        ),
+        ("ahead", "9.9999", 2),
+        ("1.6496", "1.6469", 2),
+        ("1.4514", "1.4515", 2),
+        ("0.198", "0.197", 2),
+        ("1.65", "1.66", 4),
+        ("0.0068", "0.0069", 4),
+        ("2.5e-6", "2.6e-6", 9),
+        ("1,234.5", "1,234.6", 9),
         ("2,178", "2,179", 9),
     ):
         page.write_text(CITING.replace(right, wrong))
@@ -280,12 +270,48 @@ def test_the_numbers_on_the_pages_are_in_the_reports_that_they_cite(capsys):
 
 
 def test_the_index_lists_every_report():
-    listed = re.findall(
-        r"^\| \[[^\]]*\]\(([^)]+)\)",
-        (DOCS / "results" / "index.md").read_text(),
-        re.MULTILINE,
-    )
-    reports = {
-        str(path.relative_to(DOCS / "results")) for path in DOCS.glob("results/**/*.md")
-    } - {"index.md"}
-    assert sorted(listed) == sorted(reports)
+    folder = DOCS / "results"
+    index = (folder / "index.md").read_text()
+    listed = re.findall(r"^\| \[[^\]]*\]\(([^)]+)\)", index, re.MULTILINE)
+    reports = {str(path.relative_to(folder)) for path in folder.glob("**/*.md")}
+    assert sorted(listed) == sorted(reports - {"index.md"})
+
+
+# The address of the repository, and advice.
+
+
+def test_every_place_with_the_placeholder_of_the_address_is_listed(tmp_path):
+    check = load("placeholders")
+    (tmp_path / "docs").mkdir()
+    for name in check.SEARCHED:
+        path = tmp_path / name
+        if path.suffix:
+            path.touch()
+    assert check.places(tmp_path) == []
+    line = f"see https://{check.PLACEHOLDER}/normpre_optax"
+    (tmp_path / "docs" / "page.md").write_text(f"# Page\n\n{line}\n")
+    assert check.places(tmp_path) == [f"docs/page.md:3: {line}"]
+
+
+def test_the_address_of_the_repository_is_the_same_everywhere():
+    """Every address of this repository, and the name of its authors."""
+    authors = "The normpre_optax authors"
+    assert f'name = "{authors}"' in (ROOT / "pyproject.toml").read_text()
+    assert f'name: "{authors}"' in (DOCS / "CITATION.cff").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    (address,) = set(re.findall(r'"https://(github\.com/\w+/normpre_optax)', project))
+    for file in load("placeholders").files(ROOT):
+        found = re.findall(r"github\.com/\w+/normpre_optax", file.read_text())
+        assert set(found) <= {address}, file
+
+
+def test_advice_on_words_never_fails(capsys):
+    """It prints what exceeds a guideline, and leaves the decision to the author."""
+    advice = load("plain_words")
+    advice.main()
+    assert "get_started" in capsys.readouterr().out
+    long = "word " * 36 + "end. It travels over the mesh.\n"
+    found = advice.advice("page", long, is_guide=True)
+    assert len(found) == 2
+    assert "37 words in a sentence" in found[0]
+    assert "'travels': write is communicated" in found[1]
