@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by several test modules: the optimizers under test, small parameter trees,
-compiled updates.
+"""Shared by several test modules.
+
+The optimizers under test, small parameter trees, and compiled updates.
 """
 
 import functools
@@ -129,62 +130,68 @@ def from_layout(params):
 
 
 def each_matrix(f, *trees):
-    """f of (name, batch index, matrix of every tree): a dict of the same shapes, built
-    matrix by matrix.
+    """f of (name, batch index, matrix of every tree), matrix by matrix.
+
+    Returns a dict of the same shapes.
     """
 
-    def one(name, x):
+    def of_one(name, index):
+        return f(name, index, *(tree[name][index] for tree in trees))
+
+    def of_leaf(name, x):
         if x.ndim == 2:
             return f(name, 0, *(tree[name] for tree in trees))
-        return np.stack(
-            [f(name, i, *(tree[name][i] for tree in trees)) for i in range(len(x))]
-        )
+        return np.stack([of_one(name, index) for index in range(len(x))])
 
-    return {name: one(name, x) for name, x in trees[0].items()}
+    return {name: of_leaf(name, x) for name, x in trees[0].items()}
 
 
 def weights(seed=0, shapes=SHAPES):
-    """Gaussian matrices (..., out, in) with row norms from 0.3 to 1.7: both signs of
-    the relaxed tangent's factor.
+    """Gaussian matrices (..., out, in) with row norms from 0.3 to 1.7.
+
+    So both signs of the relaxed tangent's factor occur.
     """
     random = np.random.default_rng(seed)
 
     def one(shape):
         x = random.standard_normal(shape)
         x /= np.linalg.norm(x, axis=-1, keepdims=True)
-        return (x * np.linspace(0.3, 1.7, shape[-2])[:, None]).astype(np.float32)
+        norms = np.linspace(0.3, 1.7, shape[-2])[:, None]
+        return (x * norms).astype(np.float32)
 
     return {name: one(shape) for name, shape in shapes.items()}
 
 
 def gradients(steps, seed=1, shapes=SHAPES):
-    """Gradients (..., out, in), step by step: noise around a drift, with rows of quite
-    different norms.
+    """Gradients (..., out, in), step by step.
+
+    They are noise around a drift, with rows of quite different norms.
     """
     random = np.random.default_rng(seed)
     drift = {name: random.standard_normal(shape) for name, shape in shapes.items()}
-    size = {
-        name: np.exp(random.standard_normal((*shape[:-1], 1)))
-        for name, shape in shapes.items()
-    }
+    size = {}
+    for name, shape in shapes.items():
+        size[name] = np.exp(random.standard_normal((*shape[:-1], 1)))
 
     def one(name, shape):
-        return (
-            size[name] * (0.3 * drift[name] + random.standard_normal(shape))
-        ).astype(np.float32)
+        x = 0.3 * drift[name] + random.standard_normal(shape)
+        return (size[name] * x).astype(np.float32)
 
-    return [
-        {name: one(name, shape) for name, shape in shapes.items()} for _ in range(steps)
-    ]
+    def step():
+        return {name: one(name, shape) for name, shape in shapes.items()}
+
+    return [step() for _ in range(steps)]
 
 
 @functools.cache
 def omega(seed, step, path, index, shape, width):
-    """Omega (larger dimension, l) of a matrix of this (out, in) shape, from the
-    library's draws, in float64.
+    """Omega (larger dimension, l) of a matrix of this (out, in) shape, in float64.
+
+    It has the library's draws.
     """
     ids = sketch.matrix_ids(path, (index + 1,))[index]
-    drawn = sketch.draws(seed, step, jnp.asarray(ids), (min(*shape, width), max(shape)))
+    size = (min(*shape, width), max(shape))
+    drawn = sketch.draws(seed, step, jnp.asarray(ids), size)
     return np.asarray(drawn, np.float64).T
 
 
@@ -260,22 +267,25 @@ def assert_same_path(got, expected, tolerance):
 
 
 def package_calls(f):
-    """(code, depth) of every named function of the package that f enters; a depth
-    counts such functions.
+    """(code, depth) of every named function of the package that f enters.
+
+    A depth counts such functions.
     """
-    package, entered, depth = os.path.dirname(npo.__file__), [], 0
+    package = os.path.dirname(npo.__file__)
+    entered = []
+    depth = 0
 
     def profile(frame, event, _):
         nonlocal depth
         code = frame.f_code
-        if (
-            event in ("call", "return")
-            and code.co_filename.startswith(package)
-            and code.co_name[0] != "<"
-        ):
-            depth += 1 if event == "call" else -1
-            if event == "call":
-                entered.append((code, depth))
+        is_lambda = code.co_name[0] == "<"
+        if is_lambda or not code.co_filename.startswith(package):
+            return
+        if event == "call":
+            depth += 1
+            entered.append((code, depth))
+        elif event == "return":
+            depth -= 1
 
     sys.setprofile(profile)
     try:

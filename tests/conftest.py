@@ -27,13 +27,11 @@ flags = {
     "backend_optimization_level": 0,
     "cpu_parallel_codegen_split_count": 1,
 }
-flags |= (
-    {"cpu_use_fusion_emitters": "false"} if version("jaxlib") < "0.11" else {}
-)  # later versions do not know it
+if version("jaxlib") < "0.11":  # later versions do not know it
+    flags["cpu_use_fusion_emitters"] = "false"
 given = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = " ".join(
-    [given, *(f"--xla_{flag}={x}" for flag, x in flags.items() if flag not in given)]
-)
+added = [f"--xla_{flag}={x}" for flag, x in flags.items() if flag not in given]
+os.environ["XLA_FLAGS"] = " ".join([given, *added])
 
 import jax
 import pytest
@@ -49,9 +47,8 @@ gc.set_threshold(100_000, 10, 10)
 # be repeated.
 calm = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("normpre", max_examples=20, derandomize=True, **calm)
-settings.register_profile(
-    "thorough", max_examples=1000, **calm
-)  # pytest --hypothesis-profile=thorough
+# pytest --hypothesis-profile=thorough
+settings.register_profile("thorough", max_examples=1000, **calm)
 settings.load_profile("normpre")
 
 
@@ -66,10 +63,10 @@ _forgotten = [time.monotonic()]
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs():
-    """Drop compiled programs after a module: a run that keeps all needs 6 GB and all
-    memory mappings of a process.
+    """Drop compiled programs after a module.
 
-    Clearing takes up to a second, so short modules are cleared together.
+    A run that keeps all needs 6 GB, and all memory mappings of a process. Clearing
+    takes up to a second, so short modules are cleared together.
     """
     yield
     if time.monotonic() - _forgotten[0] > 8:
@@ -79,8 +76,9 @@ def _forget_programs():
 
 @pytest.fixture(autouse=True)
 def _for_cpus(request):
-    """Trace platform-dependent code for the CPU only, unless a test is marked
-    ``every_platform``.
+    """Trace platform-dependent code for the CPU only.
+
+    A test that is marked ``every_platform`` traces it for all.
     """
     if request.node.get_closest_marker("every_platform"):
         yield

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algorithms once more, in NumPy float64, transcribed from the paper line by line:
-the oracle of the tests.
+"""The algorithms once more, in NumPy float64: the oracle of the tests.
 
-It shares no code with the package and uses no shortcut: one matrix (out, in) = (m, n)
-at a time, dense decompositions. Where the paper leaves something open (first
-orientation, zero rows, the sketched dimension) it follows ``docs/design.md``.
+They are transcribed from the paper line by line. This file shares no code with the
+package and uses no shortcut: one matrix (out, in) = (m, n) at a time, dense
+decompositions. Where the paper leaves something open (first orientation, zero rows, the
+sketched dimension) it follows ``docs/design.md``.
 """
 
 import dataclasses
@@ -23,16 +23,16 @@ def row_norms(x: Array) -> Array:
 
 
 def unit_rows(x: Array) -> Array:
-    """Psi = Diag(diag(X X^T))^(-1/2) X; the inverse of a zero row's norm is taken as
-    zero.
+    """Psi = Diag(diag(X X^T))^(-1/2) X; zero rows stay zero.
+
+    So the inverse of a zero row's norm is taken as zero.
     """
     norms = row_norms(x)
     return np.divide(x, norms, out=np.zeros_like(x), where=norms != 0)
 
 
 def tangent_rows(m: Array, w: Array, mode: str = "relaxed", eps: float = 0.0) -> Array:
-    """X from momentum m and weights w; eps is the machine epsilon of the implementation
-    under test.
+    """X from momentum m and weights w, with the machine epsilon of the tested program.
 
     Each row is split as m = tangent + radial with radial = <m, w> w / ||w||^2, and the
     mode is how much of the radial part stays: 1 - ||w||^2 (relaxed), nothing (strict),
@@ -74,15 +74,14 @@ def newton_schulz(
     headroom: float = 1.0,
     scale: str = "frobenius",
 ) -> Array:
-    """X / (headroom ||X||), then one odd polynomial per triple: X <- a X + (b A + c A
-    A) X, A = X X^T.
+    """X / (headroom ||X||), then one odd polynomial per triple.
 
-    The norm is Frobenius', or Schatten's of order 4. The 1e-7 that others add to the
-    norm is left out: with it the result would depend on the scale of the gradient.
+    X <- a X + (b A + c A A) X, with A = X X^T. The norm is Frobenius', or Schatten's of
+    order 4. The 1e-7 that others add to the norm is left out: with it the result would
+    depend on the scale of the gradient.
     """
-    norm = np.linalg.norm(
-        np.linalg.svd(x, compute_uv=False), {"frobenius": 2, "schatten": 4}[scale]
-    )
+    order = {"frobenius": 2, "schatten": 4}[scale]
+    norm = np.linalg.norm(np.linalg.svd(x, compute_uv=False), order)
     if norm == 0:
         return np.zeros_like(x)
     if x.shape[0] > x.shape[1]:
@@ -95,19 +94,19 @@ def newton_schulz(
 
 
 def newton_schulz_scalar(s: Array, table: tuple = TABLES["muon"]) -> Array:
-    """What the iteration does to a singular value s of a matrix of Frobenius norm one."""
+    """What the iteration does to a singular value s, if the Frobenius norm is one."""
     for a, b, c in table:
         s = a * s + b * s**3 + c * s**5
     return s
 
 
 def newton_schulz_lipschitz(s: Array, table: tuple = TABLES["muon"]) -> float:
-    """By how much the iteration can amplify a perturbation of a matrix with singular
-    values s, to first order.
+    """By how much the iteration can amplify a perturbation, to first order.
 
-    The largest of the divided differences of the odd polynomial f over plus and minus
-    the singular values and zero (those of f at s and -s are f(s) / s): 485 where all
-    are tiny, about 20 where the smallest is a twentieth.
+    s are the singular values of a matrix. It is the largest of the divided differences
+    of the odd polynomial f over plus and minus the singular values and zero (those of f
+    at s and -s are f(s) / s): 485 where all are tiny, about 20 where the smallest is a
+    twentieth.
     """
     points = np.concatenate([s, -s, [0.0], s * (1 + 1e-6)])
     image = newton_schulz_scalar(points, table)
@@ -124,8 +123,9 @@ def msign(x: Array) -> Array:
 
 
 def active_modes(gamma: Array, rank: int) -> tuple[Array, Array]:
-    """(U_C, Lambda_C): the at most ``rank`` largest eigenpairs of gamma with eigenvalue
-    above one.
+    """(U_C, Lambda_C): the leading eigenpairs of gamma with eigenvalue above one.
+
+    There are at most ``rank``.
     """
     values, vectors = np.linalg.eigh(gamma)
     order = np.argsort(values)[::-1][:rank]
@@ -140,19 +140,21 @@ def local_preconditioner(u: Array, values: Array) -> Array:
 
 def precondition_exact(psi: Array, rank: int) -> Array:
     """T^L = P^L Psi with the eigenvectors of Psi Psi^T."""
-    return local_preconditioner(*active_modes(psi @ psi.T, rank)) @ psi
+    u, values = active_modes(psi @ psi.T, rank)
+    return local_preconditioner(u, values) @ psi
 
 
 def precondition_adaptively(psi: Array, rank: int, factor: float) -> Array:
-    """The leading singular values, to a factor times the RMS of the others or of all of
-    them divided by ten.
+    """The leading singular values, clipped to a factor times the RMS of the others.
+
+    That RMS is at least a tenth of the RMS of all singular values.
     """
     u, s, vt = np.linalg.svd(psi, full_matrices=False)
     rank = min(rank, len(s) - 1)
     if rank > 0:
-        level = factor * max(
-            np.sqrt(np.mean(s[rank:] ** 2)), 0.1 * np.sqrt(np.mean(s**2))
-        )
+        rms_of_others = np.sqrt(np.mean(s[rank:] ** 2))
+        rms_of_all = np.sqrt(np.mean(s**2))
+        level = factor * max(rms_of_others, 0.1 * rms_of_all)
         s = np.where(np.arange(len(s)) < rank, np.minimum(s, level), s)
     return (u * s) @ vt
 
@@ -160,8 +162,9 @@ def precondition_adaptively(psi: Array, rank: int, factor: float) -> Array:
 def sketched_modes(
     psi: Array, omega: Array, rank: int, power_iterations: int
 ) -> tuple[Array, Array]:
-    """(U_C, Lambda_C) by Algorithm 2 for a matrix with no more rows than columns, with
-    its draws omega (columns, l).
+    """(U_C, Lambda_C) by Algorithm 2 for a matrix with no more rows than columns.
+
+    Its draws omega are (columns, l).
     """
     y = psi @ omega
     for _ in range(power_iterations):
@@ -178,9 +181,8 @@ def precondition_sketch(
     """T^L by Algorithm 2 on the smaller dimension (rows when square)."""
     if psi.shape[0] > psi.shape[1]:
         return precondition_sketch(psi.T, omega, rank, power_iterations).T
-    return (
-        local_preconditioner(*sketched_modes(psi, omega, rank, power_iterations)) @ psi
-    )
+    u, values = sketched_modes(psi, omega, rank, power_iterations)
+    return local_preconditioner(u, values) @ psi
 
 
 def projection_on_unit_ball(psi: Array) -> Array:
@@ -199,11 +201,10 @@ def root_mean_square(t: Array) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class NormPre:
-    """One step of Algorithm 1 as a pure function of the weights, the momentum and the
-    step number.
+    """One step of Algorithm 1 as a pure function.
 
-    ``stage``: "newton_schulz" (G), "msign" (G, exact), "exact" (L) or "sketch" (L,
-    needs omega).
+    Its arguments are the weights, the momentum and the step number. ``stage``:
+    "newton_schulz" (G), "msign" (G, exact), "exact" (L) or "sketch" (L, needs omega).
     """
 
     stage: str
@@ -219,8 +220,9 @@ class NormPre:
     eps: float = 0.0
 
     def normalized(self, m: Array, w: Array, step: int) -> Array:
-        """Psi_t, in the parameter's own layout; step counts from 0 and step 0 is
-        row-oriented.
+        """Psi_t, in the parameter's own layout.
+
+        The step counts from 0, and step 0 is row-oriented.
         """
 
         def on_rows(m: Array, w: Array) -> Array:
@@ -228,10 +230,10 @@ class NormPre:
 
         if self.orientation == "both":
             return on_rows(on_rows(m, w).T, w.T).T
-        columns = self.orientation == "columns" or (
-            self.orientation == "alternating" and step % 2 == 1
-        )
-        return on_rows(m.T, w.T).T if columns else on_rows(m, w)
+        is_odd_step = self.orientation == "alternating" and step % 2 == 1
+        if self.orientation == "columns" or is_odd_step:
+            return on_rows(m.T, w.T).T
+        return on_rows(m, w)
 
     def preconditioned(self, psi: Array, omega: Array | None = None) -> Array:
         """T_t."""
@@ -246,8 +248,9 @@ class NormPre:
     def direction(
         self, m: Array, w: Array, step: int, omega: Array | None = None
     ) -> Array:
-        """R(T_t): what the learning rate multiplies, before weight decay; zero stays
-        zero.
+        """R(T_t): what the learning rate multiplies, before weight decay.
+
+        Zero stays zero.
         """
         t = self.preconditioned(self.normalized(m, w, step), omega)
         return self.rms * t / (root_mean_square(t) or 1.0)

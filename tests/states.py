@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state trees that versions have saved: ``python -m tests.states >
-tests/states_<version>.json`` at a release.
+"""The state trees that versions have saved.
+
+At a release: ``python -m tests.states > tests/states_<version>.json``.
 """
 
 import json

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every optimizer promises for its matrices: one table of optimizers, one table of
-properties.
+"""What every optimizer promises for its matrices.
 
-The same two matrices are stored in every layout that ``MatrixDims`` describe, so that
-one update shows that a stack is a loop over its matrices, that transposed storage,
-several axes and output blocks change nothing, and more.
+There is one table of optimizers, and one table of properties. The same two matrices are
+stored in every layout that ``MatrixDims`` describe, so that one update shows that a
+stack is a loop over its matrices, that transposed storage, several axes and output
+blocks change nothing, and more.
 """
 
 import functools
@@ -38,11 +38,8 @@ LAYOUTS = {
     "few": (MatrixDims(0, 1), "C", lambda c: c.T),
     "output": (MatrixDims((0, 1), 2), "A", lambda a: a.T.reshape(2, 2, OUT)),
     "weights": (MatrixDims(2, 1), "BA", lambda b, a: np.stack([b, a])),
-    "between": (
-        MatrixDims(0, 2),
-        "AB",
-        lambda a, b: np.stack([a.T, b.T], axis=1),
-    ),  # layers on axis 1
+    # Layers on axis 1.
+    "between": (MatrixDims(0, 2), "AB", lambda a, b: np.stack([a.T, b.T], axis=1)),
     "sizes": (
         MatrixDims(1, 0, output_blocks=(2, 6)),
         "CA",
@@ -50,44 +47,54 @@ LAYOUTS = {
     ),
 }
 ALL_LEAVES = tuple(LAYOUTS)
-COMMON, SMALL = ALL_LEAVES[:5], ("stack", "bias")
+COMMON = ALL_LEAVES[:5]
+SMALL = ("stack", "bias")
 
 
 def stored(matrices, leaves=COMMON):
     """Parameters that hold these matrices (out, in)."""
-    return {
-        leaf: jnp.asarray(
-            LAYOUTS[leaf][2](*(matrices[name] for name in LAYOUTS[leaf][1]))
-        )
-        for leaf in leaves
-    }
+
+    def leaf_of(leaf):
+        _, names, store = LAYOUTS[leaf]
+        return jnp.asarray(store(*(matrices[name] for name in names)))
+
+    return {leaf: leaf_of(leaf) for leaf in leaves}
+
+
+def numbered():
+    """Every matrix with the numbers of its elements instead of their values."""
+    places = {}
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        places[name] = i * OUT * IN + np.arange(np.prod(shape)).reshape(shape)
+    return places
 
 
 def each(updates):
-    """Every matrix of a tree: (leaf, name, matrix), found by where the layout stores
-    its elements.
+    """Every matrix of a tree: (leaf, name, matrix).
+
+    It is found by where the layout stores the numbers of its elements.
     """
-    places = {
-        name: i * OUT * IN + np.arange(np.prod(s)).reshape(s)
-        for i, (name, s) in enumerate(SHAPES.items())
-    }
+    places = numbered()
     for leaf, x in updates.items():
         dims, names, store = LAYOUTS[leaf]
+        if dims is None:
+            continue
         where = store(*(places[name] for name in names)).ravel()
-        order, x = np.argsort(where), np.asarray(x, np.float64).ravel()
-        for name in names if dims else "":
-            yield leaf, name, x[order][np.isin(where[order], places[name])]
+        order = np.argsort(where)
+        sorted_x = np.asarray(x, np.float64).ravel()[order]
+        for name in names:
+            yield leaf, name, sorted_x[np.isin(where[order], places[name])]
 
 
 def weights(leaves=COMMON, dtype=jnp.float32):
-    return jax.tree.map(
-        lambda x: x.astype(dtype), stored(cases.weights(0, SHAPES), leaves)
-    )
+    params = stored(cases.weights(0, SHAPES), leaves)
+    return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
 def gradient(seed, leaves=COMMON, scale=1.0):
-    """Matrices whose smallest singular value is no less than a tenth of the largest: a
-    mild slope of Newton-Schulz.
+    """Matrices whose smallest singular value is at least a tenth of the largest.
+
+    So Newton-Schulz has a mild slope there.
     """
     (matrices,) = cases.gradients(1, seed, SHAPES)
     return stored({name: np.float32(scale) * x for name, x in matrices.items()}, leaves)
@@ -103,7 +110,8 @@ optimizer = functools.cache(make)
 
 def steps(name, *gradients):
     leaves = tuple(gradients[0])
-    tx, params = optimizer(name, leaves), weights(leaves)
+    tx = optimizer(name, leaves)
+    params = weights(leaves)
     return cases.steps(cases.updater(tx), tx.init(params), params, gradients)
 
 
@@ -114,8 +122,16 @@ def plain(name, leaves=COMMON):
 
 # Others take the same paths through the code; the float64 transcriptions see what is
 # different.
-SLOW = ("muon-hyperball", "muon-keller", "muoneq-columns", "mano-2")
-SLOW += ("muoneq-both", "normpre_g-both-none", "normpre_g-rows-polar", "normpre")
+SLOW = (
+    "muon-hyperball",
+    "muon-keller",
+    "muoneq-columns",
+    "mano-2",
+    "muoneq-both",
+    "normpre_g-both-none",
+    "normpre_g-rows-polar",
+    "normpre",
+)
 ALL = [
     pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
     for name in cases.FACTORIES
@@ -125,17 +141,15 @@ every_optimizer = pytest.mark.parametrize("name", ALL)
 
 
 def bound(name):
-    """Rounding of a few eps at the start is amplified by at most the slope of
-    Newton-Schulz at zero.
+    """Rounding of a few eps, amplified by at most the slope of Newton-Schulz at zero.
 
     That is 485, and 970 for Polar Express. Rounding to bfloat16 is 2^-9 in every
     product, and these matrices see a slope below 50.
     """
-    return (
-        0.1
-        if name == "normpre_g-bfloat16"
-        else 4 * (970 if "polar" in name else 485) * EPS32
-    )
+    if name == "normpre_g-bfloat16":
+        return 0.1
+    slope = 970 if "polar" in name else 485
+    return 4 * slope * EPS32
 
 
 # Draws depend on the path and the batch index: a truncated sketch clips other modes in
@@ -143,23 +157,21 @@ def bound(name):
 TRUNCATED = ("normpre_l-small", "normpre_l-adaptive")
 
 
+IN_ALL_LAYOUTS = ("normpre_g", "normpre_l", "normuon", "normpre_h", "muon-hyperball")
+PLAIN_LAYOUT = ("kernel", "twin", "few")
+
+
 @pytest.mark.parametrize("name", [one for one in ALL if one.values[0] not in TRUNCATED])
 def test_a_matrix_is_updated_alike_in_every_layout(name):
-    leaves = (
-        ALL_LEAVES
-        if name in ("normpre_g", "normpre_l", "normuon", "normpre_h", "muon-hyperball")
-        else COMMON
-    )
+    leaves = ALL_LEAVES if name in IN_ALL_LAYOUTS else COMMON
     for updates in plain(name, leaves):
-        expected = {
-            label: x
-            for leaf, label, x in each(updates)
-            if leaf in ("kernel", "twin", "few")
-        }
+        expected = {}
         for leaf, label, x in each(updates):
-            error = np.linalg.norm(x - expected[label]) / np.linalg.norm(
-                expected[label]
-            )
+            if leaf in PLAIN_LAYOUT:
+                expected[label] = x
+        for leaf, label, x in each(updates):
+            wanted = expected[label]
+            error = np.linalg.norm(x - wanted) / np.linalg.norm(wanted)
             assert error <= bound(name), (leaf, label)
 
 
@@ -175,12 +187,10 @@ def test_the_scale_of_gradients_has_no_effect(name):
 
 @every_optimizer
 def test_zero_gradients_give_zero_updates_and_do_no_harm(name):
-    (still, after), state = steps(
-        name, jax.tree.map(jnp.zeros_like, gradient(1)), gradient(1)
-    )
-    assert name in HYPERBALL or not any(
-        np.any(u) for u in jax.tree.leaves(still)
-    )  # which sets norms
+    zeros = jax.tree.map(jnp.zeros_like, gradient(1))
+    (still, after), state = steps(name, zeros, gradient(1))
+    if name not in HYPERBALL:  # which sets norms in the first step
+        assert not any(np.any(u) for u in jax.tree.leaves(still))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((after, state)))
     assert all(np.any(u) for u in jax.tree.leaves(after))
 
@@ -202,15 +212,12 @@ def test_an_output_without_gradient_is_not_updated(name):
     without["stack"] = without["stack"].at[0].set(0)
     (updates,), _ = steps(name, without)
     assert all(np.isfinite(u).all() for u in jax.tree.leaves(updates))
+    kernel = np.abs(updates["kernel"])
+    stack = np.abs(updates["stack"])
     if name not in (*BY_COLUMNS, *HYPERBALL):
-        assert (
-            np.abs(updates["kernel"][:, 2]).max()
-            <= 1e-6 * np.abs(updates["kernel"]).max()
-        )
+        assert kernel[:, 2].max() <= 1e-6 * kernel.max()
     if name not in HYPERBALL:
-        assert np.abs(updates["stack"][0]).max() <= 1e-6 * max(
-            1, np.abs(updates["stack"][1]).max()
-        )
+        assert stack[0].max() <= 1e-6 * max(1, stack[1].max())
     np.testing.assert_array_equal(updates["twin"], plain(name)[0]["twin"])
 
 
@@ -222,9 +229,8 @@ def test_nan_and_infinity_stay_in_their_matrix_and_stay_visible(name):
     bad["kernel"] = bad["kernel"].at[0, 0].set(jnp.inf)
     hurt, _ = steps(name, bad, gradient(2))
     for found, expected in zip(hurt, plain(name), strict=True):
-        for (leaf, label, x), (_, _, y) in zip(
-            each(found), each(expected), strict=True
-        ):
+        pairs = zip(each(found), each(expected), strict=True)
+        for (leaf, label, x), (_, _, y) in pairs:
             if leaf in ("weight", "kernel") or (leaf == "stack" and label == "B"):
                 assert np.isnan(x).any()
             else:
@@ -234,8 +240,8 @@ def test_nan_and_infinity_stay_in_their_matrix_and_stay_visible(name):
 
 # RMS of every matrix update, where the rule fixes it.
 RMS = {name: 0.2 for name in cases.FACTORIES if name.startswith(("normpre", "mano"))}
-RMS |= {"normpre_l-products": 0.1}
-RMS.pop("normpre_h")
+RMS["normpre_l-products"] = 0.1
+del RMS["normpre_h"]
 
 
 @pytest.mark.parametrize("name", [one for one in ALL if one.values[0] in RMS])
@@ -244,10 +250,10 @@ def test_every_matrix_update_has_the_rms_of_the_rule(name):
     # condition leaves 1e-5. bfloat16 products round the result itself, after its norm
     # is known, by 2^-9 per entry.
     rtol = 5e-3 if name == "normpre_g-bfloat16" else 3e-5
-    for leaf, _, x in itertools.chain(*map(each, plain(name))):
-        np.testing.assert_allclose(
-            np.sqrt(np.mean(x**2)), RMS[name], rtol=rtol, err_msg=leaf
-        )
+    for updates in plain(name):
+        for leaf, _, x in each(updates):
+            rms = np.sqrt(np.mean(x**2))
+            np.testing.assert_allclose(rms, RMS[name], rtol=rtol, err_msg=leaf)
 
 
 def structured(kind, m, n, seed, size):
@@ -264,7 +270,10 @@ def structured(kind, m, n, seed, size):
         x = x * (np.arange(m * n) == m * n // 2).reshape(m, n)
     elif kind == "scattered":  # every row of another magnitude
         x = x * np.logspace(-15, 15, m)[:, None] / size
-    x = {"constant": np.ones((m, n)), "orthogonal": np.eye(m, n)}.get(kind, x)
+    elif kind == "constant":
+        x = np.ones((m, n))
+    elif kind == "orthogonal":
+        x = np.eye(m, n)
     return np.float32(x * size)
 
 
@@ -280,25 +289,25 @@ KINDS = (
 )
 
 
+SIZES = (1e-38, 1e-19, 1e-15, 1.0, 1e15)
+
+
 def problems(m, n):
-    """Stacks of gradients and weights: all structures at all sizes, also with gradients
-    parallel to the weights.
+    """A stack of gradients and one of weights: all structures at all sizes.
+
+    The last weights of each gradient are parallel to it.
     """
-    pairs = []
-    for seed, (kind, size) in enumerate(
-        itertools.product(KINDS, (1e-38, 1e-19, 1e-15, 1.0, 1e15))
-    ):
-        g, own = (
-            structured(kind, m, n, seed, size),
+    gradients = []
+    weights = []
+    for seed, (kind, size) in enumerate(itertools.product(KINDS, SIZES)):
+        gradients += [structured(kind, m, n, seed, size)] * 4
+        weights += [
             structured(kind, m, n, seed + 99, 1.0),
-        )
-        pairs += [
-            (g, own),
-            (g, structured("gaussian", m, n, seed, 20.0)),
-            (g, np.zeros((m, n))),
+            structured("gaussian", m, n, seed, 20.0),
+            np.zeros((m, n)),
+            structured(kind, m, n, seed, 1.0),
         ]
-        pairs.append((g, structured(kind, m, n, seed, 1.0)))
-    return [np.stack(x).astype(np.float32) for x in zip(*pairs, strict=True)]
+    return np.float32(np.stack(gradients)), np.float32(np.stack(weights))
 
 
 ANY = ("normpre_g", "normpre_l", "normpre_l-products", "mano")
@@ -317,31 +326,25 @@ ANY_SLOW = (
     "name", [*ANY, *(pytest.param(x, marks=pytest.mark.slow) for x in ANY_SLOW)]
 )
 def test_finite_gradients_of_any_structure_give_finite_updates(name):
-    """Rows, columns and single numbers too; the rank and the sketch are larger than
-    most of their dimensions.
+    """Rows, columns and single numbers too.
+
+    The rank and the sketch are larger than most of their dimensions.
     """
-    sizes = ((1, 6), (6, 1), (1, 1), (4, 5))
-    grads, params = (
-        {f"{m}x{n}": jnp.asarray(problems(m, n)[i]) for m, n in sizes} for i in (0, 1)
-    )
-    tx = cases.make(
-        name,
-        1.0,
-        weight_decay=0.0,
-        matrix_dims=dict.fromkeys(grads, MatrixDims(inputs=2, outputs=1)),
-    )
-    updates, state = cases.steps(
-        cases.updater(tx), tx.init(params), params, [grads] * 2
-    )
-    assert all(
-        np.isfinite(np.asarray(x, np.float64)).all()
-        for x in jax.tree.leaves((updates, state))
-    )
-    rms = [
-        np.sqrt(np.mean(np.float64(u) ** 2, axis=(-2, -1))).max()
-        for u in jax.tree.leaves(updates)
-    ]
-    assert max(rms) <= RMS.get(name, np.inf) * (1 + 1e-4)
+    grads = {}
+    params = {}
+    for m, n in ((1, 6), (6, 1), (1, 1), (4, 5)):
+        gradients, weights = problems(m, n)
+        grads[f"{m}x{n}"] = jnp.asarray(gradients)
+        params[f"{m}x{n}"] = jnp.asarray(weights)
+    dims = dict.fromkeys(grads, MatrixDims(inputs=2, outputs=1))
+    tx = cases.make(name, 1.0, weight_decay=0.0, matrix_dims=dims)
+    update = cases.updater(tx)
+    updates, state = cases.steps(update, tx.init(params), params, [grads] * 2)
+    for x in jax.tree.leaves((updates, state)):
+        assert np.isfinite(np.asarray(x, np.float64)).all()
+    for update in jax.tree.leaves(updates):
+        rms = np.sqrt(np.mean(np.float64(update) ** 2, axis=(-2, -1)))
+        assert rms.max() <= RMS.get(name, np.inf) * (1 + 1e-4)
 
 
 def signature(tree):
@@ -358,25 +361,24 @@ EVERYWHERE = {name: [pytest.mark.every_platform] for name in cases.REPRESENTATIV
     [pytest.param(name, marks=EVERYWHERE.get(name, ())) for name in cases.FACTORIES],
 )
 def test_dtypes_and_shapes(name):
-    """bfloat16 parameters keep bfloat16 updates and float32 accumulators; nothing
-    relies on rank promotion.
+    """bfloat16 parameters keep bfloat16 updates and float32 accumulators.
+
+    Nothing relies on rank promotion.
     """
     leaves = ALL_LEAVES if name in cases.REPRESENTATIVES else COMMON
-    tx, params = optimizer(name, leaves), weights(leaves, jnp.bfloat16)
+    tx = optimizer(name, leaves)
+    params = weights(leaves, jnp.bfloat16)
+    update = functools.partial(tx.update, value=1.0)
     with jax.numpy_rank_promotion("raise"):
         state = jax.eval_shape(tx.init, params)
-        found = jax.eval_shape(
-            functools.partial(tx.update, value=1.0), params, state, params
-        )
+        found = jax.eval_shape(update, params, state, params)
     assert signature(found) == signature((params, state))
     dtypes = {x.dtype for x in jax.tree.leaves(state)} - {jnp.dtype(jnp.int32)}
     low = {jnp.dtype(jnp.bfloat16)} if name == "normpre_g-bfloat16" else set()
     assert low <= dtypes <= {jnp.dtype(jnp.float32)} | low
-    of_kernel = [
-        x.shape
-        for path, x in jax.tree.leaves_with_path(state)
-        if jax.tree_util.DictKey("kernel") in path
-    ]
+    kernel = jax.tree_util.DictKey("kernel")
+    leaves_of_state = jax.tree.leaves_with_path(state)
+    of_kernel = [x.shape for path, x in leaves_of_state if kernel in path]
     expected = [(IN, OUT), *BEYOND.get(name, ())]
     assert sorted(of_kernel) == sorted(expected)
 
@@ -391,22 +393,29 @@ assert_close = functools.partial(cases.assert_close, atol=1e-6)
 
 @pytest.mark.parametrize("name", cases.REPRESENTATIVES)
 def test_jit_vmap_scan_and_donation_change_nothing(name):
-    tx, params, other = make(name, SMALL, 0.01), weights(SMALL), gradient(5, SMALL)
+    tx = make(name, SMALL, 0.01)
+    params = weights(SMALL)
     gradients = [gradient(1, SMALL), gradient(2, SMALL)]
     eager, state = cases.steps(tx.update, tx.init(params), params, gradients)
+
+    def step(state, grads):
+        updates, state = tx.update(grads, state, params)
+        return state, updates
+
+    def scan(state, gradients):
+        return jax.lax.scan(step, state, gradients)
+
     donated = tx.init(params)
-    scan = cases.quick_jit(
-        lambda s, g: jax.lax.scan(lambda s, g: tx.update(g, s, params)[::-1], s, g),
-        donate_argnums=0,
-    )
-    after, scanned = scan(donated, stacked(*gradients))
+    scan_and_donate = cases.quick_jit(scan, donate_argnums=0)
+    after, scanned = scan_and_donate(donated, stacked(*gradients))
     assert all(x.is_deleted() for x in jax.tree.leaves(donated) if x.ndim)
     assert_close(scanned, stacked(*eager))
     assert_close(after, state, atol=1e-5)
+
+    other = gradient(5, SMALL)
     lanes = stacked(params, other)
-    updates, _ = cases.quick_jit(jax.vmap(tx.update))(
-        stacked(*gradients), jax.vmap(tx.init)(lanes), lanes
-    )
+    mapped = cases.quick_jit(jax.vmap(tx.update))
+    updates, _ = mapped(stacked(*gradients), jax.vmap(tx.init)(lanes), lanes)
     alone, _ = tx.update(gradients[1], tx.init(other), other)
     assert_close(updates, stacked(eager[0], alone))
 
@@ -415,6 +424,8 @@ def test_jit_vmap_scan_and_donation_change_nothing(name):
 @pytest.mark.every_platform
 @pytest.mark.parametrize("name", ["normpre_g", "normpre_l-small"])
 def test_the_optimized_program_computes_the_same(name):
-    tx, params, grads = make(name, SMALL, 0.01), weights(SMALL), gradient(1, SMALL)
+    tx = make(name, SMALL, 0.01)
+    params = weights(SMALL)
+    grads = gradient(1, SMALL)
     updates, _ = cases.users_jit(tx.update)(grads, tx.init(params), params)
     assert_close(updates, cases.first_update(tx, grads, params))
