@@ -17,15 +17,9 @@ from flax import nnx
 
 from . import data
 from .checkpoint import Checkpoints
-from .config import (
-    Config,
-    Evaluate,
-    Export,
-    Generate,
-    RunError,
-    check_ranges,
-    from_dict,
-)
+from .checks import check_ranges
+from .config import Config, Evaluate, Export, Generate, RunError
+from .flat import from_dict
 from .mesh import make_layout
 from .prepare.token_files import end_of_text
 from .train import evaluation, initialize, vocabulary_of

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the commands: frozen dataclasses; the comment above a field is its text in
-``--help``.
+"""Options of the commands: frozen dataclasses.
+
+The comment above a field, or behind it, is its text in ``--help``.
 """
 
 import dataclasses
-import math
-import sys
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +14,9 @@ import tyro
 
 
 class RunError(Exception):
-    """An error that the user can fix: ``main`` prints its one line, without a
-    traceback, and exits with status 1.
+    """An error that the user can fix.
+
+    ``main`` prints its one line, without a traceback, and exits with status 1.
     """
 
 
@@ -77,9 +76,8 @@ class Common:
 
     # Named configuration to start from; every other option overrides one of its fields.
     config: str = "first_run"
-    name: str = (
-        ""  # Name of the run, whose folder is runs/<name>; empty: <config>-<optimizer>.
-    )
+    # Name of the run, whose folder is runs/<name>; empty: <config>-<optimizer>.
+    name: str = ""
     # Continue the run from its last checkpoint, exactly; repeat the other options as
     # they were.
     resume: bool = False
@@ -116,9 +114,8 @@ class Config(Common):
     # Folder of token files that the prepare command wrote; None: Python source,
     # prepared on first use.
     tokens: Path | None = None
-    installed_packages: bool = (
-        False  # Without --tokens: add the installed packages to the standard library.
-    )
+    # Without --tokens: add the installed packages to the standard library.
+    installed_packages: bool = False
     # Without --tokens: size of the byte-pair vocabulary, trained on the training files.
     vocabulary: int = 2048
     # Predictions in the fixed validation set, spread evenly over the held-out files.
@@ -158,15 +155,12 @@ class Config(Common):
     processes: int | None = None  # With --coordinator: how many processes there are.
     process: int | None = None  # With --coordinator: which of them this is, from 0.
 
-    evaluate_every: int = (
-        200  # Steps between validation losses; one is always computed at the end.
-    )
-    log_every: int = (
-        10  # Steps between writes of the log; every step has its own line in it.
-    )
-    checkpoint_every: int = (
-        200  # Steps between checkpoints; one is always written at the end.
-    )
+    # Steps between validation losses; one is always computed at the end.
+    evaluate_every: int = 200
+    # Steps between writes of the log; every step has its own line in it.
+    log_every: int = 10
+    # Steps between checkpoints; one is always written at the end.
+    checkpoint_every: int = 200
     keep_checkpoints: int = 2  # Checkpoints kept on disk.
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -193,10 +187,8 @@ class Stored:
 
     run: tyro.conf.Positional[Path]  # Folder of the run: runs/<name>.
     step: int | None = None  # Step of the checkpoint; None: the newest.
-    tokens: Path | None = (
-        # Folder of token files made with the same tokenizer; None: those of the run.
-        None
-    )
+    # Folder of token files made with the same tokenizer; None: those of the run.
+    tokens: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -251,19 +243,19 @@ class Compare:
     # is fastest.
     jobs: int = 1
     name: str = ""  # Name of the comparison; empty: compare-<config>.
-    runs_folder: Path = Path(
-        "runs"
-    )  # Its folder is made here: every run in a subfolder, and report/.
+    # Its folder is made here: every run in a subfolder, and report/.
+    runs_folder: Path = Path("runs")
     rest: tyro.conf.Suppress[tuple[str, ...]] = ()  # Options of train.
 
 
 def read_compare(
     arguments: Sequence[str],
-    kind: Any = Compare,
+    kind: type = Compare,
     program: str = "examples.pretrain compare",
 ) -> Any:
-    """The options of ``compare``, or of a similar program, with those of ``train`` as
-    ``rest``.
+    """The options of ``compare``, with those of ``train`` as ``rest``.
+
+    Or those of a similar ``program``, whose options are the dataclass ``kind``.
     """
     options, rest = tyro.cli(
         kind,
@@ -272,243 +264,3 @@ def read_compare(
         prog=f"python -m {program}",
     )
     return dataclasses.replace(options, rest=("--config", options.config, *rest))
-
-
-# Options of a run that a name of an optimizer may set, beside the settings of the
-# optimizer itself.
-IN_NAMES: dict[str, type] = {
-    **dict.fromkeys(
-        ("learning_rate", "adam_learning_rate", "weight_decay", "hidden_std"), float
-    ),
-    "base_width": int,
-}
-
-
-def split_name(optimizer: str) -> tuple[str, dict[str, str]]:
-    """The name and the settings of "normpre_l,rank=8".
-
-    Raises:
-        RunError: if a setting has another form, or is there twice.
-    """
-    name, *settings = (part.strip() for part in optimizer.split(","))
-    found = {
-        key: value
-        for key, equals, value in (part.partition("=") for part in settings)
-        if key and value
-    }
-    if len(found) < len(settings):
-        raise RunError(
-            f"--optimizer: write each setting once, as in {name},learning_rate=1e-3;"
-            f" got {optimizer!r}"
-        )
-    return name, found
-
-
-def is_relative(optimizer: str) -> bool:
-    """Whether steps of hidden matrices have a size relative to the weights."""
-    return optimizer.startswith("normpre_h") or "hyperball" in optimizer
-
-
-def join_name(name: str, settings: dict[str, str]) -> str:
-    """What ``split_name`` splits."""
-    return ",".join((name, *(f"{key}={value}" for key, value in settings.items())))
-
-
-def apply_name(config: Config) -> Config:
-    """``config`` with the options that its optimizer's name sets, which keeps the
-    others.
-    """
-    name, settings = split_name(config.optimizer)
-    try:
-        options: dict[str, Any] = {
-            key: IN_NAMES[key](settings.pop(key)) for key in IN_NAMES if key in settings
-        }
-    except ValueError as error:
-        raise RunError(f"--optimizer {config.optimizer}: {error}") from error
-    if "hidden_std" in options:
-        options["model"] = dataclasses.replace(
-            config.model, hidden_std=options.pop("hidden_std")
-        )
-    return dataclasses.replace(config, optimizer=join_name(name, settings), **options)
-
-
-# Fields that may differ between a run and its continuation: they change no loss beyond
-# rounding. Of the text the tokens themselves are compared.
-FREE_ON_RESUME = {
-    "config",
-    "name",
-    "runs_folder",
-    "resume",
-    "overwrite",
-    "tokens",
-    "installed_packages",
-}
-FREE_ON_RESUME |= {
-    "fsdp",
-    "replicas",
-    "coordinator",
-    "processes",
-    "process",
-    "micro_batch",
-    "model.remat",
-}
-FREE_ON_RESUME |= {
-    "evaluate_every",
-    "log_every",
-    "checkpoint_every",
-    "keep_checkpoints",
-}
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    """The configuration flattened to ``{"steps": 800, "model.layers": 4, ...}``, ready
-    for JSON.
-    """
-    flat = dataclasses.asdict(config)
-    flat |= {f"model.{key}": value for key, value in flat.pop("model").items()}
-    return {
-        key: str(value) if isinstance(value, Path) else value
-        for key, value in flat.items()
-    }
-
-
-def from_dict(flat: dict[str, Any]) -> Config:
-    """The configuration that ``to_dict`` flattened; fields it does not mention have
-    their defaults.
-    """
-
-    def build(kind: Any, prefix: str, **more: Any) -> Any:
-        hints = typing.get_type_hints(kind)
-        given = {name: flat[prefix + name] for name in hints if prefix + name in flat}
-        paths = {
-            name: Path(given[name])
-            for name in given
-            if "Path" in str(hints[name]) and given[name] is not None
-        }
-        return kind(**given | paths | more)
-
-    return build(Config, "", model=build(ModelConfig, "model."))
-
-
-def differences(stored: dict[str, Any], config: Config) -> list[str]:
-    """What keeps ``config`` from continuing the run whose flat configuration is
-    ``stored``, one phrase per field.
-
-    A field that is newer than the run had its default's effect.
-    """
-    was, now = to_dict(Config()) | stored, to_dict(config)
-    return [
-        f"{flag(key)} was {was[key]!r}, is {now.get(key)!r}"
-        for key in was
-        if key not in FREE_ON_RESUME and was[key] != now.get(key)
-    ]
-
-
-def flag(key: str) -> str:
-    """The command-line flag of a flat key."""
-    return "--" + key.replace("_", "-")
-
-
-HUGE, TINY, MOST = sys.float_info.max, sys.float_info.min, 2**31 - 1
-# Least and greatest value; other integers are in 1..MOST.
-RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("weight_decay", "temperature"), (0, HUGE)),
-    **dict.fromkeys(("learning_rate", "adam_learning_rate", "clip_norm"), (TINY, HUGE)),
-    **dict.fromkeys(
-        ("model.rotary_base", "model.norm_epsilon", "model.hidden_std"), (TINY, HUGE)
-    ),
-    **dict.fromkeys(("adam_b1", "adam_b2"), (0, math.nextafter(1, 0))),
-    **dict.fromkeys(("process", "warmup_steps", "seed"), (0, MOST)),
-    **dict.fromkeys(("model.layers", "seeds", "jobs"), (1, 10_000)),
-    **{"steps": (1, 10**8), "sample_tokens": (0, 65_536)},
-    "vocabulary": (257, 65_536),  # 257: the bytes and a separator
-    "validation_percent": (1e-3, 50),
-}
-
-
-def check_ranges(flat: dict[str, Any]) -> None:
-    """Refuse numbers outside ``RANGES``.
-
-    Raises:
-        RunError: naming the flag and what it may be.
-    """
-    for key, value in flat.items():
-        low, high = RANGES.get(
-            key, (1, MOST) if isinstance(value, int) else (-math.inf, math.inf)
-        )
-        if (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and not low <= value <= high
-        ):
-            least = f"at least {low:g}" + " and below 1" * (high < 1)
-            allowed = (
-                least
-                if high == HUGE or high < 1 or value < low == 1
-                else f"in {low:g}..{high:.10g}"
-            )
-            raise RunError(
-                f"{flag(key)} must be"
-                f" {'a positive number' if low == TINY else allowed}, got {value}"
-            )
-
-
-def check(config: Config) -> None:
-    """Refuse what cannot run.
-
-    Raises:
-        RunError: naming the flag and what it may be.
-    """
-    check_ranges(to_dict(config))
-    check_model(config.model)
-    context, predicted = config.model.context, config.validation_tokens
-    if config.micro_batch and config.batch_size % config.micro_batch:
-        raise RunError(
-            f"--micro-batch {config.micro_batch} must divide --batch-size"
-            f" {config.batch_size}"
-        )
-    if predicted < context:
-        raise RunError(
-            f"--validation-tokens {predicted} must hold one sequence: --model.context"
-            f" is {context}"
-        )
-    if Path(config.run_name).name != config.run_name or config.run_name in {".", ".."}:
-        raise RunError(f"--name must be a plain folder name, got {config.run_name!r}")
-    if config.resume and config.overwrite:
-        raise RunError(
-            "--resume and --overwrite exclude each other: continue the run, or"
-            " replace it"
-        )
-
-
-def check_model(model: ModelConfig) -> None:
-    """Refuse fields that the family does not have, and heads that do not fit.
-
-    Raises:
-        RunError: naming the flag and what it may be.
-    """
-    for name, family in {
-        "kv_heads": "qwen3",
-        "head_width": "qwen3",
-        "bias": "gpt2",
-    }.items():
-        if getattr(model, name) and model.family != family:
-            raise RunError(
-                f"{flag('model.' + name)} is an option of {family}, but the model is"
-                f" {model.family}"
-            )
-    parts = (
-        1 if model.family == "gpt2" else 2
-    )  # rotary positions rotate pairs of dimensions
-    if model.head_width is None and model.width % (model.heads * parts):
-        even = "even" if parts == 2 else "equal"
-        raise RunError(
-            f"--model.heads {model.heads} must divide --model.width {model.width} into"
-            f" {even} parts"
-        )
-    if model.head_width and model.head_width % 2:
-        raise RunError(f"--model.head-width must be even, got {model.head_width}")
-    if model.kv_heads and model.heads % model.kv_heads:
-        raise RunError(
-            f"--model.kv-heads {model.kv_heads} must divide --model.heads {model.heads}"
-        )

@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], Any], str, str]] = {
     "compare": (
         "train with several optimizers, learning rates and seeds",
         read_compare,
-        "compare",
+        "compare.command",
         "main",
     ),
     "evaluate": ("score a run's model", options_of(Evaluate), "commands", "evaluate"),

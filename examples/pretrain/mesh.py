@@ -19,7 +19,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .config import Config, RunError, flag
+from .config import Config, RunError
+from .flat import flag
 
 BATCH = ("data", "fsdp")
 

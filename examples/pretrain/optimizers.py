@@ -27,8 +27,9 @@ from normpre_optax import (
     with_adamw,
 )
 
-from .config import IN_NAMES, Config, RunError, is_relative, split_name
+from .config import Config, RunError
 from .mesh import by_name, whole
+from .names import IN_NAMES, is_relative, split_name
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.typing.ArrayLike]
 

@@ -16,8 +16,9 @@ from rich.console import Console
 from . import cluster, data, logs, mesh, optimizers
 from .checkpoint import Checkpoints
 from .commands import Trained, load
-from .config import Config, Diverged, RunError, differences, to_dict
+from .config import Config, Diverged, RunError
 from .evaluate import Score
+from .flat import differences, to_dict
 from .processes import LOCK, lock, on_signals
 from .train import Trainer, compute_dtype, warmup_steps
 

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import tyro
 
-from examples.pretrain.compare import Arm, Study, make_study
+from examples.pretrain.compare.arms import Arm
+from examples.pretrain.compare.study import Study, make_study
 from examples.pretrain.config import Config, RunError, read_compare
 from examples.pretrain.optimizers import settings_of
 from examples.research import ablation_report, command, efficiency

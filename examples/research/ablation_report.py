@@ -15,7 +15,9 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from examples.pretrain.compare import NAMES, frame, save, setting
+from examples.pretrain.compare.plots import frame, save
+from examples.pretrain.compare.results import NAMES
+from examples.pretrain.compare.tables import setting
 from examples.research.report import markdown_table, panels
 
 # Two means count as different where they are this many standard errors of their

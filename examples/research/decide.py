@@ -23,14 +23,12 @@ from typing import Any
 import numpy as np
 import tyro
 
-from examples.pretrain.compare import Arm, Study, label, make_study, setting, table
-from examples.pretrain.config import (
-    RunError,
-    is_relative,
-    join_name,
-    read_compare,
-    split_name,
-)
+from examples.pretrain.compare.arms import Arm
+from examples.pretrain.compare.results import label
+from examples.pretrain.compare.study import Study, make_study
+from examples.pretrain.compare.tables import setting, table
+from examples.pretrain.config import RunError, read_compare
+from examples.pretrain.names import is_relative, join_name, split_name
 from examples.research import command, report
 from examples.research import train as train  # adds the optimizers of ablations
 

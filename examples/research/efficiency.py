@@ -34,7 +34,9 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from examples.pretrain import cluster, compare, configs, data, mesh
+from examples.pretrain import cluster, configs, data, mesh
+from examples.pretrain.compare.command import split_names
+from examples.pretrain.compare.study import Study
 from examples.pretrain.config import Config, RunError, read_compare
 from examples.pretrain.logs import environment, write_json
 from examples.pretrain.optimizers import make_optimizer
@@ -183,7 +185,7 @@ def summary(config: Config, found: dict[str, Timed], warmup: int) -> dict[str, A
 
 
 def of_study(
-    study: compare.Study, names: Sequence[str], steps: int, file: str
+    study: Study, names: Sequence[str], steps: int, file: str
 ) -> dict[str, Any] | None:
     """Measure a study's optimizers in a process of its own; None if that fails."""
     path = study.folder / file
@@ -222,7 +224,7 @@ def main(arguments: Sequence[str]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     dataset, warmup = corpus(config, console), max(options.steps // 5, 1)
     in_turns = jax.default_backend() == "cpu"
-    names = compare.split_names(options.optimizers)
+    names = split_names(options.optimizers)
     each = {name: configs.parse([*options.rest, "--optimizer", name]) for name in names}
     rows = summary(
         config,

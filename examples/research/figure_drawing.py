@@ -14,14 +14,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from examples.pretrain.compare import (
+from examples.pretrain.compare.plots import (
     LINE_STYLES,
-    NAMES,
     SHOWN_FROM_SHARE,
     frame,
     over_steps,
     save,
 )
+from examples.pretrain.compare.results import NAMES
 from examples.research.figure_data import SMOOTHED_STEPS, moving_average
 
 Run = dict[str, Any]

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import tyro
 
-from examples.pretrain.compare import NAMES
+from examples.pretrain.compare.results import NAMES
 from examples.pretrain.config import RunError
 from examples.research import command, figure_data, figure_drawing, report
 from examples.research.figure_drawing import ENERGIES

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import track
 
 from examples.pretrain import configs, data
-from examples.pretrain.compare import frame
+from examples.pretrain.compare.plots import frame
 from examples.pretrain.optimizers import by_name, hidden_matrices, kind_of
 from examples.pretrain.train import Trainer, loss_and_gradients
 from examples.research import command, report

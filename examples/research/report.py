@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from matplotlib.figure import Figure
 
-from examples.pretrain.compare import save
+from examples.pretrain.compare.plots import save
 
 
 def command(name: str, options: Any) -> str:

@@ -20,7 +20,8 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from examples.pretrain import compare, optimizers
+from examples.pretrain import optimizers
+from examples.pretrain.compare import results, study
 from examples.pretrain.main import main
 from examples.research.ablations import normpre_from_x
 from examples.research.variants import normpre_h_variant, soap_hyperball
@@ -65,8 +66,8 @@ FURTHER = {
 }
 for name, (factory, label, color) in FURTHER.items():
     optimizers.OPTIMIZERS[name] = factory
-    compare.NAMES[name] = (label, color)
-compare.PROGRAM = "examples.research.train"
+    results.NAMES[name] = (label, color)
+study.PROGRAM = "examples.research.train"
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import matplotlib.figure
 import pytest
 
-from examples.pretrain import compare, configs
-from examples.pretrain.compare import Arm
+from examples.pretrain import configs
+from examples.pretrain.compare import command, plots, report, results, study, tables
+from examples.pretrain.compare.arms import Arm, finished
 from examples.pretrain.config import Compare, RunError, read_compare
 from examples.pretrain.optimizers import OPTIMIZERS
 from tests.examples.conftest import ENVIRONMENT, FACTS, wait_for
@@ -24,13 +25,12 @@ NO_TANGENT = "normpre_g,tangent=none"
 def arm(optimizer: str, learning_rate: float, seed: int, loss: float, **more) -> dict:
     validation = [[0, 6.0], [5, loss + 1], [10, loss]]
     return {
-        **{
-            "optimizer": optimizer,
-            "learning_rate": learning_rate,
-            "seed": seed,
-            "status": "finished",
-        },
-        **{"best_validation_loss": loss, "validation": validation},
+        "optimizer": optimizer,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "status": "finished",
+        "best_validation_loss": loss,
+        "validation": validation,
         "train": [[step, loss + 12 / step] for step in range(1, 11)],
         "row_norm": [[step, 0.5, 0.0] for step, _ in validation],
         "norms": {"row_norm": 0.5, "column_norm": 0.25, "row_norm/mlp/up": 1.0},
@@ -44,17 +44,14 @@ def content() -> dict:
         **FACTS,
         "arms": [
             arm(NO_TANGENT, 0.2, 0, 2.6),
-            *(
-                arm("adamw", 0.1, 0, 3.0),
-                arm("adamw", 0.1, 1, 3.2),
-                arm("adamw", 0.2, 0, 9.5),
-            ),
-            *(
-                arm("muon", 0.1, 0, 2.9),
-                arm("muon", 0.2, 0, 2.7, adam_learning_rate=0.4),
-                arm("muon", 0.4, 0, 2.8),
-            ),
-            *(arm("muon", 0.2, 1, 2.95), arm("normpre_g", 0.2, 0, 2.65)),
+            arm("adamw", 0.1, 0, 3.0),
+            arm("adamw", 0.1, 1, 3.2),
+            arm("adamw", 0.2, 0, 9.5),
+            arm("muon", 0.1, 0, 2.9),
+            arm("muon", 0.2, 0, 2.7, adam_learning_rate=0.4),
+            arm("muon", 0.4, 0, 2.8),
+            arm("muon", 0.2, 1, 2.95),
+            arm("normpre_g", 0.2, 0, 2.65),
             {
                 "optimizer": "mano",
                 "seed": 0,
@@ -65,9 +62,14 @@ def content() -> dict:
     }
 
 
+def without_normpre(content: dict) -> dict:
+    """The same report without two of its optimizers."""
+    arms = [arm for arm in content["arms"] if "normpre" not in arm["optimizer"]]
+    return content | {"arms": arms}
+
+
 def test_the_tables(content):
-    losses = compare.losses_table(content).splitlines()
-    assert losses[2:] == [
+    assert tables.losses_table(content).splitlines()[2:] == [
         "| AdamW | 0.1 (smallest) | 0.1 | 3.1000 | 0.1414 | 2 | 0.50 | 0.25 |",
         "| Muon | 0.2 | 0.4 | 2.8250 | 0.1768 | 2 | 0.50 | 0.25 |",
         "| NormPre-G | 0.2 | 0.2 | 2.6500 |  | 1 | 0.50 | 0.25 |",
@@ -75,28 +77,18 @@ def test_the_tables(content):
         "",
         "Runs are missing: these means are of different seeds.",
     ]
-    ahead = compare.differences_table(content).splitlines()
-    assert (
-        ahead[0]
-        == "| optimizer | NormPre-G, tangent=none is ahead by | and has its loss at"
-        " step |"
-    )
-    assert (
-        ahead[2] == "| AdamW | 0.4000 | 8 (20% fewer) |"
-    )  # 3.0 of seed 0, between 3.6 at step 5 and 2.6 at 10
-    assert ahead[3] == "| Muon | 0.1000 | 10 (5% fewer) |"
-    content["arms"] = [
-        arm for arm in content["arms"] if "normpre" not in arm["optimizer"]
-    ]
-    assert (
-        compare.differences_table(content).splitlines()[2]
-        == "| AdamW | 0.2750 ± 0.0250 | 9 (14% fewer) |"
-    )
-    alone = content | {
-        "arms": [arm for arm in content["arms"] if arm["optimizer"] == "muon"]
-    }
-    assert compare.differences_table(alone) == ""
-    runs = compare.runs_table(content).splitlines()
+    head, _, adamw, muon, *_ = tables.differences_table(content).splitlines()
+    best = "NormPre-G, tangent=none"
+    assert head == f"| optimizer | {best} is ahead by | and has its loss at step |"
+    # 3.0 of seed 0, between 3.6 at step 5 and 2.6 at 10.
+    assert adamw == "| AdamW | 0.4000 | 8 (20% fewer) |"
+    assert muon == "| Muon | 0.1000 | 10 (5% fewer) |"
+    content = without_normpre(content)
+    ahead = tables.differences_table(content).splitlines()
+    assert ahead[2] == "| AdamW | 0.2750 ± 0.0250 | 9 (14% fewer) |"
+    muon_only = [arm for arm in content["arms"] if arm["optimizer"] == "muon"]
+    assert tables.differences_table(content | {"arms": muon_only}) == ""
+    runs = tables.runs_table(content).splitlines()
     assert runs[0] == "| optimizer | seed | 0.1 | 0.2 | 0.4 |"
     assert "| AdamW | 0 | 3.0000 | 9.5000 |  |" in runs
     assert "| Muon | 1 |  | 2.9500 |  |" in runs
@@ -104,29 +96,25 @@ def test_the_tables(content):
     content["arms"].append(
         {**arm("mano", 0.2, 1, 0.0), "status": "failed", "reason": "no memory"}
     )
-    assert compare.runs_table(content).endswith("\nMANO, seed 1, failed: no memory\n")
+    assert tables.runs_table(content).endswith("\nMANO, seed 1, failed: no memory\n")
 
 
 def test_means_of_different_seeds_are_not_called_a_gain_in_steps(content):
     content["arms"] = [
-        arm("adamw", 0.1, seed, loss) for seed, loss in ((0, 2.0), (1, 4.0))
+        arm("adamw", 0.1, 0, 2.0),
+        arm("adamw", 0.1, 1, 4.0),
+        arm("muon", 0.1, 0, 2.1),
+        arm("muon", 0.1, 2, 2.1),
     ]
-    content["arms"] += [
-        arm("muon", 0.1, seed, loss) for seed, loss in ((0, 2.1), (2, 2.1))
-    ]
-    assert "Runs are missing" in compare.losses_table(content)
-    assert (
-        "| AdamW | -0.1000 | not reached, or a log is damaged |"
-        in compare.differences_table(content)
-    )
-    assert not any(
-        line.get_label().endswith("next best")
-        for line in painted(compare.paint_losses, content).lines
-    )
+    assert "Runs are missing" in tables.losses_table(content)
+    row = "| AdamW | -0.1000 | not reached, or a log is damaged |"
+    assert row in tables.differences_table(content)
+    lines = painted(plots.paint_losses, content).lines
+    assert not any(line.get_label().endswith("next best") for line in lines)
 
 
 def test_a_report_is_drawn(content, tmp_path):
-    compare.write(tmp_path, content)
+    report.write(tmp_path, content)
     found = {path.name for path in tmp_path.iterdir()}
     assert found == {"README.md", "comparison.json", "losses.png", "learning_rates.png"}
     text = (tmp_path / "README.md").read_text()
@@ -136,18 +124,13 @@ def test_a_report_is_drawn(content, tmp_path):
         "| NormPre-G, tangent=none | 0 |",
     ):
         assert part in text
-    compare.write(tmp_path, content | {"text": {"source": "a book", "passes": 3.53}})
-    assert (
-        "tokens (80) of a book, 3.5 passes over it."
-        in (tmp_path / "README.md").read_text()
-    )
-    without_curves = {
-        key: x
-        for key, x in arm("adamw", 0.1, 0, 3.0).items()
-        if key not in ("train", "row_norm")
-    }
+    report.write(tmp_path, content | {"text": {"source": "a book", "passes": 3.53}})
+    text = (tmp_path / "README.md").read_text()
+    assert "tokens (80) of a book, 3.5 passes over it." in text
+    without_curves = arm("adamw", 0.1, 0, 3.0)
+    del without_curves["train"], without_curves["row_norm"]
     content["arms"] = [without_curves]
-    compare.write(tmp_path, content)
+    report.write(tmp_path, content)
     assert ".png" not in (tmp_path / "README.md").read_text()
 
 
@@ -158,147 +141,133 @@ def test_a_report_of_arms_whose_logs_were_damaged(content, tmp_path):
         if arm["optimizer"] == "muon" and arm["learning_rate"] == 0.2
     ]
     muon[1]["validation"].pop(1)
-    assert "| Muon | 0.1000 | 10 (5% fewer) |" in compare.differences_table(content)
-    muon_is_best = content | {
-        "arms": [arm for arm in content["arms"] if "normpre" not in arm["optimizer"]]
-    }
-    assert (
-        "| AdamW | 0.2750 ± 0.0250 | not reached, or a log is damaged |"
-        in compare.differences_table(muon_is_best)
-    )
-    compare.write(tmp_path, content)
+    assert "| Muon | 0.1000 | 10 (5% fewer) |" in tables.differences_table(content)
+    row = "| AdamW | 0.2750 ± 0.0250 | not reached, or a log is damaged |"
+    assert row in tables.differences_table(without_normpre(content))
+    report.write(tmp_path, content)
     muon[0] |= {"validation": [], "norms": {}}
-    compare.write(tmp_path, content)
+    report.write(tmp_path, content)
     text = (tmp_path / "README.md").read_text()
     assert "| Muon | 0.2 | 0.4 | 2.8250 | 0.1768 | 2 |  |  |" in text
     assert "losses.png" not in text
 
 
 def painted(paint, content):
-    axes = matplotlib.figure.Figure(
-        figsize=(6.0, 3.6), layout="constrained"
-    ).add_subplot()
+    figure = matplotlib.figure.Figure(figsize=(6.0, 3.6), layout="constrained")
+    axes = figure.add_subplot()
     assert paint(axes, content)
-    compare.frame(axes, legend="below")
+    plots.frame(axes, legend="below")
     return axes
 
 
 def test_the_axes_show_what_differs(content):
-    """The range of losses has the training losses, and a hopeless learning rate does
-    not set that of the others.
+    """The range of losses has the training losses, too.
+
+    A hopeless learning rate does not set the range of the others.
     """
-    axes = painted(compare.paint_losses, content)
+    axes = painted(plots.paint_losses, content)
     steps_saved = axes.lines[-1]
     assert steps_saved.get_label().endswith("fewer steps than the next best")
-    assert steps_saved.get_xdata() == pytest.approx(
-        [9.75, 10]
-    )  # 2.65 between 3.6 at step 5 and 2.6 at step 10
+    # 2.65 between 3.6 at step 5 and 2.6 at step 10.
+    assert steps_saved.get_xdata() == pytest.approx([9.75, 10])
     bottom, top = axes.get_ylim()
     assert bottom < min(line.get_ydata().min() for line in axes.lines)
     assert max(line.get_ydata().max() for line in axes.lines) < top < 6
-    assert painted(compare.paint_learning_rates, content).get_ylim()[1] < 3.5
+    assert painted(plots.paint_learning_rates, content).get_ylim()[1] < 3.5
 
 
-def test_a_legend_is_no_wider_than_its_figure_and_every_variant_looks_different(
-    content,
-):
+def test_a_legend_is_no_wider_than_its_figure_and_variants_look_different(content):
     long = [f"normpre_g,rank=8,threshold=0.{i}25,hidden_std=0.1" for i in range(9)]
     content["arms"] += [arm(name, 0.2, 0, 2.5) for name in long]
-    figure = painted(compare.paint_losses, content).figure
+    figure = painted(plots.paint_losses, content).figure
     figure.canvas.draw()
-    (box,), width = (
-        [legend.get_window_extent() for legend in figure.legends],
-        figure.bbox.width,
-    )
-    assert 0 <= box.x0 < box.x1 <= width
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
     assert figure.axes[0].get_window_extent().height > 0.4 * figure.dpi * 3.6
-    looks = [compare.style(name, content) for name in compare.optimizers(content)]
-    assert len(
-        {(look["color"], look["linestyle"], look["marker"]) for look in looks}
-    ) == len(looks)
+    looks = [plots.style(name, content) for name in results.optimizers(content)]
+    seen = {(look["color"], look["linestyle"], look["marker"]) for look in looks}
+    assert len(seen) == len(looks)
 
 
 def test_optimizers_have_names_and_colors_of_their_own_and_new_ones_are_drawn():
-    names = compare.NAMES
+    names = results.NAMES
     assert set(names) <= set(OPTIMIZERS)
     assert len(set(names.values())) == len(names)
-    content = {
-        "arms": [{"optimizer": name} for name in ("scion", "muon", "scion,rank=8")]
-    }
-    assert compare.optimizers(content) == ["muon", "scion", "scion,rank=8"]
-    assert compare.style("scion", content)["label"] == "scion"
+    arms = [{"optimizer": name} for name in ("scion", "muon", "scion,rank=8")]
+    content = {"arms": arms}
+    assert results.optimizers(content) == ["muon", "scion", "scion,rank=8"]
+    assert plots.style("scion", content)["label"] == "scion"
+
+
+REFUSED = {
+    "--optimizers adam": "--optimizer must be one of adamw, normpre_h",
+    "--optimizers ,": "--optimizers must name at least one",
+    "--optimizers normpre_l,rank=0": "rank must be at least 1",
+    "--optimizers muon,rank=8": "muon has no setting 'rank'",
+    "--optimizers muon,ns_steps=many": "ns_steps must be an int",
+    "--optimizers muon,muon": (
+        "--optimizers: muon with learning rate 0.01 is listed twice"
+    ),
+    "--optimizers muon --optimizer adamw": (
+        "--optimizer is what `compare` sets itself: remove it"
+    ),
+    "--optimizers muon --optimizer=adamw": (
+        "--optimizer is what `compare` sets itself: remove it"
+    ),
+    "--learning-rates 1e-3;2e-3": "--learning-rates: numbers separated by commas",
+    "--learning-rates=-1": "--learning-rate must be a positive number",
+    "--resume": "compare resumes by itself",
+    "--seeds 0": "must be at least 1",
+    "--seeds 2147483648": "--seeds must be in 1..10000, got",
+    "--jobs 2147483647": "--jobs must be in 1..10000, got",
+    "--name a/b": "plain folder name",
+}
 
 
 def test_a_bad_comparison_is_one_line_before_anything_is_written(refused_at_once):
-    for arguments, line in {
-        "--optimizers adam": "--optimizer must be one of adamw, normpre_h",
-        "--optimizers ,": "--optimizers must name at least one",
-        "--optimizers normpre_l,rank=0": "rank must be at least 1",
-        "--optimizers muon,rank=8": "muon has no setting 'rank'",
-        "--optimizers muon,ns_steps=many": "ns_steps must be an int",
-        "--optimizers muon,muon": (
-            "--optimizers: muon with learning rate 0.01 is listed twice"
-        ),
-        "--optimizers muon --optimizer adamw": (
-            "--optimizer is what `compare` sets itself: remove it"
-        ),
-        "--optimizers muon --optimizer=adamw": (
-            "--optimizer is what `compare` sets itself: remove it"
-        ),
-        "--learning-rates 1e-3;2e-3": "--learning-rates: numbers separated by commas",
-        "--learning-rates=-1": "--learning-rate must be a positive number",
-        "--resume": "compare resumes by itself",
-        "--seeds 0": "must be at least 1",
-        "--seeds 2147483648": "--seeds must be in 1..10000, got",
-        "--jobs 2147483647": "--jobs must be in 1..10000, got",
-        "--name a/b": "plain folder name",
-    }.items():
+    for arguments, line in REFUSED.items():
         refused_at_once(["compare", "--config", "tiny", *arguments.split()], line)
 
 
-def study_of(options: Compare) -> compare.Study:
-    return compare.make_study("compare", options)
+def study_of(options: Compare) -> study.Study:
+    return study.make_study("compare", options)
+
+
+def text_of(fingerprint: str):
+    """A stand-in for ``open_corpus``."""
+    corpus = SimpleNamespace(manifest={"fingerprint": fingerprint})
+    return lambda config, console: corpus
 
 
 def test_learning_rates_for_all_and_for_one():
     options = read_compare(
         ["--config", "nano", "--learning-rates", "2e-3, 1e-3", "--weight-decay", "0"]
     )
-    names = "adamw,muon,learning_rate=8e-3,normpre_l,rank=8,mu_dtype=bfloat16,muon,learning_rate=4e-3"
-    options = dataclasses.replace(options, optimizers=names)
     own = "normpre_l,rank=8,mu_dtype=bfloat16"
-    found = compare.learning_rates(options, study_of(options))
+    names = f"adamw,muon,learning_rate=8e-3,{own},muon,learning_rate=4e-3"
+    options = dataclasses.replace(options, optimizers=names)
+    found = command.learning_rates(options, study_of(options))
     assert found == {"adamw": [1e-3, 2e-3], "muon": [4e-3, 8e-3], own: [1e-3, 2e-3]}
     options = dataclasses.replace(options, optimizers="muon", learning_rates="")
-    assert compare.learning_rates(options, study_of(options)) == {
+    assert command.learning_rates(options, study_of(options)) == {
         "muon": [configs.load("nano").learning_rate]
     }
     assert Arm(own, 1e-3, 2).name == f"{own}-lr0.001-seed2"
-    assert compare.label(own) == "NormPre-L, rank=8, mu_dtype=bfloat16"
+    assert results.label(own) == "NormPre-L, rank=8, mu_dtype=bfloat16"
 
 
 def test_a_folder_holds_arms_of_one_setting(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        compare.data,
-        "open_corpus",
-        lambda *_: SimpleNamespace(manifest={"fingerprint": "text"}),
-    )
+    monkeypatch.setattr(study.data, "open_corpus", text_of("text"))
     arguments = ["--config", "tiny", "--runs-folder", str(tmp_path)]
-    first, other = (
-        study_of(read_compare([*arguments, *more])) for more in ([], ["--steps", "4"])
-    )
+    first = study_of(read_compare(arguments))
+    other = study_of(read_compare([*arguments, "--steps", "4"]))
     with first.begun():
         pass
-    with (
-        pytest.raises(RunError, match=r"other settings \(--config tiny\)"),
-        other.begun(),
-    ):
+    message = r"other settings \(--config tiny\)"
+    with pytest.raises(RunError, match=message), other.begun():
         pass
-    monkeypatch.setattr(
-        compare.data,
-        "open_corpus",
-        lambda *_: SimpleNamespace(manifest={"fingerprint": "other"}),
-    )
+    monkeypatch.setattr(study.data, "open_corpus", text_of("other"))
     with pytest.raises(RunError, match="was begun with another text"), first.begun():
         pass
     (first.folder / "study.json").write_text("{")
@@ -312,20 +281,20 @@ def test_a_folder_holds_arms_of_one_setting(tmp_path, monkeypatch):
 
 
 def test_an_arm_that_was_killed_is_no_fault_of_the_settings(tmp_path):
-    study = study_of(read_compare(["--config", "tiny", "--runs-folder", str(tmp_path)]))
-    study.folder.mkdir()
+    options = read_compare(["--config", "tiny", "--runs-folder", str(tmp_path)])
+    begun = study_of(options)
+    begun.folder.mkdir()
     killed = Arm("muon", 0.1, 0)
-    (study.folder / f"{killed.name}.txt").write_text("step 400 validation loss 2.6\n")
-    with pytest.raises(
-        RunError, match=r"killed by signal 9 .* the same command resumes it"
-    ):
-        study.ended(killed, SimpleNamespace(returncode=-9))
+    (begun.folder / f"{killed.name}.txt").write_text("step 400 validation loss 2.6\n")
+    message = r"killed by signal 9 .* the same command resumes it"
+    with pytest.raises(RunError, match=message):
+        begun.ended(killed, SimpleNamespace(returncode=-9))
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null"])
 def test_a_damaged_result_is_no_result(tmp_path, text):
     (tmp_path / "result.json").write_text(text)
-    assert compare.finished(tmp_path) is None
+    assert finished(tmp_path) is None
 
 
 def test_every_optimizer_has_the_same_budget(tmp_path, monkeypatch):
@@ -337,31 +306,26 @@ def test_every_optimizer_has_the_same_budget(tmp_path, monkeypatch):
             study.results[one] = {"status": "finished", "best_validation_loss": loss}
 
     written = []
-    monkeypatch.setattr(compare.Study, "run", ran)
-    monkeypatch.setattr(compare.Study, "facts", lambda study, command: {})
+    monkeypatch.setattr(study.Study, "run", ran)
+    monkeypatch.setattr(study.Study, "facts", lambda study, command: {})
     monkeypatch.setattr(
-        compare, "write", lambda folder, content: written.append(content)
+        report, "write", lambda folder, content: written.append(content)
     )
-    monkeypatch.setattr(
-        compare.data,
-        "open_corpus",
-        lambda *_: SimpleNamespace(manifest={"fingerprint": "text"}),
-    )
+    monkeypatch.setattr(study.data, "open_corpus", text_of("text"))
     arguments = (
         "--config nano --seed 5 --seeds 3 --optimizers adamw,muon --learning-rates"
         " 1e-3,2e-3,4e-3"
     )
-    compare.main(read_compare([*arguments.split(), "--runs-folder", str(tmp_path)]))
-    arms = [
-        (arm["optimizer"], arm["learning_rate"], arm["seed"])
-        for arm in written[0]["arms"]
-    ]
+    command.main(read_compare([*arguments.split(), "--runs-folder", str(tmp_path)]))
+    (content,) = written
     for name in ("adamw", "muon"):
-        found = [arm for arm in arms if arm[0] == name]
-        assert found == [(name, rate, 5) for rate in (1e-3, 2e-3, 4e-3)] + [
-            (name, 2e-3, 6),
-            (name, 2e-3, 7),
+        arms = [
+            (arm["learning_rate"], arm["seed"])
+            for arm in content["arms"]
+            if arm["optimizer"] == name
         ]
+        sweep = [(1e-3, 5), (2e-3, 5), (4e-3, 5)]
+        assert arms == [*sweep, (2e-3, 6), (2e-3, 7)]
 
 
 @pytest.mark.parametrize(("cores", "jobs"), [(4, 2), (2, 3)])
@@ -369,32 +333,28 @@ def test_jobs_share_the_cores(monkeypatch, cores, jobs):
     monkeypatch.setattr(
         os, "sched_getaffinity", lambda _: set(range(cores)), raising=False
     )
-    shares = [compare.cores_of(place, jobs) for place in range(jobs)]
+    shares = [study.cores_of(place, jobs) for place in range(jobs)]
     assert all(len(share) == max(cores // jobs, 1) for share in shares)
     assert len(set().union(*shares)) == cores
-    assert compare.cores_of(0, 1) == set()
+    assert study.cores_of(0, 1) == set()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_comparison_from_end_to_end(flags, tmp_path):
     """Stopped, resumed, with an arm that diverges; nothing is done twice."""
-    command = [
-        sys.executable,
-        "-m",
-        "examples.pretrain",
-        "compare",
-        *flags,
-        "--optimizers",
-        "adamw,normpre_g",
-    ]
-    command += ["--learning-rates", "1e-2,1e30", "--seeds", "2", "--jobs", "2"]
-    command += ["--steps", "200", "--checkpoint-every", "10", "--log-every", "5"]
+    words = [sys.executable, "-m", "examples.pretrain", "compare", *flags]
+    words += ["--optimizers", "adamw,normpre_g", "--learning-rates", "1e-2,1e30"]
+    words += ["--seeds", "2", "--jobs", "2"]
+    words += ["--steps", "200", "--checkpoint-every", "10", "--log-every", "5"]
 
     def start() -> subprocess.Popen:
         return subprocess.Popen(
-            command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+            words, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
         )
+
+    def sessions() -> list[dict]:
+        return json.loads((first / "run.json").read_text())["sessions"]
 
     folder = tmp_path / "runs" / "compare-tiny"
     first = folder / "normpre_g-lr0.01-seed0"
@@ -403,20 +363,19 @@ def test_a_comparison_from_end_to_end(flags, tmp_path):
     process.send_signal(signal.SIGTERM)
     process.communicate()
     assert process.returncode == 143
-    begun = json.loads((first / "run.json").read_text())["sessions"]
+    begun = len(sessions())
     said, _ = start().communicate()
-    assert (
-        len(json.loads((first / "run.json").read_text())["sessions"]) == len(begun) + 1
-    )
+    assert len(sessions()) == begun + 1
     content = json.loads((folder / "report" / "comparison.json").read_text())
     found = {
-        (a["optimizer"], a["learning_rate"], a["seed"]): a["status"]
-        for a in content["arms"]
+        (arm["optimizer"], arm["learning_rate"], arm["seed"]): arm["status"]
+        for arm in content["arms"]
     }
     assert {key for key, status in found.items() if status == "finished"} == {
-        (optimizer, 1e-2, seed)
-        for optimizer in ("adamw", "normpre_g")
-        for seed in (0, 1)
+        ("adamw", 1e-2, 0),
+        ("adamw", 1e-2, 1),
+        ("normpre_g", 1e-2, 0),
+        ("normpre_g", 1e-2, 1),
     }
     assert found["adamw", 1e30, 0] == "diverged"
     assert "| NormPre-G | 0.01 (smallest) |" in said

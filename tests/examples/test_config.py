@@ -13,42 +13,21 @@ from pathlib import Path
 import pytest
 
 from examples.pretrain import configs, main
-from examples.pretrain.config import (
-    Common,
-    Config,
-    ModelConfig,
-    RunError,
-    check,
-    differences,
-    from_dict,
-    split_name,
-    to_dict,
-)
+from examples.pretrain.checks import check
+from examples.pretrain.config import Common, Config, ModelConfig, RunError
+from examples.pretrain.flat import differences, from_dict, to_dict
+from examples.pretrain.names import split_name
 from normpre_optax import learning_rate_by_length
 from tests import cases
 
 
 def test_flags_override_the_named_configuration():
-    config = configs.parse(
-        [
-            "--steps",
-            "77",
-            "--config",
-            "tiny",
-            "--model.width",
-            "48",
-            "--optimizer",
-            "adamw",
-            "--resume",
-        ]
-    )
+    flags = "--steps 77 --config tiny --model.width 48 --optimizer adamw --resume"
+    config = configs.parse(flags.split())
     tiny = configs.load("tiny")
-    assert (config.steps, config.model.width, config.optimizer, config.resume) == (
-        77,
-        48,
-        "adamw",
-        True,
-    )
+    assert (config.steps, config.model.width) == (77, 48)
+    assert config.optimizer == "adamw"
+    assert config.resume
     assert tiny == dataclasses.replace(
         config,
         steps=tiny.steps,
@@ -68,18 +47,16 @@ def test_flags_override_the_named_configuration():
 
 @pytest.mark.parametrize("name", configs.CONFIGS)
 def test_the_adamw_group_has_a_rate_that_was_measured(name):
-    """In larger models, where the step of the matrices was never tried for it, that of
-    AdamW.
-    """
-    steps, adam = configs.load(name).steps, configs.load(name).learning_rate
-    matrices = learning_rate_by_length(max(200, steps))
+    """In larger models, where no other rate was tried for it, that of AdamW."""
+    named = configs.load(name)
+    adam = named.learning_rate
+    if name in ("tiny", "nano", "first_run", "gpt2_2m"):
+        adam = 1.6e-2
+    matrices = learning_rate_by_length(max(200, named.steps))
     for optimizer in ("normpre_h", "muon,norm_control=hyperball"):
         config = configs.parse(["--config", name, "--optimizer", optimizer])
-        small = name in ("tiny", "nano", "first_run", "gpt2_2m")
-        assert (config.learning_rate, config.adam_learning_rate) == (
-            matrices,
-            1.6e-2 if small else adam,
-        )
+        assert config.learning_rate == matrices
+        assert config.adam_learning_rate == adam
 
 
 # Table 3 of the paper: layers, width, hidden layer of the MLP, heads, peak learning
@@ -96,38 +73,32 @@ PAPER = {
 
 @pytest.mark.parametrize("name", configs.CONFIGS)
 def test_a_named_configuration(name):
-    """It passes the checks, is restored from JSON, and is the paper's where it says so."""
+    """It passes the checks, and JSON restores it."""
     config = configs.load(name)
     check(config)
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
-    if name in PAPER:
-        model = config.model
-        found = (
-            model.layers,
-            model.width,
-            model.mlp_width,
-            model.heads,
-            config.learning_rate,
-            config.warmup_steps,
-        )
-        assert found == PAPER[name]
-        shared = (
-            model.context,
-            config.batch_size,
-            config.steps,
-            config.weight_decay,
-            config.clip_norm,
-        )
-        assert shared == (1024, 512, 10_000, 0.1, 1.0)
-        assert (config.evaluate_every, config.adam_b1, config.adam_b2) == (
-            500,
-            0.9,
-            0.95,
-        )
-        assert (
-            config.validation_tokens
-            == (200 * 12 if name == "gpt2_small" else 2048) * 1024
-        )
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_configuration_of_the_paper(name):
+    config = configs.load(name)
+    model = config.model
+    assert PAPER[name] == (
+        model.layers,
+        model.width,
+        model.mlp_width,
+        model.heads,
+        config.learning_rate,
+        config.warmup_steps,
+    )
+    assert (model.context, config.batch_size, config.steps) == (1024, 512, 10_000)
+    assert (config.weight_decay, config.clip_norm) == (0.1, 1.0)
+    assert (config.adam_b1, config.adam_b2) == (0.9, 0.95)
+    assert config.evaluate_every == 500
+    sequences = 2048
+    if name == "gpt2_small":
+        sequences = 200 * 12
+    assert config.validation_tokens == sequences * 1024
 
 
 def helped(*arguments: str, capsys) -> dict[str, str]:
@@ -145,29 +116,20 @@ def helped(*arguments: str, capsys) -> dict[str, str]:
 
 
 def test_the_name_of_an_optimizer_has_settings():
-    config = configs.parse(
-        [
-            "--optimizer",
-            (
-                "muon,"
-                " norm_control=hyperball,weight_decay=0,hidden_std=0.1,learning_rate=2e-2"
-            ),
-        ]
+    name = (
+        "muon, norm_control=hyperball,weight_decay=0,hidden_std=0.1,learning_rate=2e-2"
     )
-    assert (config.optimizer, config.run_name) == (
-        "muon,norm_control=hyperball",
-        "first_run-muon,norm_control=hyperball",
-    )
-    assert (config.weight_decay, config.model.hidden_std, config.learning_rate) == (
-        0,
-        0.1,
-        0.02,
-    )
-    for name, rate in (
-        ("muon", 4e-3),
-        ("muon,norm_control=hyperball", 0.023),
-        ("normpre_h", 0.023),
-    ):
+    config = configs.parse(["--optimizer", name])
+    assert config.optimizer == "muon,norm_control=hyperball"
+    assert config.run_name == "first_run-muon,norm_control=hyperball"
+    assert config.weight_decay == 0
+    assert config.model.hidden_std == 0.1
+    assert config.learning_rate == 0.02
+
+
+def test_the_default_learning_rate_depends_on_the_optimizer():
+    rates = {"muon": 4e-3, "muon,norm_control=hyperball": 0.023, "normpre_h": 0.023}
+    for name, rate in rates.items():
         assert configs.parse(["--optimizer", name]).learning_rate == rate
     assert configs.parse(["--learning-rate", "1e-2"]).learning_rate == 1e-2
     assert split_name("normpre_g,layers=attention/out+mlp") == (
@@ -178,11 +140,10 @@ def test_the_name_of_an_optimizer_has_settings():
 
 def test_help_has_ten_options(capsys):
     few = helped("--config", "tiny", "--help", capsys=capsys)
-    flags = [
-        f"--{option.name.replace('_', '-')}" for option in dataclasses.fields(Common)
-    ]
-    assert len(flags) == 10
-    assert [flag.partition(",")[0] for flag in few] == flags
+    names = [option.name.replace("_", "-") for option in dataclasses.fields(Common)]
+    assert len(names) == 10
+    assert [flag.partition(",")[0] for flag in few] == [f"--{name}" for name in names]
+    assert all(len(text.split()) > 3 for text in few.values())
     assert "(default: 40)" in few["--steps"]
 
 
@@ -219,13 +180,15 @@ def test_help_and_refusals_do_not_wait_for_jax():
     code = """
 import sys
 from examples.pretrain.main import main
-for words in (["--help"], ["train", "--help"], ["compare", "--help"], ["evaluate", "--help"], ["--steps", "0"]):
+for command in (
+    "--help", "train --help", "compare --help", "evaluate --help", "--steps 0"
+):
     try:
-        main(words)
+        main(command.split())
     except SystemExit as stopped:
         assert not stopped.code
-slow = {"jax", "flax", "optax", "orbax", "grain", "numpy", "matplotlib", "tokenizers", "normpre_optax"}
-assert not slow & set(sys.modules), slow & set(sys.modules)
+slow = "jax flax optax orbax grain numpy matplotlib tokenizers normpre_optax".split()
+assert not sys.modules.keys() & slow, sys.modules.keys() & slow
 """
     root = Path(__file__).parents[2]
     subprocess.run(
@@ -329,25 +292,22 @@ def test_a_bad_setting_is_one_line_before_anything_is_written(
 def test_differences_name_what_changes_the_losses_only():
     stored = to_dict(Config())
     assert differences(stored, Config()) == []
-    less_memory = {
-        "micro_batch": 8,
-        "model": dataclasses.replace(ModelConfig(), remat=True),
-    }
-    free = dataclasses.replace(
-        Config(), resume=True, checkpoint_every=3, runs_folder=Path("x"), **less_memory
+    free = Config(
+        resume=True,
+        checkpoint_every=3,
+        runs_folder=Path("x"),
+        micro_batch=8,
+        model=ModelConfig(remat=True),
     )
     assert differences(stored, free) == []
-    changed = differences(
-        stored, dataclasses.replace(Config(), learning_rate=1.0, seed=5)
-    )
+    changed = differences(stored, Config(learning_rate=1.0, seed=5))
     assert changed == [
         "--seed was 0, is 5",
         f"--learning-rate was {Config().learning_rate}, is 1.0",
     ]
     assert differences({**stored, "gone": 1}, Config()) == ["--gone was 1, is None"]
-    del stored[
-        "model.hidden_std"
-    ]  # as of a run from before the field, which had its default's effect
+    # As of a run from before the field, which had its default's effect.
+    del stored["model.hidden_std"]
     assert from_dict(stored) == Config()
     assert differences(stored, Config()) == []
     wider = Config(model=ModelConfig(hidden_std=0.1))

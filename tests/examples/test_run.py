@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from examples.pretrain import checkpoint, compare, configs, logs, main, processes, train
+from examples.pretrain import checkpoint, configs, logs, main, processes, train
 from examples.pretrain import run as run_module
+from examples.pretrain.compare import arms
 from examples.pretrain.evaluate import Score
 from examples.pretrain.prepare import command
 from tests import cases
@@ -446,7 +447,7 @@ def test_a_damaged_line_of_the_log_is_left_out(copy, damage):
     )
     expected = [*before[:4], *before[5:]]
     with pytest.warns(UserWarning, match=r"log\.jsonl: 1 damaged line\(s\) left out"):
-        found = compare.finished(run)
+        found = arms.finished(run)
     assert found is not None
     assert (len(found["train"]), len(found["validation"])) == (11, 3)
     with pytest.warns(UserWarning, match="1 damaged line"):
@@ -455,7 +456,7 @@ def test_a_damaged_line_of_the_log_is_left_out(copy, damage):
     assert log.read_bytes().count(b"\n") == len(expected)
     log.write_bytes(damage.encode("latin-1"))
     assert main.main([*arguments, "--resume"]) == 0
-    found = compare.finished(run)
+    found = arms.finished(run)
     assert found is not None
     assert found["norms"] == {}
     assert found["best_validation_loss"] == before[-1]["validation_loss"]

@@ -17,8 +17,10 @@ import optax
 import pytest
 
 from examples.pretrain import configs, data, optimizers
-from examples.pretrain.compare import Arm, make_study
-from examples.pretrain.config import RunError, check, read_compare
+from examples.pretrain.checks import check
+from examples.pretrain.compare.arms import Arm
+from examples.pretrain.compare.study import make_study
+from examples.pretrain.config import RunError, read_compare
 from examples.pretrain.processes import lock
 from examples.research import ablate, ablation_report, command, train
 from normpre_optax import normpre_g, normpre_l

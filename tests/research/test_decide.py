@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from examples.pretrain.compare import Study
-from examples.pretrain.config import is_relative, split_name
+from examples.pretrain.compare.study import Study
+from examples.pretrain.names import is_relative, split_name
 from examples.research import command, decide
 from tests import cases
 

@@ -18,7 +18,8 @@ import tyro
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from ..config import RunError, check_ranges
+from ..checks import check_ranges
+from ..config import RunError
 from ..processes import Stopped, on_signals
 from . import sources, token_files
 from .sources import HubStream, Problems, Stream, find_files, read_plain, read_records
