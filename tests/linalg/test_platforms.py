@@ -14,12 +14,16 @@ def choice(x):
     def number():
         return {"cpu": 1, "tpu": 20, "gpu": 300}[platform()]
 
-    return by_platform(lambda x: by_platform(lambda y: y + number(), x)(x), x)(x)
+    def inner(x):
+        return by_platform(lambda y: y + number(), x)(x)
+
+    return by_platform(inner, x)(x)
 
 
 @pytest.mark.every_platform
 def test_a_traced_platform_takes_its_branches_at_every_depth():
-    x, expected = jnp.zeros(()), {"cpu": 1, "tpu": 20, "gpu": 300}
+    x = jnp.zeros(())
+    expected = {"cpu": 1, "tpu": 20, "gpu": 300}
     assert {name: int(on(name, choice, x)) for name in expected} == expected
     # One jitted function: what was compiled for one platform is not used for another,
     # nor for none.
@@ -38,4 +42,8 @@ def test_a_traced_platform_takes_its_branches_at_every_depth():
     # Without arrays, and with unknown backends.
     assert by_platform(platform)() == platform()
     assert on("rocm", platform) == "gpu"
-    assert on("gpu", lambda x: by_platform(lambda y: platform(), x)(x), x) == "gpu"
+
+    def inner(x):
+        return by_platform(lambda y: platform(), x)(x)
+
+    assert on("gpu", inner, x) == "gpu"

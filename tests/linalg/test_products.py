@@ -26,24 +26,18 @@ def the_product(f, *args):
 def test_products_sum_in_float32_and_are_true_float32_on_request(where):
     x = jnp.ones((3, 3))
     for operand in (None, jnp.bfloat16, jnp.float16, jnp.float32):
-        eqn = the_product(
-            functools.partial(on, where, functools.partial(product, dtype=operand)),
-            x,
-            x,
-        )
+        times = functools.partial(product, dtype=operand)
+        eqn = the_product(functools.partial(on, where, times), x, x)
         # XLA's CPU backend lacks half-precision products with float32 sums; operands
         # are rounded and converted back.
         half = operand in (jnp.bfloat16, jnp.float16) and where != "cpu"
+        usual = operand is None or half
         assert eqn.invars[0].aval.dtype == (operand if half else jnp.float32)
         assert eqn.params["preferred_element_type"] == jnp.float32
-        assert eqn.params["precision"] == (
-            None if operand is None or half else HIGHEST
-        )  # None: the usual product
+        assert eqn.params["precision"] == (None if usual else HIGHEST)
     with jax.default_matmul_precision("highest"):
-        assert (
-            the_product(functools.partial(on, where, product), x, x).params["precision"]
-            == HIGHEST
-        )
+        eqn = the_product(functools.partial(on, where, product), x, x)
+        assert eqn.params["precision"] == HIGHEST
 
 
 def test_an_exact_product_has_the_precision_of_its_operands(x64):
@@ -57,15 +51,13 @@ def test_an_exact_product_has_the_precision_of_its_operands(x64):
 @pytest.mark.parametrize("operand", [jnp.bfloat16, jnp.float16])
 def test_operands_are_rounded_and_sums_are_not(operand):
     """Also in a compiled program, which could leave out the rounding."""
-    a, b = (
-        jnp.asarray(np.random.default_rng(i).standard_normal((40, 40)), jnp.float32)
-        for i in range(2)
-    )
-    got = np.asarray(jax.jit(lambda a, b: product(a, b, operand))(a, b), np.float64)
+    a = jnp.asarray(cases.gaussian((40, 40), 0), jnp.float32)
+    b = jnp.asarray(cases.gaussian((40, 40), 1), jnp.float32)
+    program = jax.jit(functools.partial(product, dtype=operand))
+    got = np.asarray(program(a, b), np.float64)
     rounded = np.float64(a.astype(operand)) @ np.float64(b.astype(operand))
-    np.testing.assert_allclose(
-        got, rounded, atol=40 * 2e-7 * 10
-    )  # forty roundings in float32 of sums up to ten
+    # Forty roundings in float32 of sums up to ten.
+    np.testing.assert_allclose(got, rounded, atol=40 * 2e-7 * 10)
     assert np.abs(got - np.float64(a) @ np.float64(b)).max() > 1e-3
 
 
