@@ -41,6 +41,7 @@ from normpre_optax.stages.spectral import precondition_locally as precondition_l
 __version__: str
 __all__ = [
     "MatrixDims",
+    "adamuon",
     "decay_matrices_only",
     "default_matrix_dims",
     "direction",
@@ -50,8 +51,10 @@ __all__ = [
     "learning_rate_by_length",
     "learning_rate_from_muon",
     "mano",
+    "moga",
     "multipliers_by_width",
     "muon",
+    "muon_plus",
     "muoneq",
     "normalize_rows",
     "normalize_tangent",
@@ -67,8 +70,11 @@ __all__ = [
     "presets",
     "project_to_tangent",
     "rmnp",
+    "scale_by_adamuon",
     "scale_by_mano",
+    "scale_by_moga",
     "scale_by_muon",
+    "scale_by_muon_plus",
     "scale_by_muoneq",
     "scale_by_normpre",
     "scale_by_normpre_g",
@@ -77,12 +83,110 @@ __all__ = [
     "scale_by_normuon",
     "scale_by_rmnp",
     "scale_by_shape",
+    "scale_by_swan",
     "scale_to_rms",
     "static_args",
+    "swan",
     "two_momenta",
     "with_adamw",
     "with_metric",
 ]
+
+def adamuon(
+    learning_rate: Number | Callable,
+    *,
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    ns_steps: int | None = 5,
+    ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
+    compute_dtype: Operands = None,
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
+    weight_decay: Number | Callable = 0.1,
+    weight_decay_mask: Any = None,
+    learning_rate_multipliers: Any = None,
+    norm_control: Literal['none', 'hyperball'] = 'none',
+    row_norms: Literal['keep'] | Any = None,
+    adam_learning_rate: Number | Callable | None = None,
+    adam_b1: Number = 0.9,
+    adam_b2: Number = 0.95,
+    adam_eps: Number = 1e-08,
+    adam_weight_decay: Number | Callable | None = None,
+    shardings: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """AdaMuon: orthogonalized signs of the momentum over their root second moments.
+
+    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), ``O = NS5(sign(U))``; per entry ``V =
+    mu V + (1 - mu) O^2`` and ``O' = O / (sqrt(V) + 1e-8)``; the direction is ``0.2 O' /
+    RMS(O')``. Use AdamW's learning rate.
+
+    Hidden matrices use ``scale_by_adamuon``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+
+    Args:
+        learning_rate: number or schedule.
+        momentum: ``mu`` in ``M = mu M + G``.
+        nesterov: whether the update uses ``U = G + mu M`` instead of ``M``.
+        ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
+        ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
+            triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+            closer to the largest singular value than "frobenius"; see
+            ``precondition_globally``.
+        compute_dtype: dtype of the operands of large products; sums are in float32.
+            None means the platform's default for float32: one bfloat16 pass on a TPU,
+            TF32 on a GPU (sketches: bfloat16), float32 on a CPU. ``jnp.float32`` means
+            true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32
+            on a CPU.
+        mu_dtype: dtype of the first moments, including AdamW's. None means float32,
+            even for bfloat16 parameters.
+        matrix_dims: which parameters are matrices, and which of their axes are inputs
+            and outputs: None (the default rule, ``default_matrix_dims``), a rule
+            ``(path, leaf) -> MatrixDims | None``, a function ``(params) -> tree``, or a
+            tree (or prefix) of ``MatrixDims`` and None.
+            ``optax.contrib.MuonDimensionNumbers`` can replace ``MatrixDims``; None for
+            a parameter means AdamW.
+        weight_decay: decoupled weight decay, multiplied by the learning rate; number or
+            schedule.
+        weight_decay_mask: tree of bools, or a function ``(params) -> tree``; None
+            decays all parameters; ``decay_matrices_only`` excludes norms and biases.
+        learning_rate_multipliers: tree of numbers, or a function ``(params) -> tree``:
+            the learning rate of each parameter is multiplied by its number
+            (``multipliers_by_width``); its weight decay is not. None means 1. Under
+            Hyperball, 0 keeps the direction of a matrix, but its norm is still set.
+        norm_control: "hyperball" sets the Frobenius norm of every matrix and makes the
+            learning rate the size of a step relative to it; matrices then have no
+            weight decay, and ``adam_learning_rate`` must be given. "none" does nothing.
+        row_norms: root mean square norm of the rows of matrices under Hyperball; None
+            chooses it by the role of the matrix, "keep" keeps the norm that every
+            matrix has. See ``hyperball``.
+        adam_learning_rate: learning rate of the AdamW group; None means that of the
+            matrix group.
+        adam_b1: decay rate of AdamW's first moment.
+        adam_b2: decay rate of AdamW's second moment.
+        adam_eps: AdamW's epsilon.
+        adam_weight_decay: weight decay of the AdamW group; None means that of the
+            matrix group.
+        shardings: shardings of the parameters, to save communication on a mesh with
+            Auto axes: a tree like the parameters (or prefix) of ``NamedSharding`` or
+            ``PartitionSpec``, or a function ``(params) -> tree``.
+
+    Returns:
+        The complete optimizer; its state is that of ``optax.partition``.
+
+    Raises:
+        TypeError: if an option does not exist or has the wrong type.
+        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+
+    Example:
+        >>> import jax.numpy as jnp, normpre_optax as npo
+        >>> tx = npo.adamuon(1e-3)
+        >>> params = {"dense": {"kernel": jnp.eye(4, 8), "bias": jnp.ones(8)}}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+
+    References:
+        Si, Zhang and Shen, AdaMuon, arXiv 2507.11005 (github.com/Chongjie-Si/AdaMuon).
+    """
 
 def mano(
     learning_rate: Number | Callable,
@@ -168,6 +272,90 @@ def mano(
 
     References:
         Gu and Xie, Mano, 2026 (github.com/xie-lab-ml).
+    """
+
+def moga(
+    learning_rate: Number | Callable,
+    *,
+    mode: Literal['rows', 'columns'] = 'rows',
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
+    weight_decay: Number | Callable = 0.1,
+    weight_decay_mask: Any = None,
+    learning_rate_multipliers: Any = None,
+    norm_control: Literal['none', 'hyperball'] = 'none',
+    row_norms: Literal['keep'] | Any = None,
+    adam_learning_rate: Number | Callable | None = None,
+    adam_b1: Number = 0.9,
+    adam_b2: Number = 0.95,
+    adam_eps: Number = 1e-08,
+    adam_weight_decay: Number | Callable | None = None,
+    shardings: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """MOGA (p = 2): rows or columns of the momentum divided by their norms.
+
+    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for W (out, in) = m x n the
+    direction ``n^-1/2 U_i / ||U_i||`` for every row i, or ``m^1/2 / n U_j / ||U_j||``
+    for every column j. Entries are about 1 / n: start from ``0.2 n`` times AdamW's
+    learning rate, and pass ``adam_learning_rate``. The authors published no code.
+
+    Hidden matrices use ``scale_by_moga``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+
+    Args:
+        learning_rate: number or schedule.
+        mode: "rows" (output neurons) or "columns".
+        momentum: ``mu`` in ``M = mu M + G``.
+        nesterov: whether the update uses ``U = G + mu M`` instead of ``M``.
+        mu_dtype: dtype of the first moments, including AdamW's. None means float32,
+            even for bfloat16 parameters.
+        matrix_dims: which parameters are matrices, and which of their axes are inputs
+            and outputs: None (the default rule, ``default_matrix_dims``), a rule
+            ``(path, leaf) -> MatrixDims | None``, a function ``(params) -> tree``, or a
+            tree (or prefix) of ``MatrixDims`` and None.
+            ``optax.contrib.MuonDimensionNumbers`` can replace ``MatrixDims``; None for
+            a parameter means AdamW.
+        weight_decay: decoupled weight decay, multiplied by the learning rate; number or
+            schedule.
+        weight_decay_mask: tree of bools, or a function ``(params) -> tree``; None
+            decays all parameters; ``decay_matrices_only`` excludes norms and biases.
+        learning_rate_multipliers: tree of numbers, or a function ``(params) -> tree``:
+            the learning rate of each parameter is multiplied by its number
+            (``multipliers_by_width``); its weight decay is not. None means 1. Under
+            Hyperball, 0 keeps the direction of a matrix, but its norm is still set.
+        norm_control: "hyperball" sets the Frobenius norm of every matrix and makes the
+            learning rate the size of a step relative to it; matrices then have no
+            weight decay, and ``adam_learning_rate`` must be given. "none" does nothing.
+        row_norms: root mean square norm of the rows of matrices under Hyperball; None
+            chooses it by the role of the matrix, "keep" keeps the norm that every
+            matrix has. See ``hyperball``.
+        adam_learning_rate: learning rate of the AdamW group; None means that of the
+            matrix group.
+        adam_b1: decay rate of AdamW's first moment.
+        adam_b2: decay rate of AdamW's second moment.
+        adam_eps: AdamW's epsilon.
+        adam_weight_decay: weight decay of the AdamW group; None means that of the
+            matrix group.
+        shardings: shardings of the parameters, to save communication on a mesh with
+            Auto axes: a tree like the parameters (or prefix) of ``NamedSharding`` or
+            ``PartitionSpec``, or a function ``(params) -> tree``.
+
+    Returns:
+        The complete optimizer; its state is that of ``optax.partition``.
+
+    Raises:
+        TypeError: if an option does not exist or has the wrong type.
+        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+
+    Example:
+        >>> import jax.numpy as jnp, normpre_optax as npo
+        >>> tx = npo.moga(1e-3)
+        >>> params = {"dense": {"kernel": jnp.eye(4, 8), "bias": jnp.ones(8)}}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+
+    References:
+        Xu, Li and Lu, On the Width Scaling of Neural Optimizers, arXiv 2603.09952.
     """
 
 def muon(
@@ -267,6 +455,106 @@ def muon(
 
     References:
         Jordan et al., Muon, 2024; Liu et al., arXiv 2502.16982.
+    """
+
+def muon_plus(
+    learning_rate: Number | Callable,
+    *,
+    mode: Literal['rows', 'columns', 'both', 'columns_rows'] = 'both',
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    ns_steps: int | None = 5,
+    ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
+    compute_dtype: Operands = None,
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
+    weight_decay: Number | Callable = 0.1,
+    weight_decay_mask: Any = None,
+    learning_rate_multipliers: Any = None,
+    norm_control: Literal['none', 'hyperball'] = 'none',
+    row_norms: Literal['keep'] | Any = None,
+    adam_learning_rate: Number | Callable | None = None,
+    adam_b1: Number = 0.9,
+    adam_b2: Number = 0.95,
+    adam_eps: Number = 1e-08,
+    adam_weight_decay: Number | Callable | None = None,
+    shardings: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon+: orthogonalized, then normalized momentum.
+
+    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), ``O = NS5(U)``; then ``O / sqrt(sum
+    O^2 + 1e-7)`` over rows, columns, or one after the other; the direction is ``sqrt(m
+    / n) O`` for W (out, in) = m x n. Start from a learning rate of 0.02, and pass
+    ``adam_learning_rate``.
+
+    Hidden matrices use ``scale_by_muon_plus``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+
+    Args:
+        learning_rate: number or schedule.
+        mode: "rows", "columns", "both" (rows, then columns, the authors' default) or
+            "columns_rows".
+        momentum: ``mu`` in ``M = mu M + G``.
+        nesterov: whether the update uses ``U = G + mu M`` instead of ``M``.
+        ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
+        ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
+            triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+            closer to the largest singular value than "frobenius"; see
+            ``precondition_globally``.
+        compute_dtype: dtype of the operands of large products; sums are in float32.
+            None means the platform's default for float32: one bfloat16 pass on a TPU,
+            TF32 on a GPU (sketches: bfloat16), float32 on a CPU. ``jnp.float32`` means
+            true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32
+            on a CPU.
+        mu_dtype: dtype of the first moments, including AdamW's. None means float32,
+            even for bfloat16 parameters.
+        matrix_dims: which parameters are matrices, and which of their axes are inputs
+            and outputs: None (the default rule, ``default_matrix_dims``), a rule
+            ``(path, leaf) -> MatrixDims | None``, a function ``(params) -> tree``, or a
+            tree (or prefix) of ``MatrixDims`` and None.
+            ``optax.contrib.MuonDimensionNumbers`` can replace ``MatrixDims``; None for
+            a parameter means AdamW.
+        weight_decay: decoupled weight decay, multiplied by the learning rate; number or
+            schedule.
+        weight_decay_mask: tree of bools, or a function ``(params) -> tree``; None
+            decays all parameters; ``decay_matrices_only`` excludes norms and biases.
+        learning_rate_multipliers: tree of numbers, or a function ``(params) -> tree``:
+            the learning rate of each parameter is multiplied by its number
+            (``multipliers_by_width``); its weight decay is not. None means 1. Under
+            Hyperball, 0 keeps the direction of a matrix, but its norm is still set.
+        norm_control: "hyperball" sets the Frobenius norm of every matrix and makes the
+            learning rate the size of a step relative to it; matrices then have no
+            weight decay, and ``adam_learning_rate`` must be given. "none" does nothing.
+        row_norms: root mean square norm of the rows of matrices under Hyperball; None
+            chooses it by the role of the matrix, "keep" keeps the norm that every
+            matrix has. See ``hyperball``.
+        adam_learning_rate: learning rate of the AdamW group; None means that of the
+            matrix group.
+        adam_b1: decay rate of AdamW's first moment.
+        adam_b2: decay rate of AdamW's second moment.
+        adam_eps: AdamW's epsilon.
+        adam_weight_decay: weight decay of the AdamW group; None means that of the
+            matrix group.
+        shardings: shardings of the parameters, to save communication on a mesh with
+            Auto axes: a tree like the parameters (or prefix) of ``NamedSharding`` or
+            ``PartitionSpec``, or a function ``(params) -> tree``.
+
+    Returns:
+        The complete optimizer; its state is that of ``optax.partition``.
+
+    Raises:
+        TypeError: if an option does not exist or has the wrong type.
+        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+
+    Example:
+        >>> import jax.numpy as jnp, normpre_optax as npo
+        >>> tx = npo.muon_plus(1e-3)
+        >>> params = {"dense": {"kernel": jnp.eye(4, 8), "bias": jnp.ones(8)}}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+
+    References:
+        Muon+, 2026 (github.com/K1seki221/MuonPlus).
     """
 
 def muoneq(
@@ -951,6 +1239,53 @@ def rmnp(
         RMNP, arXiv 2603.20527 (github.com/Dominator-Index/RMNP).
     """
 
+def scale_by_adamuon(
+    *,
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    ns_steps: int | None = 5,
+    ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
+    compute_dtype: Operands = None,
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """AdaMuon: orthogonalized signs of the momentum over their root second moments.
+
+    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), ``O = NS5(sign(U))``; per entry ``V =
+    mu V + (1 - mu) O^2`` and ``O' = O / (sqrt(V) + 1e-8)``; the direction is ``0.2 O' /
+    RMS(O')``. Use AdamW's learning rate.
+
+    Args:
+        momentum: ``mu`` in ``M = mu M + G``.
+        nesterov: whether the update uses ``U = G + mu M`` instead of ``M``.
+        ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
+        ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
+            triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+            closer to the largest singular value than "frobenius"; see
+            ``precondition_globally``.
+        compute_dtype: dtype of the operands of large products; sums are in float32.
+            None means the platform's default for float32: one bfloat16 pass on a TPU,
+            TF32 on a GPU (sketches: bfloat16), float32 on a CPU. ``jnp.float32`` means
+            true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32
+            on a CPU.
+        mu_dtype: dtype of the first moments, including AdamW's. None means float32,
+            even for bfloat16 parameters.
+        matrix_dims: which parameters are matrices, and which of their axes are inputs
+            and outputs: None (the default rule, ``default_matrix_dims``), a rule
+            ``(path, leaf) -> MatrixDims | None``, a function ``(params) -> tree``, or a
+            tree (or prefix) of ``MatrixDims`` and None.
+            ``optax.contrib.MuonDimensionNumbers`` can replace ``MatrixDims``; None for
+            a parameter means AdamW.
+
+    Returns:
+        The direction, for matrices only. Its updates point uphill, like those of ``optax.scale_by_*``.
+
+    References:
+        Si, Zhang and Shen, AdaMuon, arXiv 2507.11005 (github.com/Chongjie-Si/AdaMuon).
+    """
+
 def scale_by_mano(
     *,
     version: Literal[1, 2] = 1,
@@ -986,6 +1321,41 @@ def scale_by_mano(
 
     References:
         Gu and Xie, Mano, 2026 (github.com/xie-lab-ml).
+    """
+
+def scale_by_moga(
+    *,
+    mode: Literal['rows', 'columns'] = 'rows',
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """MOGA (p = 2): rows or columns of the momentum divided by their norms.
+
+    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), and for W (out, in) = m x n the
+    direction ``n^-1/2 U_i / ||U_i||`` for every row i, or ``m^1/2 / n U_j / ||U_j||``
+    for every column j. Entries are about 1 / n: start from ``0.2 n`` times AdamW's
+    learning rate, and pass ``adam_learning_rate``. The authors published no code.
+
+    Args:
+        mode: "rows" (output neurons) or "columns".
+        momentum: ``mu`` in ``M = mu M + G``.
+        nesterov: whether the update uses ``U = G + mu M`` instead of ``M``.
+        mu_dtype: dtype of the first moments, including AdamW's. None means float32,
+            even for bfloat16 parameters.
+        matrix_dims: which parameters are matrices, and which of their axes are inputs
+            and outputs: None (the default rule, ``default_matrix_dims``), a rule
+            ``(path, leaf) -> MatrixDims | None``, a function ``(params) -> tree``, or a
+            tree (or prefix) of ``MatrixDims`` and None.
+            ``optax.contrib.MuonDimensionNumbers`` can replace ``MatrixDims``; None for
+            a parameter means AdamW.
+
+    Returns:
+        The direction, for matrices only. Its updates point uphill, like those of ``optax.scale_by_*``.
+
+    References:
+        Xu, Li and Lu, On the Width Scaling of Neural Optimizers, arXiv 2603.09952.
     """
 
 def scale_by_muon(
@@ -1036,6 +1406,57 @@ def scale_by_muon(
 
     References:
         Jordan et al., Muon, 2024; Liu et al., arXiv 2502.16982.
+    """
+
+def scale_by_muon_plus(
+    *,
+    mode: Literal['rows', 'columns', 'both', 'columns_rows'] = 'both',
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    ns_steps: int | None = 5,
+    ns_coefficients: Coefficients = 'muon',
+    ns_scale: Scale = 'frobenius',
+    compute_dtype: Operands = None,
+    mu_dtype: Any = None,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon+: orthogonalized, then normalized momentum.
+
+    ``M = mu M + G``, ``U = G + mu M`` (Nesterov), ``O = NS5(U)``; then ``O / sqrt(sum
+    O^2 + 1e-7)`` over rows, columns, or one after the other; the direction is ``sqrt(m
+    / n) O`` for W (out, in) = m x n. Start from a learning rate of 0.02, and pass
+    ``adam_learning_rate``.
+
+    Args:
+        mode: "rows", "columns", "both" (rows, then columns, the authors' default) or
+            "columns_rows".
+        momentum: ``mu`` in ``M = mu M + G``.
+        nesterov: whether the update uses ``U = G + mu M`` instead of ``M``.
+        ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
+        ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
+            triple per step.
+        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+            closer to the largest singular value than "frobenius"; see
+            ``precondition_globally``.
+        compute_dtype: dtype of the operands of large products; sums are in float32.
+            None means the platform's default for float32: one bfloat16 pass on a TPU,
+            TF32 on a GPU (sketches: bfloat16), float32 on a CPU. ``jnp.float32`` means
+            true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32
+            on a CPU.
+        mu_dtype: dtype of the first moments, including AdamW's. None means float32,
+            even for bfloat16 parameters.
+        matrix_dims: which parameters are matrices, and which of their axes are inputs
+            and outputs: None (the default rule, ``default_matrix_dims``), a rule
+            ``(path, leaf) -> MatrixDims | None``, a function ``(params) -> tree``, or a
+            tree (or prefix) of ``MatrixDims`` and None.
+            ``optax.contrib.MuonDimensionNumbers`` can replace ``MatrixDims``; None for
+            a parameter means AdamW.
+
+    Returns:
+        The direction, for matrices only. Its updates point uphill, like those of ``optax.scale_by_*``.
+
+    References:
+        Muon+, 2026 (github.com/K1seki221/MuonPlus).
     """
 
 def scale_by_muoneq(
@@ -1391,6 +1812,134 @@ def scale_by_rmnp(
 
     References:
         RMNP, arXiv 2603.20527 (github.com/Dominator-Index/RMNP).
+    """
+
+def scale_by_swan(
+    *,
+    whitening_steps: int = 6,
+    rms: Number | None = None,
+    compute_dtype: Operands = None,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """SWAN: standardized and whitened gradients.
+
+    ``S_i = (G_i - mean(G_i)) / std(G_i)`` for every row of W (out, in) = m x n; the
+    direction is ``Z S`` with ``Z ~ (S S^T / ||S S^T||_F)^(-1/2)`` by coupled
+    Newton-Schulz iterations. Matrices have no optimizer state. The rule follows
+    third-party ports; the authors published no code.
+
+    Args:
+        whitening_steps: iterations for the inverse root.
+        rms: root mean square of every matrix update; 0.2 gives AdamW's size and
+            learning rate. None keeps the rule's own size, about ``n^(1/2) m^(1/4)`` in
+            spectral norm.
+        compute_dtype: dtype of the operands of large products; sums are in float32.
+            None means the platform's default for float32: one bfloat16 pass on a TPU,
+            TF32 on a GPU (sketches: bfloat16), float32 on a CPU. ``jnp.float32`` means
+            true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32
+            on a CPU.
+        matrix_dims: which parameters are matrices, and which of their axes are inputs
+            and outputs: None (the default rule, ``default_matrix_dims``), a rule
+            ``(path, leaf) -> MatrixDims | None``, a function ``(params) -> tree``, or a
+            tree (or prefix) of ``MatrixDims`` and None.
+            ``optax.contrib.MuonDimensionNumbers`` can replace ``MatrixDims``; None for
+            a parameter means AdamW.
+
+    Returns:
+        The direction, for matrices only. Its updates point uphill, like those of ``optax.scale_by_*``.
+
+    References:
+        Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148.
+    """
+
+def swan(
+    learning_rate: Number | Callable,
+    *,
+    whitening_steps: int = 6,
+    rms: Number | None = None,
+    compute_dtype: Operands = None,
+    matrix_dims: Any = None,
+    weight_decay: Number | Callable = 0.1,
+    weight_decay_mask: Any = None,
+    learning_rate_multipliers: Any = None,
+    norm_control: Literal['none', 'hyperball'] = 'none',
+    row_norms: Literal['keep'] | Any = None,
+    adam_learning_rate: Number | Callable | None = None,
+    adam_b1: Number = 0.9,
+    adam_b2: Number = 0.95,
+    adam_eps: Number = 1e-08,
+    adam_weight_decay: Number | Callable | None = None,
+    mu_dtype: Any = None,
+    shardings: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """SWAN: standardized and whitened gradients.
+
+    ``S_i = (G_i - mean(G_i)) / std(G_i)`` for every row of W (out, in) = m x n; the
+    direction is ``Z S`` with ``Z ~ (S S^T / ||S S^T||_F)^(-1/2)`` by coupled
+    Newton-Schulz iterations. Matrices have no optimizer state. The rule follows
+    third-party ports; the authors published no code.
+
+    Hidden matrices use ``scale_by_swan``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+
+    Args:
+        learning_rate: number or schedule.
+        whitening_steps: iterations for the inverse root.
+        rms: root mean square of every matrix update; 0.2 gives AdamW's size and
+            learning rate. None keeps the rule's own size, about ``n^(1/2) m^(1/4)`` in
+            spectral norm.
+        compute_dtype: dtype of the operands of large products; sums are in float32.
+            None means the platform's default for float32: one bfloat16 pass on a TPU,
+            TF32 on a GPU (sketches: bfloat16), float32 on a CPU. ``jnp.float32`` means
+            true float32 everywhere, and "narrow" bfloat16 on a TPU or GPU and float32
+            on a CPU.
+        matrix_dims: which parameters are matrices, and which of their axes are inputs
+            and outputs: None (the default rule, ``default_matrix_dims``), a rule
+            ``(path, leaf) -> MatrixDims | None``, a function ``(params) -> tree``, or a
+            tree (or prefix) of ``MatrixDims`` and None.
+            ``optax.contrib.MuonDimensionNumbers`` can replace ``MatrixDims``; None for
+            a parameter means AdamW.
+        weight_decay: decoupled weight decay, multiplied by the learning rate; number or
+            schedule.
+        weight_decay_mask: tree of bools, or a function ``(params) -> tree``; None
+            decays all parameters; ``decay_matrices_only`` excludes norms and biases.
+        learning_rate_multipliers: tree of numbers, or a function ``(params) -> tree``:
+            the learning rate of each parameter is multiplied by its number
+            (``multipliers_by_width``); its weight decay is not. None means 1. Under
+            Hyperball, 0 keeps the direction of a matrix, but its norm is still set.
+        norm_control: "hyperball" sets the Frobenius norm of every matrix and makes the
+            learning rate the size of a step relative to it; matrices then have no
+            weight decay, and ``adam_learning_rate`` must be given. "none" does nothing.
+        row_norms: root mean square norm of the rows of matrices under Hyperball; None
+            chooses it by the role of the matrix, "keep" keeps the norm that every
+            matrix has. See ``hyperball``.
+        adam_learning_rate: learning rate of the AdamW group; None means that of the
+            matrix group.
+        adam_b1: decay rate of AdamW's first moment.
+        adam_b2: decay rate of AdamW's second moment.
+        adam_eps: AdamW's epsilon.
+        adam_weight_decay: weight decay of the AdamW group; None means that of the
+            matrix group.
+        mu_dtype: dtype of the first moments, including AdamW's. None means float32,
+            even for bfloat16 parameters.
+        shardings: shardings of the parameters, to save communication on a mesh with
+            Auto axes: a tree like the parameters (or prefix) of ``NamedSharding`` or
+            ``PartitionSpec``, or a function ``(params) -> tree``.
+
+    Returns:
+        The complete optimizer; its state is that of ``optax.partition``.
+
+    Raises:
+        TypeError: if an option does not exist or has the wrong type.
+        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+
+    Example:
+        >>> import jax.numpy as jnp, normpre_optax as npo
+        >>> tx = npo.swan(1e-3)
+        >>> params = {"dense": {"kernel": jnp.eye(4, 8), "bias": jnp.ones(8)}}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+
+    References:
+        Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148.
     """
 
 def with_adamw(

@@ -67,6 +67,9 @@ FACTORIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mano-2": (npo.mano, {"version": 2, "nesterov": True}),
     "muoneq-columns": (npo.muoneq, {"mode": "columns"}),
     "muoneq-both": (npo.muoneq, {"mode": "both"}),
+    "muon_plus-columns_rows": (npo.muon_plus, {"mode": "columns_rows"}),
+    "moga-columns": (npo.moga, {"mode": "columns"}),
+    "swan-rms": (npo.swan, {"rms": 0.2}),
 }
 # One optimizer per kind of state and execution: the chain, a truncated sketch, moments
 # of rows, the metric.

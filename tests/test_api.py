@@ -362,6 +362,10 @@ INVALID = {
     "two_momenta(accumulator_dtype=int)": (
         "accumulator_dtype must be bfloat16, float32, float64 or None"
     ),
+    "swan(1e-3, rms=np.float32(0))": "rms must be in",
+    "swan(1e-3, whitening_steps=0)": "whitening_steps must be at least 1",
+    "stages.normalize_successively(('row',))": "side='row' is not one of",
+    "stages.normalize_successively(eps=np.nan)": r"eps must be in \[0, inf\), got nan",
     "stages.scale_by_row_moment(b2=1.0)": r"b2 must be in \[0, 1\)",
     "stages.scale_by_row_moment(eps=-1.0)": r"eps must be in \[0, inf\), got -1.0",
     "stages.scale_by_row_moment(eps=None)": "eps must be a number, got None",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The related optimizers against literal transcriptions of their rules, and Muon
-against optax's and torch's.
-"""
+"""The related optimizers against literal transcriptions; Muon against others' Muon."""
+
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,49 +15,78 @@ from tests import cases
 from tests.reference import decoupled_step
 from tests.reference_family import VARIANTS
 
-LEARNING_RATE, WEIGHT_DECAY = 0.03, 0.1
+LEARNING_RATE = 0.03
+WEIGHT_DECAY = 0.1
 SHAPES = {"wide": (5, 12), "stack": (3, 8, 5)}
 DIMS = {name: cases.DIMS[name] for name in SHAPES}
 
 
-def follow(variant, steps, dtype, tolerance=None):
+def follow(label, steps, dtype, tolerance):
     """Compare a path of the optimizer and of its transcription, matrix by matrix."""
-    name, options, start, own_tolerance = VARIANTS[variant]
+    variant = VARIANTS[label]
     gradients = cases.gradients(steps, shapes=SHAPES)
-    tx = npo.optimizers()[name](
-        LEARNING_RATE, weight_decay=WEIGHT_DECAY, matrix_dims=DIMS, **options
+    tx = npo.optimizers()[variant.optimizer](
+        LEARNING_RATE, weight_decay=WEIGHT_DECAY, matrix_dims=DIMS, **variant.options
     )
 
     def by_rule(name, index, w, *gradients):
-        step, w = start(w.shape), np.float64(w)
+        step = variant.start(w.shape)
+        w = np.float64(w)
         for gradient in gradients:
-            w = decoupled_step(
-                w, step(np.float64(gradient), w), LEARNING_RATE, WEIGHT_DECAY
-            )
+            direction = step(np.float64(gradient), w)
+            w = decoupled_step(w, direction, LEARNING_RATE, WEIGHT_DECAY)
         return w
 
     expected = cases.each_matrix(by_rule, cases.weights(shapes=SHAPES), *gradients)
-    cases.assert_same_path(
-        cases.path(tx, gradients, SHAPES, dtype), expected, tolerance or own_tolerance
-    )
+    found = cases.path(tx, gradients, SHAPES, dtype)
+    cases.assert_same_path(found, expected, tolerance)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_steps_follow_the_rule(variant):
     with jax.enable_x64(True):
-        follow(variant, 4, jnp.float64)
+        follow(variant, 4, jnp.float64, VARIANTS[variant].tolerance)
 
 
-@pytest.mark.parametrize("variant", ["mano", "muoneq-both", "normuon"])
+@pytest.mark.parametrize(
+    "variant", ["mano", "muoneq-both", "normuon", "adamuon", "swan"]
+)
 def test_steps_follow_the_rule_in_float32(variant):
     # A few eps32 a step, times a slope of 20 to 100 in Newton-Schulz.
     follow(variant, 4, jnp.float32, 5e-5)
 
 
 def test_every_relative_has_a_transcription():
-    transcribed = {name for name, *_ in VARIANTS.values()}
-    normpre = {"normpre_h", "normpre_g", "normpre_l"}  # tests/test_algorithm.py
+    transcribed = {variant.optimizer for variant in VARIANTS.values()}
+    # Those of NormPre are in tests/reference.py and test_recommended.py.
+    normpre = {"normpre_h", "normpre_g", "normpre_l"}
+    missing = npo.optimizers().keys() - normpre - transcribed
+    assert not missing, f"tests/reference_family.py has no transcription of {missing}"
     assert transcribed == npo.optimizers().keys() - normpre
+
+
+HEADINGS = {
+    "spectral": "| optimizer | before the spectral stage |",
+    "without products": "| optimizer without matrix products |",
+}
+
+
+@pytest.mark.parametrize("table", HEADINGS)
+def test_the_gallery_has_a_row_for_every_optimizer_in_the_order_of_the_registry(table):
+    page = (Path(__file__).parents[1] / "docs" / "family.md").read_text()
+    rows = page.partition(HEADINGS[table])[2].partition("\n\n")[0]
+    described = re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE)
+    registered = [
+        name for name, found in npo.optimizers().items() if found.gallery == table
+    ]
+    missing = [name for name in registered if name not in described]
+    assert not missing, f"the gallery of docs/family.md has no row of {missing}"
+    assert described == registered
+
+
+def test_labels_are_different():
+    labels = [found.label for found in npo.optimizers().values()]
+    assert len(set(labels)) == len(labels)
 
 
 # Muon elsewhere.

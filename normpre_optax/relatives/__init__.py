@@ -75,7 +75,11 @@ REGISTRY = (
     _entry("mano", "MANO", None, "without products"),
     _entry("rmnp", "RMNP", None, "without products"),
     _entry("muoneq", "MuonEq", "orthogonal"),
+    _entry("muon_plus", "Muon+", "relative"),
     _entry("normuon", "NorMuon", "relative"),
+    _entry("adamuon", "AdaMuon", "orthogonal"),
+    _entry("moga", "MOGA", None, "without products"),
+    _entry("swan", "SWAN", None),
 )
 
 

@@ -18,3 +18,5 @@ from normpre_optax.stages.scale import (
     scale_to_rms,
 )
 from normpre_optax.stages.spectral import precondition_globally, precondition_locally
+from normpre_optax.stages.successive import normalize_successively
+from normpre_optax.stages.whitening import standardize_rows, whiten

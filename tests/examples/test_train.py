@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -153,7 +154,8 @@ def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
         "method": "products",
     }
     values |= {"convention": "keller", "compute_dtype": "bfloat16", "nesterov": True}
-    values |= {"mode": "both"}
+    if "mode" in accepted:
+        values["mode"] = get_args(accepted["mode"].annotation)[-1]
     values = {key: value for key, value in values.items() if key in accepted}
     text = ",".join((name, *(f"{key}={value}" for key, value in values.items())))
     optimizer_of(
