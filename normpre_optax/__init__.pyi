@@ -121,7 +121,8 @@ def adamuon(
     mu V + (1 - mu) O^2`` and ``O' = O / (sqrt(V) + 1e-8)``; the direction is ``0.2 O' /
     RMS(O')``. Use AdamW's learning rate.
 
-    Hidden matrices use ``scale_by_adamuon``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+    Hidden matrices use ``scale_by_adamuon``, everything else uses AdamW: ``W <- W - lr
+    (direction + wd W)``.
 
     Args:
         learning_rate: number or schedule.
@@ -176,7 +177,8 @@ def adamuon(
 
     Raises:
         TypeError: if an option does not exist or has the wrong type.
-        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+        ValueError: if a number is out of range, or no rule covers a parameter; see
+            ``with_adamw``.
 
     Example:
         >>> import jax.numpy as jnp, normpre_optax as npo
@@ -216,7 +218,8 @@ def mano(
     learning rate. The authors add 1e-8 to norms; without it, as here, the direction
     does not depend on the scale of the gradient.
 
-    Hidden matrices use ``scale_by_mano``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+    Hidden matrices use ``scale_by_mano``, everything else uses AdamW: ``W <- W - lr
+    (direction + wd W)``.
 
     Args:
         learning_rate: number or schedule.
@@ -262,7 +265,8 @@ def mano(
 
     Raises:
         TypeError: if an option does not exist or has the wrong type.
-        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+        ValueError: if a number is out of range, or no rule covers a parameter; see
+            ``with_adamw``.
 
     Example:
         >>> import jax.numpy as jnp, normpre_optax as npo
@@ -301,7 +305,8 @@ def moga(
     for every column j. Entries are about 1 / n: start from ``0.2 n`` times AdamW's
     learning rate, and pass ``adam_learning_rate``. The authors published no code.
 
-    Hidden matrices use ``scale_by_moga``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+    Hidden matrices use ``scale_by_moga``, everything else uses AdamW: ``W <- W - lr
+    (direction + wd W)``.
 
     Args:
         learning_rate: number or schedule.
@@ -346,7 +351,8 @@ def moga(
 
     Raises:
         TypeError: if an option does not exist or has the wrong type.
-        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+        ValueError: if a number is out of range, or no rule covers a parameter; see
+            ``with_adamw``.
 
     Example:
         >>> import jax.numpy as jnp, normpre_optax as npo
@@ -389,7 +395,8 @@ def muon(
     learning rate) or ``s = sqrt(max(1, m / n))`` ("keller": start from a learning rate
     of 0.02, and pass ``adam_learning_rate``).
 
-    Hidden matrices use ``scale_by_muon``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+    Hidden matrices use ``scale_by_muon``, everything else uses AdamW: ``W <- W - lr
+    (direction + wd W)``.
 
     Args:
         learning_rate: number or schedule.
@@ -445,7 +452,8 @@ def muon(
 
     Raises:
         TypeError: if an option does not exist or has the wrong type.
-        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+        ValueError: if a number is out of range, or no rule covers a parameter; see
+            ``with_adamw``.
 
     Example:
         >>> import jax.numpy as jnp, normpre_optax as npo
@@ -488,7 +496,8 @@ def muon_plus(
     / n) O`` for W (out, in) = m x n. Start from a learning rate of 0.02, and pass
     ``adam_learning_rate``.
 
-    Hidden matrices use ``scale_by_muon_plus``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+    Hidden matrices use ``scale_by_muon_plus``, everything else uses AdamW: ``W <- W - lr
+    (direction + wd W)``.
 
     Args:
         learning_rate: number or schedule.
@@ -545,7 +554,8 @@ def muon_plus(
 
     Raises:
         TypeError: if an option does not exist or has the wrong type.
-        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+        ValueError: if a number is out of range, or no rule covers a parameter; see
+            ``with_adamw``.
 
     Example:
         >>> import jax.numpy as jnp, normpre_optax as npo
@@ -589,7 +599,8 @@ def muoneq(
     The authors add 1e-8 to squared norms; without it, as here, the direction does not
     depend on the scale of the gradient.
 
-    Hidden matrices use ``scale_by_muoneq``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+    Hidden matrices use ``scale_by_muoneq``, everything else uses AdamW: ``W <- W - lr
+    (direction + wd W)``.
 
     Args:
         learning_rate: number or schedule.
@@ -645,7 +656,8 @@ def muoneq(
 
     Raises:
         TypeError: if an option does not exist or has the wrong type.
-        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+        ValueError: if a number is out of range, or no rule covers a parameter; see
+            ``with_adamw``.
 
     Example:
         >>> import jax.numpy as jnp, normpre_optax as npo
@@ -682,7 +694,8 @@ def normpre(
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre with any spectral stage: Algorithm 1.
 
-    Hidden matrices use ``scale_by_normpre``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+    Hidden matrices use ``scale_by_normpre``, everything else uses AdamW: ``W <- W - lr
+    (direction + wd W)``.
 
     Args:
         learning_rate: number or schedule.
@@ -733,7 +746,8 @@ def normpre(
 
     Raises:
         TypeError: if an option does not exist or has the wrong type.
-        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+        ValueError: if a number is out of range, or no rule covers a parameter; see
+            ``with_adamw``.
 
     Example:
         >>> import jax.numpy as jnp, normpre_optax as npo
@@ -776,7 +790,8 @@ def normpre_g(
     With an RMS of 0.2, updates have the size of AdamW's: start from AdamW's learning
     rate.
 
-    Hidden matrices use ``scale_by_normpre_g``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+    Hidden matrices use ``scale_by_normpre_g``, everything else uses AdamW: ``W <- W - lr
+    (direction + wd W)``.
 
     Args:
         learning_rate: number or schedule.
@@ -836,7 +851,8 @@ def normpre_g(
 
     Raises:
         TypeError: if an option does not exist or has the wrong type.
-        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+        ValueError: if a number is out of range, or no rule covers a parameter; see
+            ``with_adamw``.
 
     Example:
         >>> import jax.numpy as jnp, normpre_optax as npo
@@ -884,8 +900,8 @@ def normpre_h(
     scratch. ``row_norms="keep"`` keeps the norms of trained weights.
 
     Args:
-        learning_rate: of hidden matrices: size of a step relative to the weights, number or
-            schedule.
+        learning_rate: of hidden matrices: size of a step relative to the
+            weights, number or schedule.
             ``learning_rate_by_length(steps)`` is a good peak.
         adam_learning_rate: of the AdamW group, number or schedule: what you use with AdamW.
         momentum: decay of the fast average.
@@ -933,7 +949,8 @@ def normpre_h(
 
     Raises:
         TypeError: if an option does not exist or has the wrong type.
-        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+        ValueError: if a number is out of range, or no rule covers a parameter; see
+            ``with_adamw``.
 
     Example:
         >>> import jax.numpy as jnp, normpre_optax as npo
@@ -982,7 +999,8 @@ def normpre_l(
     With an RMS of 0.2, updates have the size of AdamW's: start from AdamW's learning
     rate.
 
-    Hidden matrices use ``scale_by_normpre_l``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+    Hidden matrices use ``scale_by_normpre_l``, everything else uses AdamW: ``W <- W - lr
+    (direction + wd W)``.
 
     Args:
         learning_rate: number or schedule.
@@ -1046,7 +1064,8 @@ def normpre_l(
 
     Raises:
         TypeError: if an option does not exist or has the wrong type.
-        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+        ValueError: if a number is out of range, or no rule covers a parameter; see
+            ``with_adamw``.
 
     Example:
         >>> import jax.numpy as jnp, normpre_optax as npo
@@ -1090,7 +1109,8 @@ def normuon(
     is ``sqrt(max(1, m / n)) O' ||O||_F / ||O'||_F`` for W (out, in) = m x n. Start from
     a learning rate of 0.02, and pass ``adam_learning_rate``.
 
-    Hidden matrices use ``scale_by_normuon``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+    Hidden matrices use ``scale_by_normuon``, everything else uses AdamW: ``W <- W - lr
+    (direction + wd W)``.
 
     Args:
         learning_rate: number or schedule.
@@ -1146,7 +1166,8 @@ def normuon(
 
     Raises:
         TypeError: if an option does not exist or has the wrong type.
-        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+        ValueError: if a number is out of range, or no rule covers a parameter; see
+            ``with_adamw``.
 
     Example:
         >>> import jax.numpy as jnp, normpre_optax as npo
@@ -1183,7 +1204,8 @@ def rmnp(
     m x n the direction ``sqrt(max(1, m / n)) U_i / ||U_i||``. Start from a learning
     rate of 0.02, and pass ``adam_learning_rate``. The authors use no weight decay.
 
-    Hidden matrices use ``scale_by_rmnp``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+    Hidden matrices use ``scale_by_rmnp``, everything else uses AdamW: ``W <- W - lr
+    (direction + wd W)``.
 
     Args:
         learning_rate: number or schedule.
@@ -1227,7 +1249,8 @@ def rmnp(
 
     Raises:
         TypeError: if an option does not exist or has the wrong type.
-        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+        ValueError: if a number is out of range, or no rule covers a parameter; see
+            ``with_adamw``.
 
     Example:
         >>> import jax.numpy as jnp, normpre_optax as npo
@@ -1879,7 +1902,8 @@ def swan(
     Newton-Schulz iterations. Matrices have no optimizer state. The rule follows
     third-party ports; the authors published no code.
 
-    Hidden matrices use ``scale_by_swan``, everything else uses AdamW: ``W <- W - lr (direction + wd W)``.
+    Hidden matrices use ``scale_by_swan``, everything else uses AdamW: ``W <- W - lr
+    (direction + wd W)``.
 
     Args:
         learning_rate: number or schedule.
@@ -1930,7 +1954,8 @@ def swan(
 
     Raises:
         TypeError: if an option does not exist or has the wrong type.
-        ValueError: if a number is out of range, or no rule covers a parameter; see ``with_adamw``.
+        ValueError: if a number is out of range, or no rule covers a parameter; see
+            ``with_adamw``.
 
     Example:
         >>> import jax.numpy as jnp, normpre_optax as npo

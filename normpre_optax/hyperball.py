@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyperball: every matrix has a fixed Frobenius norm, and steps have a size relative to
-it.
+"""Hyperball: every matrix has a fixed Frobenius norm.
+
+Steps have a size relative to that norm.
 """
 
 import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from normpre_optax.checks import PASS_PARAMS, check_choice, check_numbers
 from normpre_optax.linalg.products import inverse_root
-from normpre_optax.parameters.broadcast import numbers
 from normpre_optax.parameters.cautions import cautions
 from normpre_optax.parameters.dims import MatrixDims, split_axes
-from normpre_optax.parameters.roles import row_norms_by_role
-from normpre_optax.parameters.rules import Assignment, assign
+from normpre_optax.parameters.roles import row_norms_by_path
+from normpre_optax.parameters.rules import assign
 from normpre_optax.parameters.tree import leaf_paths
 from normpre_optax.stages.mapping import map_matrices
 from normpre_optax.stages.stage import CountState, init_count, stage
@@ -75,120 +76,145 @@ def hyperball(
         Wen et al., Hyperball, arXiv 2606.16899 (which keeps the initial norm).
     """
     check_numbers(learning_rate=learning_rate)
-    warn_of_an_unusual_rate(learning_rate, row_norms, 3)
+    keep = keeps_norms(row_norms)
+    warn_of_an_unusual_rate(learning_rate, keep, 3)
 
-    def norms_of(params):
-        return row_norms_of(row_norms, params, assign(params, matrix_dims))
+    def norms_of(params: optax.Params) -> dict[str, ArrayLike]:
+        return row_norms_by_path(row_norms, params, assign(params, matrix_dims))
 
-    def init(params):
+    def init(params: optax.Params) -> CountState:
         if leaf_paths(params):  # optax.tree.map_params passes none
-            found = assign(params, matrix_dims)
-            row_norms_of(row_norms, params, found)
-            for caution in cautions(found, params, row_norms is None):
+            assignment = assign(params, matrix_dims)
+            row_norms_by_path(row_norms, params, assignment)
+            for caution in cautions(assignment, params, row_norms is None):
                 warnings.warn(caution, stacklevel=2)
         return init_count(params)
 
-    return _hyperball(
-        learning_rate, None, norms_of, keeps(row_norms), matrix_dims, init
+    return constrain_norms(
+        learning_rate, norms_of, keep, matrix_dims=matrix_dims, init=init
     )
 
 
-def keeps(row_norms: Any) -> bool:
-    """Return whether the option ``row_norms`` is "keep"; raise a ValueError for another
-    word.
-    """
-    if isinstance(row_norms, str):
-        check_choice("row_norms", row_norms, ("keep",))
-    return isinstance(row_norms, str)
-
-
-def row_norms_of(row_norms: Any, params: Any, found: Assignment) -> dict[str, Any]:
-    """Return the option ``row_norms`` by path; None and "keep" are by role."""
-    if row_norms is None or keeps(row_norms):
-        return row_norms_by_role(found)
-    return dict(zip(found, numbers("row_norms", row_norms, params), strict=True))
+def keeps_norms(row_norms: Any) -> bool:
+    """Return whether the option is "keep"; raise a ValueError for another word."""
+    if not isinstance(row_norms, str):
+        return False
+    check_choice("row_norms", row_norms, ("keep",))
+    return True
 
 
 def warn_of_an_unusual_rate(
-    learning_rate: Any, row_norms: Any, stacklevel: int
+    learning_rate: ArrayLike | Callable[..., Any], keep: bool, stacklevel: int
 ) -> None:
-    """Warn if the peak of the learning rate looks like AdamW's, about ten times too
-    small, or is larger than 1/2.
+    """Warn if the peak of the learning rate is much too small or too large.
+
+    Too small is like AdamW's, about ten times below a good one. Too large is above 1/2.
+
+    Args:
+        learning_rate: number or schedule.
+        keep: whether norms are kept, as in fine-tuning, which has small steps.
+        stacklevel: of the warning; 2 is the caller of this function.
     """
-    peak = 0.0
+    peak = _peak(learning_rate)
+    small = not keep and 0 < peak < _ADAMS
+    if small:
+        like = "like AdamW's"
+    elif peak > 0.5:
+        like = "more than half of the weights"
+    else:
+        return
+    warnings.warn(
+        f"hyperball: the learning rate is at most {peak:.2g}, {like}. Here it is the"
+        " size of a step relative to the weights, see learning_rate_by_length;"
+        " adam_learning_rate= is that of the AdamW group",
+        stacklevel=stacklevel,
+    )
+
+
+def _peak(learning_rate: ArrayLike | Callable[..., Any]) -> float:
+    """Return the largest learning rate, at steps that are powers of two; 0 if unknown.
+
+    A schedule may fail outside a training run. An array is the learning rate of one
+    step, from optax.inject_hyperparams.
+    """
     if callable(learning_rate):
-        with contextlib.suppress(
-            Exception
-        ):  # a schedule may fail outside a training run
-            schedule: Any = learning_rate
-            peak = max(
-                float(schedule(step)) for step in (0, *(2**k for k in range(21)))
-            )
-    elif not isinstance(
-        learning_rate, jax.Array
-    ):  # from optax.inject_hyperparams: the learning rate of one step
-        peak = float(learning_rate)
-    small = not keeps(row_norms) and 0 < peak < _ADAMS  # fine-tuning has small steps
-    if small or peak > 0.5:
-        like = ", like AdamW's" if small else ", more than half of the weights"
-        warnings.warn(
-            f"hyperball: the learning rate is at most {peak:.2g}{like}. Here it is the"
-            " size of a step relative to the weights, see learning_rate_by_length;"
-            " adam_learning_rate= is that of the AdamW group",
-            stacklevel=stacklevel,
-        )
+        steps = [0, *(2**k for k in range(21))]
+        with contextlib.suppress(Exception):
+            return max(float(learning_rate(step)) for step in steps)
+        return 0.0
+    if isinstance(learning_rate, jax.Array):
+        return 0.0
+    number: Any = learning_rate
+    return float(number)
 
 
-def _hyperball(
-    learning_rate: Any,
-    times: Any,
-    norms_of: Callable,
+def constrain_norms(
+    learning_rate: optax.ScalarOrSchedule,
+    row_norms: Callable[[optax.Params], Mapping[str, ArrayLike]],
     keep: bool,
-    matrix_dims: Any,
-    init: Any = init_count,
+    multipliers: Mapping[str, ArrayLike] | None = None,
+    matrix_dims: Any = None,
+    init: Callable[[optax.Params], CountState] = init_count,
 ) -> optax.GradientTransformationExtraArgs:
-    """``hyperball`` with numbers by path: factors of the learning rate, and row norms
-    of the parameters.
+    """``hyperball`` with numbers by path.
+
+    Args:
+        learning_rate: see ``hyperball``.
+        row_norms: function of the parameters that returns the row norms.
+        keep: whether a matrix that is not zero keeps its norm instead.
+        multipliers: of the learning rate; None is one for all.
+        matrix_dims: see ``hyperball``.
+        init: function of the parameters that returns the state.
     """
 
     def step(updates, state, params, dims):
         if params is None:
             raise ValueError(f"hyperball needs the parameters: {PASS_PARAMS}")
-        lr: Any = (
-            learning_rate(state.count) if callable(learning_rate) else learning_rate
-        )
+        lr: Any = learning_rate
+        if callable(learning_rate):
+            lr = learning_rate(state.count)
         paths = leaf_paths(params)
-        norms = [*map(norms_of(params).get, paths)]
-        rates = [lr if times is None else lr * times[path] for path in paths]
-        new = map_matrices(
-            functools.partial(_step, keep),
-            updates,
-            params,
-            dims,
-            norms,
-            rates,
-            stacked=True,
-        )
+        rates = [lr] * len(paths)
+        if multipliers is not None:
+            rates = [lr * multipliers[path] for path in paths]
+        by_path = row_norms(params)
+        norms = [by_path.get(path) for path in paths]
+        f = functools.partial(_step, keep)
+        new = map_matrices(f, updates, params, dims, norms, rates, stacked=True)
         return new, CountState(optax.safe_increment(state.count))
 
     return stage(step, init, matrix_dims)
 
 
 def _step(
-    keep: bool, u: jax.Array, w: jax.Array, dims: MatrixDims, row_norm: Any, rate: Any
+    keep: bool,
+    u: jax.Array,
+    w: jax.Array,
+    dims: MatrixDims,
+    row_norm: ArrayLike,
+    rate: ArrayLike,
 ) -> jax.Array:
+    """Return the change of a matrix, ``R N(N(W) - lr N(U)) - W``.
+
+    ``N`` divides by the Frobenius norm, ``R`` is the row norm times ``sqrt(out)``.
+    """
     _, outputs, inputs = split_axes(u.ndim, dims)
-    ww, wu, uu = (
-        jnp.sum(x, outputs + inputs, keepdims=True) for x in (w * w, w * u, u * u)
-    )
-    a, b = (
-        inverse_root(ww),
-        jnp.asarray(rate, u.dtype) * inverse_root(uu),
-    )  # N(W) - lr N(U) = a W - b U
-    norm = (
-        jnp.asarray(row_norm, u.dtype)
-        * math.prod(u.shape[axis] for axis in outputs) ** 0.5
-    )
+    axes = outputs + inputs
+    # |W|^2, <W, U> and |U|^2 of every matrix.
+    ww = jnp.sum(w * w, axes, keepdims=True)
+    wu = jnp.sum(w * u, axes, keepdims=True)
+    uu = jnp.sum(u * u, axes, keepdims=True)
+
+    # N(W) - lr N(U) is a W - b U.
+    a = inverse_root(ww)
+    b = jnp.asarray(rate, u.dtype) * inverse_root(uu)
+
+    # R; a matrix whose update is zero keeps the norm that it has.
+    rows = math.prod(u.shape[axis] for axis in outputs)
+    norm = jnp.asarray(row_norm, u.dtype) * rows**0.5
     norm = jnp.where((uu == 0) | ((ww != 0) & keep), jnp.sqrt(ww), norm)
-    back = norm * inverse_root(a**2 * ww - 2 * a * b * wu + b**2 * uu)
+
+    # |a W - b U|^2 from the sums: the matrix itself need not be stored to be summed.
+    squared = a**2 * ww - 2 * a * b * wu + b**2 * uu
+    back = norm * inverse_root(squared)
     return (back * a - 1) * w - back * b * u
