@@ -84,9 +84,9 @@ class Common:
     # Delete what a run of the same name wrote first; other files in its folder stay.
     overwrite: bool = False
     seed: int = 0  # Seed of initialization, data order and sampling.
-    # Optimizer of the hidden matrices: normpre_h, adamw, muon, mano, rmnp, muoneq,
-    # normuon, normpre_g or normpre_l, with settings of its own after commas:
-    # normpre_l,rank=0.25. Embeddings, norms and biases use AdamW under all of them.
+    # Optimizer of the hidden matrices: adamw, or one of normpre_optax.optimizers(), as
+    # normpre_h or muon, with settings of its own after commas: normpre_l,rank=0.25.
+    # Embeddings, norms and biases use AdamW under all of them.
     optimizer: str = "normpre_h"
     # Peak learning rate. Under Hyperball (normpre_h), where it is relative to the
     # weights, another default follows from the number of steps:

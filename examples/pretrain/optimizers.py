@@ -51,9 +51,11 @@ Update = Literal["orthogonal", "relative", "elementwise"] | None
 OPTIMIZERS: dict[str, Factory] = {"adamw": adamw}
 # How an optimizer's step depends on the shape, for ``multipliers_by_width``.
 UPDATES: dict[str, Update] = {"adamw": "elementwise"}
+LABELS = {"adamw": "AdamW"}  # names in tables and plots
 for _name, _found in optimizers().items():
     OPTIMIZERS[_name] = _found.factory
     UPDATES[_name] = _found.update
+    LABELS[_name] = _found.label
 # Arguments of a factory that options of the program set.
 GIVEN = {
     "learning_rate",

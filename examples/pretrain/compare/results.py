@@ -1,30 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tables and plots select from the content of a ``comparison.json``."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
+from ..optimizers import LABELS
+
 Content = dict[str, Any]
 Run = dict[str, Any]  # an arm and its result
 NO_POINTS = np.empty((0, 2))
 
-# Label and color of every optimizer. Those of the paper are distinguishable with every
-# common color blindness (Okabe and Ito); the others have the rest of that palette and
-# of Paul Tol's.
-NAMES = {
-    "adamw": ("AdamW", "#000000"),
-    "normpre_h": ("NormPre-H", "#9933FF"),
-    "muon": ("Muon", "#0072B2"),
-    "mano": ("MANO", "#E69F00"),
-    "rmnp": ("RMNP", "#56B4E9"),
-    "muoneq": ("MuonEq", "#332288"),
-    "normuon": ("NorMuon", "#CC79A7"),
-    "normpre_g": ("NormPre-G", "#D55E00"),
-    "normpre_l": ("NormPre-L", "#009E73"),
+# Those of the paper are distinguishable with every common color blindness (Okabe and
+# Ito); the others have the rest of that palette and of Paul Tol's.
+COLORS = {
+    "adamw": "#000000",
+    "normpre_h": "#9933FF",
+    "normpre_g": "#D55E00",
+    "normpre_l": "#009E73",
+    "muon": "#0072B2",
+    "mano": "#E69F00",
+    "rmnp": "#56B4E9",
+    "muoneq": "#332288",
+    "muon_plus": "#44AA99",
+    "normuon": "#CC79A7",
+    "adamuon": "#882255",
+    "moga": "#AA4499",
+    "swan": "#777777",
 }
+SPARE_COLORS = ("#CC6677", "#88CCEE", "#661100", "#6699CC")  # of later optimizers
+LAST = ("normpre_g", "normpre_l")  # of tables and plots: the paper's
+
+
+def _names() -> dict[str, tuple[str, str]]:
+    """Label and color of every optimizer of the program, in the order of tables."""
+    spare = itertools.cycle(SPARE_COLORS)
+    first = [name for name in LABELS if name not in LAST]
+    names = {}
+    for name in (*first, *LAST):
+        color = COLORS.get(name) or next(spare)
+        names[name] = (LABELS[name], color)
+    return names
+
+
+NAMES = _names()
 
 
 def base_name(optimizer: str) -> str:
