@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rates by the length of a run, and from elsewhere: from a narrower model, or
-from another Muon.
-"""
+"""Learning rates by the length of a run, by width, and from another Muon."""
 
-import contextlib
 import math
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from normpre_optax.checks import (
@@ -20,14 +16,8 @@ from normpre_optax.checks import (
     static_int,
 )
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
-from normpre_optax.parameters.rules import (
-    GIVEN,
-    ParamSpec,
-    UncoveredError,
-    assign,
-    default_matrix_dims,
-)
-from normpre_optax.parameters.tree import Leaf
+from normpre_optax.parameters.rules import assign
+from normpre_optax.parameters.spec import Assignment, ParamSpec
 from normpre_optax.parameters.vocabulary import words
 from normpre_optax.stages.scale import CONVENTIONS
 
@@ -64,12 +54,13 @@ def learning_rate_by_length(steps: int) -> float:
         0.016
     """
     if not 200 <= static_int("steps", steps, least=1) <= 3000:
-        said = (
+        warnings.warn(
             f"learning_rate_by_length was measured for 200 to 3,000 steps; for {steps},"
-            " try half and double, too"
+            " try half and double, too",
+            stacklevel=2,
         )
-        warnings.warn(said, stacklevel=2)
-    return float(f"{1.6e-2 * (1500 / max(200, steps)) ** 0.6:.2g}")
+    rate = 1.6e-2 * (1500 / max(200, steps)) ** 0.6
+    return float(f"{rate:.2g}")
 
 
 def multipliers_by_width(
@@ -125,48 +116,74 @@ def multipliers_by_width(
         Yang, Simon and Bernstein, A Spectral Condition for Feature Learning, arXiv
         2310.17813.
     """
-    slowness = {
-        "orthogonal": lambda m, n: math.sqrt(n * max(m, n) / m),
-        "relative": lambda m, n: 1.0,
-        "elementwise": lambda m, n: float(n),
-    }
-    check_choice("update", update, slowness)
-    here, there = assign(params, matrix_dims), assign(base, matrix_dims)
+    check_choice("update", update, _SLOWNESS)
+    here = assign(params, matrix_dims)
+    there = assign(base, matrix_dims)
+    _check_equal_trees(here, there)
+    multipliers = []
+    for path, spec in here.items():
+        narrow = _slowness(there[path], update)
+        multipliers.append(narrow / _slowness(spec, update))
+    return jax.tree.structure(params).unflatten(multipliers)
+
+
+def _check_equal_trees(here: Assignment, there: Assignment) -> None:
+    """Raise a ValueError if two models do not differ in the sizes of axes only."""
     for path in here.keys() ^ there.keys():
         raise ValueError(
             f"params and base are different trees: only one of them has {path!r}"
         )
-
-    def of(spec: ParamSpec) -> float:
-        if spec.dims is None:
-            return float(_adamw_inputs(spec))
-        _, dims, shape = max(
-            blocks_of(spec.shape, spec.dims), key=lambda block: math.prod(block[2])
-        )
-        return slowness[update](*matrix_shape(shape, dims)[1:])
-
     for path, spec in here.items():
         if len(spec.shape) != len(there[path].shape):
             raise ValueError(
                 f"parameter {path!r} has shape {spec.shape}, in base"
                 f" {there[path].shape}"
             )
-    return jax.tree.structure(params).unflatten(
-        [of(there[path]) / of(spec) for path, spec in here.items()]
-    )
+
+
+def _slowness(spec: ParamSpec, update: str) -> float:
+    """Return a number by which the best learning rate of a parameter is divided."""
+    if spec.dims is None:
+        return float(_adamw_inputs(spec))
+    blocks = blocks_of(spec.shape, spec.dims)
+    _, dims, shape = max(blocks, key=lambda block: math.prod(block[2]))
+    _, outputs, inputs = matrix_shape(shape, dims)
+    return _SLOWNESS[update](outputs, inputs)
+
+
+def _slowness_of_orthogonal(m: int, n: int) -> float:
+    """Return ``sqrt(n t / m)``, t = max(m, n), for a matrix (out, in) = m x n."""
+    return math.sqrt(n * max(m, n) / m)
+
+
+def _slowness_of_relative(m: int, n: int) -> float:
+    return 1.0
+
+
+def _slowness_of_elementwise(m: int, n: int) -> float:
+    return float(n)
+
+
+# By the kind of the matrix group's steps, see ``multipliers_by_width``.
+_SLOWNESS: dict[str, Callable[[int, int], float]] = {
+    "orthogonal": _slowness_of_orthogonal,
+    "relative": _slowness_of_relative,
+    "elementwise": _slowness_of_elementwise,
+}
 
 
 def _adamw_inputs(spec: ParamSpec) -> int:
-    """Return the number of inputs of an output head, or of a matrix that a user's rule
-    passes to AdamW; else 1.
+    """Return the number of inputs of a parameter of the AdamW group that is a matrix.
+
+    It is 1 for all but output heads and matrices that a user's rule passes to AdamW.
     """
-    if spec.reason == GIVEN:
-        with contextlib.suppress(UncoveredError):
-            dims = default_matrix_dims(spec.path, Leaf(spec.shape, jnp.float32))
-            return 1 if dims is None else max(1, matrix_shape(spec.shape, dims)[2])
-    if spec.reason.startswith("output head") and len(spec.shape) == 2:
-        return max(1, spec.shape["weight" in words(spec.path.split("/")[-1])])
-    return 1
+    inputs = 1
+    if spec.default is not None:
+        _, _, inputs = matrix_shape(spec.shape, spec.default)
+    elif spec.kind == "head" and len(spec.shape) == 2:
+        is_out_in = "weight" in words(spec.path.split("/")[-1])
+        inputs = spec.shape[int(is_out_in)]
+    return max(1, inputs)
 
 
 def learning_rate_from_muon(

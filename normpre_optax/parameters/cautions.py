@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 
-from normpre_optax.parameters.rules import Assignment, default_matrix_dims
-from normpre_optax.parameters.tree import Leaf, named_leaves
+from normpre_optax.parameters.names import Named, kind_by_name
+from normpre_optax.parameters.spec import Assignment
+from normpre_optax.parameters.tree import named_leaves
 
 _NO_MATRIX = "no parameter is a matrix, so all use AdamW; explain(params) shows why"
 _VECTOR = (
@@ -57,7 +57,8 @@ def _masked_matrix(params: Any, names: set[str]) -> str | None:
     for path, hole, *_ in named_leaves(params, _is_hole):
         masked = isinstance(hole, optax.MaskedNode)
         masked = masked or (hole is None and _last(path) in names)
-        if masked and default_matrix_dims(path, Leaf((2, 3), jnp.float32)):
+        # Its shape is unknown. A matrix has two axes.
+        if masked and kind_by_name(Named(path.split("/"), ndim=2)) is None:
             return path
     return None
 

@@ -3,30 +3,54 @@
 
 from __future__ import annotations
 
-from collections import Counter, namedtuple
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 from normpre_optax.checks import check_dtype_of
 from normpre_optax.parameters.cautions import cautions
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
+from normpre_optax.parameters.labels import repeated
+from normpre_optax.parameters.names import Kind
+from normpre_optax.parameters.overrides import reader
 from normpre_optax.parameters.roles import row_norms_by_role
-from normpre_optax.parameters.rules import (
+from normpre_optax.parameters.rules import assign, read_default
+from normpre_optax.parameters.spec import (
     Assignment,
+    Reader,
     Reading,
-    assign,
-    default_reading,
-    reader,
+    UncoveredError,
 )
-from normpre_optax.parameters.tree import (
-    MAX_ASPECT_RATIO,
-    Leaf,
-    leaves,
-    repeated,
-)
+from normpre_optax.parameters.tree import MAX_ASPECT_RATIO, Leaf, leaves
 
+_HEADER = ("parameter", "shape", "optimizer", "matrices", "reason")
 _VOCABULARY = "has an axis of the vocabulary size"
-_Row = namedtuple("_Row", "path leaf group matrices reason")
+
+Matrices = Counter[tuple[int, int]]  # number of matrices by (outputs, inputs)
+
+
+class _Row(NamedTuple):
+    """A parameter in the table.
+
+    Args:
+        path: its path.
+        leaf: its shape and dtype.
+        group: its optimizer, or "ERROR".
+        matrices: its matrices.
+        reason: why it is in the group, or why there is an error.
+        kind: what it is; None for an error.
+        quoted: whether one word of a longer name decided.
+        vocabulary: whether it is a matrix with an axis of the vocabulary size.
+    """
+
+    path: str
+    leaf: Leaf
+    group: Literal["matrix", "adamw", "ERROR"]
+    matrices: Matrices
+    reason: str
+    kind: Kind | None = None
+    quoted: bool = False
+    vocabulary: bool = False
 
 
 def explain(params: Any, matrix_dims: Any = None, *, every_layer: bool = False) -> str:
@@ -64,138 +88,155 @@ def explain(params: Any, matrix_dims: Any = None, *, every_layer: bool = False) 
         >>> print(explain({"blocks": blocks}).splitlines()[1])
         blocks/{0..23}/up/kernel  24 x (4, 8)  matrix     24 x (8 x 4)  (in, out)
     """
-    read = default_reading if matrix_dims is None else reader(params, matrix_dims)
-    rows = [_row(path, leaf, read) for path, leaf in leaves(params).items()]
-    sizes = _vocabulary_sizes(rows)
-    for i, row in enumerate(rows):
-        if (
-            row.group == "matrix"
-            and row.leaf.ndim == 2
-            and sizes.intersection(row.leaf.shape)
-        ):
-            rows[i] = row._replace(reason=f"{row.reason}, {_VOCABULARY}")
-    by_path, table = (
-        {row.path: row for row in rows},
-        [("parameter", "shape", "optimizer", "matrices", "reason")],
-    )
-    entries = {row.path: (row.leaf.shape, row.group, row.reason) for row in rows}
-    joined = (
-        [(path, (path,), entry) for path, entry in entries.items()]
-        if every_layer
-        else repeated(entries)
-    )
-    for name, paths, (shape, group, reason) in joined:
-        matrices = sum(
-            (by_path[path].matrices for path in paths), Counter[tuple[int, int]]()
-        )
-        counts = ", ".join(
-            f"{count} x ({out} x {inputs})" for (out, inputs), count in matrices.items()
-        )
-        table.append(
-            (
-                name,
-                f"{len(paths)} x " * (len(paths) > 1) + str(shape),
-                group,
-                counts,
-                reason,
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        *("  ".join(map(str.ljust, line, widths)).rstrip() for line in table),
-        "",
-        *_totals(rows),
-    ]
-    found = (
-        Assignment()
-        if any(row.group == "ERROR" for row in rows)
-        else assign(params, matrix_dims)
-    )
-    return "\n".join(
-        [
-            *lines,
-            *_row_norms(found),
-            *(f"note: {x}" for x in (*_notes(rows), *cautions(found, params))),
-        ]
-    )
+    read: Reader = read_default
+    if matrix_dims is not None:
+        read = reader(params, matrix_dims, read_default)
+    rows = _marked([_row(path, leaf, read) for path, leaf in leaves(params).items()])
+    found = Assignment()
+    if not any(row.group == "ERROR" for row in rows):
+        found = assign(params, matrix_dims)
+    notes = [f"note: {text}" for text in (*_notes(rows), *cautions(found, params))]
+    lines = [*_table(rows, every_layer), "", *_totals(rows), *_row_norms(found), *notes]
+    return "\n".join(lines)
 
 
-def _row(path: str, leaf: Leaf, read: Callable[[str, Leaf], Reading]) -> _Row:
+def _row(path: str, leaf: Leaf, read: Reader) -> _Row:
+    """Return the row of a parameter."""
     try:
-        dims, reason = read(path, leaf)
+        reading = read(path, leaf)
         check_dtype_of(path, leaf.dtype)
+    except UncoveredError as error:
+        return _Row(path, leaf, "ERROR", Matrices(), error.short)
     except (ValueError, TypeError) as error:
-        return _Row(path, leaf, "ERROR", Counter(), getattr(error, "short", str(error)))
-    matrices = Counter[tuple[int, int]]()
-    for _, one, shape in blocks_of(leaf.shape, dims) if dims else ():
-        count, outputs, inputs = matrix_shape(shape, one)
-        matrices[outputs, inputs] += count
-    return _Row(path, leaf, "matrix" if dims else "adamw", matrices, reason)
-
-
-def _vocabulary_sizes(rows: list[_Row]) -> set[int]:
-    """Return the larger axis sizes of embeddings, except those that a norm or another
-    embedding shows to be widths.
-    """
-    tables = [
-        row.leaf.shape
-        for row in rows
-        if row.reason.startswith("embedding") and row.leaf.ndim == 2
-    ]
-    widths = {min(shape) for shape in tables}
-    widths.update(
-        size for row in rows if row.reason == "norm or scale" for size in row.leaf.shape
+        return _Row(path, leaf, "ERROR", Matrices(), str(error))
+    return _Row(
+        path,
+        leaf,
+        "adamw" if reading.dims is None else "matrix",
+        _matrices(leaf, reading),
+        reading.reason,
+        reading.kind,
+        reading.quoted,
     )
+
+
+def _matrices(leaf: Leaf, reading: Reading) -> Matrices:
+    """Return the matrices of a parameter; those of its output blocks are several."""
+    matrices = Matrices()
+    if reading.dims is None:
+        return matrices
+    for _, dims, shape in blocks_of(leaf.shape, reading.dims):
+        count, outputs, inputs = matrix_shape(shape, dims)
+        matrices[outputs, inputs] += count
+    return matrices
+
+
+def _marked(rows: Sequence[_Row]) -> list[_Row]:
+    """Return the rows with marks at matrices that have an axis as long as a table."""
+    sizes = _vocabulary_sizes(rows)
+    marked = []
+    for row in rows:
+        is_matrix = row.group == "matrix" and row.leaf.ndim == 2
+        if is_matrix and not sizes.isdisjoint(row.leaf.shape):
+            reason = f"{row.reason}, {_VOCABULARY}"
+            row = row._replace(reason=reason, vocabulary=True)
+        marked.append(row)
+    return marked
+
+
+def _vocabulary_sizes(rows: Iterable[_Row]) -> set[int]:
+    """Return the larger axis sizes of embeddings that are no widths.
+
+    A norm or another embedding shows that a size is a width.
+    """
+    tables, widths = [], set()
+    for row in rows:
+        if row.kind == "embedding" and row.leaf.ndim == 2:
+            tables.append(row.leaf.shape)
+        if row.kind == "norm":
+            widths.update(row.leaf.shape)
+    widths.update(min(shape) for shape in tables)
     return {max(shape) for shape in tables} - widths
 
 
-def _totals(rows: list[_Row]) -> Iterator[str]:
+def _table(rows: Sequence[_Row], every_layer: bool) -> list[str]:
+    """Return the lines of the table; equal layers share a line."""
+    by_path = {row.path: row for row in rows}
+    groups = [(row.path, (row.path,)) for row in rows]
+    if not every_layer:
+        entries = {row.path: (row.leaf.shape, row.group, row.reason) for row in rows}
+        groups = [(name, paths) for name, paths, _ in repeated(entries)]
+    cells: list[tuple[str, ...]] = [_HEADER]
+    for name, paths in groups:
+        cells.append(_cells(name, [by_path[path] for path in paths]))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+
+
+def _cells(name: str, rows: Sequence[_Row]) -> tuple[str, ...]:
+    """Return a line of the table, for parameters that differ only in their matrices."""
+    matrices = Matrices()
+    for row in rows:
+        matrices += row.matrices
+    counts = [f"{n} x ({out} x {inputs})" for (out, inputs), n in matrices.items()]
+    shape = str(rows[0].leaf.shape)
+    if len(rows) > 1:
+        shape = f"{len(rows)} x {shape}"
+    return name, shape, rows[0].group, ", ".join(counts), rows[0].reason
+
+
+def _totals(rows: Sequence[_Row]) -> Iterator[str]:
+    """Yield the numbers of parameters, elements and matrices of each group."""
     for group in ("matrix", "adamw", "ERROR"):
         found = [row for row in rows if row.group == group]
+        if group == "ERROR" and not found:
+            continue
         counts = [
-            (len(found), "parameter", "parameters"),
-            (sum(row.leaf.size for row in found), "element", "elements"),
+            _counted(len(found), "parameter", "parameters"),
+            _counted(sum(row.leaf.size for row in found), "element", "elements"),
         ]
         if group == "matrix":
-            counts.append(
-                (sum(row.matrices.total() for row in found), "matrix", "matrices")
-            )
-        if found or group != "ERROR":
-            yield f"{group + ':':8}" + ", ".join(
-                f"{n:,} {one if n == 1 else many}" for n, one, many in counts
-            )
+            matrices = sum(row.matrices.total() for row in found)
+            counts.append(_counted(matrices, "matrix", "matrices"))
+        yield f"{group + ':':8}" + ", ".join(counts)
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
 
 
 def _row_norms(found: Assignment) -> Iterator[str]:
-    """Return a line with the row norms that Hyperball sets, if they differ."""
+    """Yield a line with the row norms that Hyperball sets, if they differ."""
     norms = row_norms_by_role(found)
     written = {path: norm for path, norm in norms.items() if norm != 1}
-    if written:
-        each = "".join(
-            f"{norm:.2g} for {name}, " for name, _, norm in repeated(written)
-        )
-        yield (
-            f"row norms under Hyperball: {each}1 for"
-            f" {'the others' if len(written) < len(norms) else 'none'}"
-        )
+    if not written:
+        return
+    texts = []
+    for name, paths, _ in repeated(written):
+        texts.append(f"{written[paths[0]]:.2g} for {name}")
+    others = "the others" if len(written) < len(norms) else "none"
+    texts.append(f"1 for {others}")
+    yield f"row norms under Hyperball: {', '.join(texts)}"
 
 
-def _notes(rows: list[_Row]) -> Iterator[str]:
-    if any("' in '" in row.reason for row in rows):
+def _notes(rows: Sequence[_Row]) -> Iterator[str]:
+    """Yield what looks like a mistake in a single parameter."""
+    if any(row.quoted for row in rows):
         yield (
             "the quoted word alone decided the group; its name may mean something else"
         )
-
-    def is_long(shape):
-        return max(shape) > MAX_ASPECT_RATIO * min(shape)
-
-    if long := [row.path for row in rows if any(map(is_long, row.matrices))]:
+    long = [row.path for row in rows if any(map(_is_long, row.matrices))]
+    if long:
         yield (
             f"a matrix such as {long[0]!r}, longer than {MAX_ASPECT_RATIO}:1, may be a"
             " table: return None in a rule"
         )
-    if any(row.reason.endswith(_VOCABULARY) for row in rows):
+    if any(row.vocabulary for row in rows):
         yield (
             f"a matrix that {_VOCABULARY} may be an output head; if it is one, return"
             " None for it in a rule"
         )
+
+
+def _is_long(shape: tuple[int, int]) -> bool:
+    return max(shape) > MAX_ASPECT_RATIO * min(shape)

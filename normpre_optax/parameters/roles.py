@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row norm of every matrix under Hyperball, by whether it writes into the residual
-stream.
+"""The row norms of matrices under Hyperball.
+
+They depend on whether a matrix writes into the residual stream.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ from normpre_optax.checks import check_choice
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.broadcast import numbers
 from normpre_optax.parameters.dims import matrix_shape, split_axes
-from normpre_optax.parameters.rules import Assignment, ParamSpec
-from normpre_optax.parameters.tree import (
+from normpre_optax.parameters.labels import repeated
+from normpre_optax.parameters.names import (
+    Kind,
     block_depth,
     layer_depth,
     layer_name,
-    repeated,
     stack_depth,
 )
+from normpre_optax.parameters.spec import Assignment, ParamSpec
 from normpre_optax.parameters.vocabulary import words
+
+_OUTPUTS = v.OUTPUTS | v.SECOND_LAYERS
+# Kinds of parameters with an axis as long as the model is wide.
+_AS_WIDE: frozenset[Kind] = frozenset({"norm", "embedding"})
 
 
 def row_norms_by_path(row_norms: Any, params: Any, found: Assignment) -> dict[str, Any]:
@@ -49,8 +55,10 @@ def row_norms_by_path(row_norms: Any, params: Any, found: Assignment) -> dict[st
 
 
 def row_norms_by_role(found: Assignment) -> dict[str, float]:
-    """Return 1 for every matrix, and ``sqrt(in / (out k))`` for the ``k`` matrices that
-    write to the residual stream.
+    """Return the row norms that Hyperball sets, by path of the matrix.
+
+    They are ``sqrt(in / (out k))`` for the ``k`` matrices that write into the residual
+    stream, and 1 for all others.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,98 +70,100 @@ def row_norms_by_role(found: Assignment) -> dict[str, float]:
         >>> row_norms_by_role(assign({"layers": layers}))["layers/0/down"]
         1.0
     """
-    outputs, shapes = residual_outputs(found), _shapes(found)
-    k = sum(
-        {
-            v.COUNTED_EXPERT.sub("", path): _layers(found[path]) for path in outputs
-        }.values()
-    )
-    return {
-        path: math.sqrt(n / (m * k)) if path in outputs else 1.0
-        for path, (m, n) in shapes.items()
-    }
+    outputs = residual_outputs(found)
+    # The numbered experts of a layer count once.
+    layers = {}
+    for path in outputs:
+        layers[v.COUNTED_EXPERT.sub("", path)] = _layers(found[path])
+    k = sum(layers.values())
+    norms = {}
+    for path, (m, n) in _shapes(found).items():
+        norms[path] = math.sqrt(n / (m * k)) if path in outputs else 1.0
+    return norms
 
 
 def residual_outputs(found: Assignment) -> set[str]:
-    """Return the paths of matrices that write into the residual stream: of attention
-    and of the feed-forward layers.
+    """Return the paths of matrices that write into the residual stream.
 
-    The width is the size that most matrices, norms and embeddings have. A matrix with
-    that many outputs writes if its name says so, or if it is inside a layer (by its
-    path, or as one of several with a shape and a number), has another number of inputs,
-    and no name of a query or an up projection.
+    They are outputs of attention and of feed-forward layers. A matrix with as many
+    outputs as the model is wide writes if its name says so, or if it is inside a layer
+    (by its path, or as one of several with a shape and a number), has another number of
+    inputs, and no name of a query or an up projection.
     """
     shapes = _shapes(found)
-    others = [
-        spec.shape
-        for spec in found.values()
-        if spec.reason.startswith(("norm", "embedding"))
-    ]
-    count = Counter(size for shape in (*shapes.values(), *others) for size in {*shape})
-    equal = {
-        path for _, paths, _ in repeated(shapes) if len(paths) > 1 for path in paths
-    }
+    width = _model_width(found)
+    several: set[str] = set()
+    for _, paths, _ in repeated(shapes):
+        if len(paths) > 1:
+            several.update(paths)
 
-    def inside(path):
-        return (
-            path in equal
-            or block_depth(path.split("/"))
-            or stack_depth(path.split("/")) is not None
-        )
-
-    width = min(
-        set().union(*shapes.values()), key=lambda size: (-count[size], size), default=0
-    )
-
-    def writes(path, n):
-        return _is_named_output(path) or (
-            n != width and inside(path) and not _reads(path)
-        )
+    def writes(path: str, n: int) -> bool:
+        if _is_named_output(path):
+            return True
+        inside = path in several or _is_inside_layer(path)
+        return n != width and inside and not _reads(path)
 
     return {path for path, (m, n) in shapes.items() if m == width and writes(path, n)}
 
 
 def _shapes(found: Assignment) -> dict[str, tuple[int, int]]:
-    return {
-        path: matrix_shape(s.shape, s.dims)[1:]
-        for path, s in found.items()
-        if s.dims is not None
-    }
+    """Return (outputs, inputs) of the matrices, by path."""
+    shapes = {}
+    for path, spec in found.items():
+        if spec.dims is not None:
+            _, outputs, inputs = matrix_shape(spec.shape, spec.dims)
+            shapes[path] = outputs, inputs
+    return shapes
+
+
+def _model_width(found: Assignment) -> int:
+    """Return the size that most matrices, norms and embeddings have, or 0.
+
+    Of several such sizes, it is the smallest.
+    """
+    shapes: list[tuple[int, ...]] = [*_shapes(found).values()]
+    sizes = {size for shape in shapes for size in shape}
+    shapes += [spec.shape for spec in found.values() if spec.kind in _AS_WIDE]
+    count = Counter(size for shape in shapes for size in {*shape})
+    return min(sizes, key=lambda size: (-count[size], size), default=0)
+
+
+def _is_inside_layer(path: str) -> bool:
+    parts = path.split("/")
+    return block_depth(parts) > 0 or stack_depth(parts) is not None
 
 
 def _reads(path: str) -> bool:
+    """Return whether a matrix reads the residual stream, by the name of its layer."""
     name = layer_name(path.split("/"))
-    return bool(
-        v.READERS.intersection(words(name))
-        or (name in v.QUERIES and v.ATTENTION.intersection(words(path)))
-    )
+    if not v.READERS.isdisjoint(words(name)):
+        return True
+    return name in v.QUERIES and not v.ATTENTION.isdisjoint(words(path))
 
 
 def _is_named_output(path: str) -> bool:
-    *_, above, own = [
-        "",
-        "",
-        *filter(words, path.split("/")[: layer_depth(path.split("/"))]),
-    ]
+    """Return whether the name of a layer is that of an output or a second layer.
+
+    For a plain name, as in "attention/output/dense", the module above decides.
+    """
+    parts = path.split("/")
+    names = [part for part in parts[: layer_depth(parts)] if words(part)]
+    *_, above, own = ["", "", *names]
     if own.lower() not in ("dense", "linear"):
-        return own.lower() in v.OUTPUTS | v.SECOND_LAYERS
-    return above.lower() in v.OUTPUTS | v.SECOND_LAYERS or bool(
-        v.ATTENTION.intersection(words(above))
-    )
+        return own.lower() in _OUTPUTS
+    return above.lower() in _OUTPUTS or not v.ATTENTION.isdisjoint(words(above))
 
 
 def _layers(spec: ParamSpec) -> int:
-    """Return how many layers are stacked in a parameter: all batch axes but that of
-    stacked experts.
+    """Return how many layers are stacked in a parameter of matrices.
+
+    They are all batch axes but that of stacked experts, the largest.
     """
-    sizes = sorted(
-        spec.shape[axis]
-        for axis in (split_axes(len(spec.shape), spec.dims)[0] if spec.dims else ())
-    )
+    assert spec.dims is not None
+    batch, _, _ = split_axes(len(spec.shape), spec.dims)
+    sizes = sorted(spec.shape[axis] for axis in batch)
     found = {*words(spec.path)}
-    experts = (
-        found & v.EXPERTS
-        and "shared" not in found
-        and not v.COUNTED_EXPERT.search(spec.path)
-    )
-    return math.prod(sizes[:-1] if experts else sizes)
+    is_expert = not v.EXPERTS.isdisjoint(found) and "shared" not in found
+    if is_expert and not v.COUNTED_EXPERT.search(spec.path):
+        sizes = sizes[:-1]
+    return math.prod(sizes)

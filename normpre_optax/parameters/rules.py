@@ -1,100 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assign each parameter to the matrix group, with the axes of its matrices, or to the
-AdamW group.
+"""Assign each parameter to the matrix group, with axes, or to the AdamW group.
+
+``read_default`` is the default rule. Names decide first (``names.py``). For other
+parameters, this file reads the layout, in the order of ``default_matrix_dims``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
-from optax.contrib import MuonDimensionNumbers
 
-from normpre_optax.parameters import tree
 from normpre_optax.parameters import vocabulary as v
-from normpre_optax.parameters.dims import (
-    MatrixDims,
-    as_matrix_dims,
-    check_dims,
-    matrix_shape,
-    split_axes,
+from normpre_optax.parameters.dims import Axes, MatrixDims, matrix_shape
+from normpre_optax.parameters.names import (
+    Kind,
+    Named,
+    is_in_attention,
+    kind_by_name,
+    layer_depth,
+    layer_name,
+    stack_depth,
 )
-from normpre_optax.parameters.tree import Leaf, layer_depth
+from normpre_optax.parameters.overrides import reader
+from normpre_optax.parameters.spec import (
+    Assignment,
+    ParamSpec,
+    Reading,
+    UncoveredError,
+)
+from normpre_optax.parameters.tree import MAX_ASPECT_RATIO, Leaf, leaves, named_leaves
 from normpre_optax.parameters.vocabulary import words
 
-Reading = tuple[MatrixDims | None, str]  # the axes, or None for AdamW, and the reason
-GIVEN = "given by matrix_dims"
-
-
-class ParamSpec(NamedTuple):
-    """The group of a parameter: ``dims`` has the axes of its matrices; None: AdamW."""
-
-    path: str
-    shape: tuple[int, ...]
-    dims: MatrixDims | None
-    reason: str
-    sharding: Any = None  # PartitionSpec from the option shardings=
-
-
-class Assignment(dict[str, ParamSpec]):
-    """``ParamSpec`` by path, computed on a full tree. You can pass it as
-    ``matrix_dims`` for a part of the tree.
-    """
-
-
-class UncoveredError(ValueError):
-    """No rule covers some parameters: ``cases`` has (path, shape, why) of each,
-    ``short`` is a text for a table.
-    """
-
-    def __init__(self, *cases: tuple[str, tuple[int, ...], str]):
-        lines, rule = [], ["    def rule(path, leaf):"]
-        for name, paths, (shape, why) in tree.repeated(
-            {path: (shape, why) for path, shape, why in cases}
-        ):
-            which, test = "parameter", f"path == {name!r}"
-            if len(paths) > 1:
-                which, start, end = (
-                    f"{len(paths)} parameters",
-                    name.split("{")[0],
-                    name.split("}")[-1],
-                )
-                test = (
-                    f"path.startswith({start!r}) and path.endswith({end!r}) and"
-                    f" leaf.shape == {shape}"
-                )
-            lines.append(
-                f"no rule covers {which} {name!r} of shape {shape}"
-                + f": {why}" * bool(why)
-            )
-            rule += [
-                f"        if {test}:",
-                "            return MatrixDims(inputs=..., outputs=...)",
-            ]
-        how = (
-            "Pass matrix_dims=rule, or a rule of normpre_optax.presets for a known"
-            " layout. Replace the dots by the "
-        )
-        how += (
-            "input and output axes (all others are batch axes), or return None for"
-            " AdamW:"
-        )
-        super().__init__(
-            "\n".join(
-                [*lines, how, *rule, "        return default_matrix_dims(path, leaf)"]
-            )
-        )
-        self.cases, self.short = (
-            cases,
-            "no rule covers it" + f": {cases[0][2]}" * bool(cases[0][2]),
-        )
+# Kinds that ``decay_matrices_only`` excludes from weight decay.
+_NOT_DECAYED: frozenset[Kind] = frozenset({"bias", "norm", "state_space", "vector"})
 
 
 def assign(params: Any, matrix_dims: Any = None) -> Assignment:
@@ -125,16 +69,26 @@ def assign(params: Any, matrix_dims: Any = None) -> Assignment:
         [('up/bias', 'bias'), ('up/kernel', '(in, out)')]
     """
     if isinstance(matrix_dims, Assignment):
-        return Assignment(
-            (path, matrix_dims[path]) for path, *_ in tree.named_leaves(params)
-        )
-    read = default_reading if matrix_dims is None else reader(params, matrix_dims)
+        known = matrix_dims
+        return Assignment((path, known[path]) for path, *_ in named_leaves(params))
+    read = read_default
+    if matrix_dims is not None:
+        read = reader(params, matrix_dims, read_default)
     found, uncovered = Assignment(), []
-    for path, leaf in tree.leaves(params).items():
+    for path, leaf in leaves(params).items():
         try:
-            found[path] = ParamSpec(path, leaf.shape, *read(path, leaf))
+            reading = read(path, leaf)
         except UncoveredError as error:
             uncovered += error.cases
+            continue
+        found[path] = ParamSpec(
+            path,
+            leaf.shape,
+            reading.dims,
+            reading.reason,
+            kind=reading.kind,
+            default=reading.default,
+        )
     if uncovered:
         raise UncoveredError(*uncovered)
     return found
@@ -178,321 +132,202 @@ def default_matrix_dims(path: str, leaf: Any) -> MatrixDims | None:
         >>> default_matrix_dims("wte/embedding", jnp.zeros((100, 8))) is None
         True
     """
-    return default_reading(path, leaf)[0]
+    return read_default(path, leaf).dims
 
 
-def default_reading(path: str, leaf: Any) -> Reading:
-    """Return the axes from ``default_matrix_dims``, or None, and the reason."""
-    leaf = leaf if isinstance(leaf, Leaf) else Leaf(tuple(leaf.shape), leaf.dtype)
-    parts, shape = path.split("/"), leaf.shape
+def default_reading(path: str, leaf: Any) -> tuple[MatrixDims | None, str]:
+    """Return the axes by the default rule and the reason, for reports."""
+    reading = read_default(path, leaf)
+    return reading.dims, reading.reason
+
+
+def read_default(path: str, leaf: Any) -> Reading:
+    """Return what the default rule says of a parameter, see ``default_matrix_dims``."""
+    if not isinstance(leaf, Leaf):
+        leaf = Leaf(tuple(leaf.shape), leaf.dtype)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return (
-            None,
-            (
-                f"{leaf.dtype}, not"
-                f" {'real ' * jnp.issubdtype(leaf.dtype, jnp.complexfloating)}floating"
-                " point"
-            ),
-        )
-    reason = tree.vector_kind(parts, leaf)
-    found = set().union(
-        *map(words, (*parts, leaf.class_name, *map(str, leaf.names or ())))
-    )
-    for trigger, role in _ADAMW:
-        if not reason and (
-            trigger & found if isinstance(trigger, set) else trigger.search(path)
-        ):
-            reason = role if isinstance(role, str) else role(parts, leaf)
-    if not reason and (len(shape) < 2 or 0 in shape):
-        reason = "empty" if 0 in shape else "vector" if shape else "scalar"
-    return (None, reason) if reason else _read_matrix(path, parts, leaf)
+        return Reading(None, "dtype", _wrong_dtype(leaf.dtype))
+    shape = leaf.shape
+    axis_names = leaf.names or ()
+    named = Named(path.split("/"), len(shape), leaf.class_name, axis_names, leaf.near)
+    by_name = kind_by_name(named)
+    if by_name is not None:
+        return Reading(None, by_name.kind, by_name.text, by_name.quoted)
+    if len(shape) > 2 and _has_one_input_channel(path, named, leaf):
+        return Reading(None, "depthwise", "depthwise convolution")
+    if 0 in shape:
+        return Reading(None, "empty", "empty")
+    if not shape:
+        return Reading(None, "vector", "scalar")
+    if len(shape) == 1:
+        return Reading(None, "vector", "vector")
+    return _read_matrix(path, named, leaf)
 
 
-def _bias(parts: list[str], leaf: Leaf) -> str:
-    owner = words(parts[-2] if len(parts) > 1 else "") + words(leaf.class_name)
-    return "bias" if v.BIASES.intersection(owner) else ""
+def _wrong_dtype(dtype: jax.typing.DTypeLike) -> str:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return f"{dtype}, not real floating point"
+    return f"{dtype}, not floating point"
 
 
-def _last_layer(parts: list[str], leaf: Leaf) -> str:
-    """Return "output head" for an output layer of the whole model."""
-    depth = layer_depth(parts)
-    last = (
-        len(leaf.shape) == 2
-        and parts[depth - 1].lower() in v.LAST_LAYERS
-        and not _in_attention(parts, leaf)
-    )
-    return (
-        "output head" if last and v.WHOLE_MODELS.issuperset(parts[: depth - 1]) else ""
-    )
-
-
-# The nearest name decides: the reason if a part of the path has one of the first words,
-# and none of the second ones.
-_NEAREST = (
-    ("positional table", v.POSITIONS, v.NOT_POSITIONS),
-    ("output head", v.HEADS, v.NOT_HEADS | v.SIZES),
-    ("embedding", v.EMBEDDINGS, v.SIZES),
-)
-
-
-def _nearest(parts: list[str], leaf: Leaf) -> str:
-    """Return the reason of ``_NEAREST`` by the class, or by the nearest part inside of
-    the block.
-
-    It quotes a word that is not at the end of the layer's name.
-    """
-    depth, above = layer_depth(parts), [leaf.class_name]
-    for part in reversed(parts[tree.block_depth(parts) : depth]):
-        above.append(part)
-        if v.INNER.intersection(words(part)):
-            break
-    for part in (*above, *parts[depth:]):
-        found = words(part)
-        for reason, names, unless in _NEAREST:
-            if names.intersection(found) and not unless.intersection(found):
-                *_, at = (i for i, word in enumerate(found) if word in names)
-                own = part in parts[depth - 1 :] or part not in parts
-                plain = own and v.PLAIN_AFTER.issuperset(found[at + 1 :])
-                return reason if plain else f"{reason} ({found[at]!r} in {part!r})"
-    return "embedding" if any("vocab" in str(name) for name in leaf.names or ()) else ""
-
-
-def _router(parts: list[str], leaf: Leaf) -> str:
-    """Return "router" for a router by name, or for a gate next to experts or in a
-    mixture, but not next to ``up``.
-    """
-    depth = layer_depth(parts)
-    layer, above = (
-        {*words(parts[depth - 1])},
-        {*words(parts[depth - 2] if depth > 1 else "")},
-    )
-    beside = set().union(*map(words, tree.names_below(leaf, parts[: depth - 1])))
-    gate = layer & v.GATES and not beside & {"up", "down"}
-    mixture = layer & v.EXPERTS or (
-        layer <= v.GATES and ("moe" in above or beside & v.EXPERTS)
-    )
-    return "router" if (layer | above) & v.ROUTERS or (gate and mixture) else ""
-
-
-def _depthwise(parts: list[str], leaf: Leaf) -> str:
-    """Return the reason for (taps, channels) without a word for a dense layer, or for a
-    single input channel.
-    """
-    layer = set().union(*map(words, parts[layer_depth(parts) - 1 :]))
-    layers, ndim = leaf.layers or 0, len(leaf.shape)
-    one_input = (
-        ndim - layers > 2
-        and leaf.shape[layers + 1 if "weight" in words(parts[-1]) else -2] == 1
-    )
-    depthwise = not layer & v.DENSE if ndim == 2 else one_input
-    return "depthwise convolution" if "conv" in layer and depthwise else ""
-
-
-# Parameters that use AdamW because of their name: the reason if a regex matches the
-# path, or a function that returns it if one of the words is in the path, the class or
-# the axis names. The first reason counts.
-_ADAMW: tuple[
-    tuple[re.Pattern[str] | set[str], str | Callable[[list[str], Leaf], str]], ...
-] = (
-    (v.BIASES, _bias),
-    (v.LAMBDA, "norm or scale"),
-    (v.STATE_SPACE, "rates of a state space"),
-    (v.LORA, "LoRA"),
-    (v.UNEMBEDDING, "output head"),
-    (v.TOKEN, "embedding"),
-    (v.POSITIONS | v.HEADS | v.EMBEDDINGS, _nearest),
-    ({"out", "output"}, _last_layer),
-    (v.ROUTERS | v.GATES, _router),
-    ({"conv"}, _depthwise),
-)
-
-
-def _in_attention(parts: list[str], leaf: Leaf) -> bool:
-    above = parts[: layer_depth(parts) - 1]
-    beside = {name.lower() for name in tree.names_below(leaf, above)}
-    return len(v.QUERIES & beside) > 1 or any(
-        v.ATTENTION.intersection(words(part)) for part in above
-    )
-
-
-def _attention_role(parts: list[str], leaf: Leaf) -> str:
-    """Return "query" for attention's query, key and value, "output" for its output
-    projection, else "".
-    """
-    layer, inside = tree.layer_name(parts), _in_attention(parts, leaf)
-    if layer in v.QUERIES and (inside or len(layer) > 1):
-        return "query"
-    return "output" if layer in v.OUTPUTS and inside else ""
-
-
-def _weight_is_in_out(
-    path: str, parts: list[str], leaf: Leaf, rest: tuple[int, ...]
-) -> bool:
-    """Return whether a ``weight`` of two axes is (in, out). Only GPT-2's names can be;
-    their shapes decide.
-    """
-    layer, last = tree.layer_name(parts), parts[-1]
-    if layer not in v.GPT2:
+def _has_one_input_channel(path: str, named: Named, leaf: Leaf) -> bool:
+    """Return whether a convolution of three or more axes is depthwise."""
+    parts = named.parts
+    own = [word for part in parts[layer_depth(parts) - 1 :] for word in words(part)]
+    if "conv" not in own:
         return False
-    near = (
-        (other.split("/")[-2:], x.shape)
-        for other, x in leaf.near.items()
-        if len(x.shape) == len(leaf.shape)
-    )
-    wider = [
-        shape for name, shape in near if name in (["c_attn", last], ["c_fc", last])
-    ]  # more outputs than inputs
-    for shape in (*wider, leaf.shape):
-        first, second = (shape[axis] for axis in rest)
-        if first != second:
-            return (first < second) != (layer == "c_proj" and shape not in wider)
-    why = (
-        "it is (in, out) in Hugging Face's GPT-2 and (out, in) in nanoGPT, and no"
-        " c_attn next to it shows which"
-    )
-    raise UncoveredError((path, leaf.shape, why))
+    layers, _ = leaf.tree.layer_axes(path)
+    axis = leaf.ndim - 2  # of (taps, in, out)
+    if "weight" in words(parts[-1]):
+        axis = (layers or 0) + 1  # of (out, in, taps), behind the layers
+    return leaf.ndim - (layers or 0) > 2 and leaf.shape[axis] == 1
 
 
-def _bias_shape(path: str, leaf: Leaf) -> tuple[int, ...]:
-    """Return the shape of a weight's bias, or ()."""
-    above, slash, last = path.rpartition("/")
-    names = (
-        re.sub("^[wW]", "b", last),
-        f"{last}_bias",
-        re.sub("weight|kernel", "bias", last),
-    )
-    names = ("bias", "b") if last.lower() in v.WEIGHTS else names
-    found = (leaf.near.get(f"{above}{slash}{name}") for name in names if name != last)
-    return next((bias.shape for bias in found if bias is not None), ())
+class _Layout(NamedTuple):
+    """Input and output axes, counted from the front, and what they are in words."""
+
+    inputs: Axes
+    outputs: Axes
+    text: str
 
 
-def _wrong_bias(path: str, leaf: Leaf, dims: MatrixDims) -> str:
-    """Return the bias that contradicts the axes, or "". For a square matrix, others of
-    the same name count too.
-    """
-    batch, outputs, inputs = split_axes(len(leaf.shape), dims)
-    examples = {path: leaf.shape}
-    if [leaf.shape[axis] for axis in outputs] == [leaf.shape[axis] for axis in inputs]:
-        near = (
-            (other, x.shape)
-            for other, x in leaf.near.items()
-            if other.endswith("/" + path.rpartition("/")[2])
-        )
-        examples |= (
-            (other, shape)
-            for other, shape in near
-            if len(shape) == len(leaf.shape) and shape != leaf.shape
-        )
-    order = list if batch == tuple(range(len(batch))) else sorted
-    for example, shape in examples.items():
-        bias = _bias_shape(example, leaf)
-        front, rows = ([shape[axis] for axis in axes] for axes in (batch, outputs))
-        fitting = [
-            order(n for n in (*front, *sizes) if n > 1)
-            for sizes in (rows, [math.prod(rows)])
-        ]
-        if bias and order(n for n in bias if n > 1) not in fitting:
-            return (
-                f"{'its bias' if example == path else f'the bias of {example!r}'} has"
-                f" shape {bias}"
-            )
-    return ""
-
-
-def _read_matrix(path: str, parts: list[str], leaf: Leaf) -> Reading:
-    """Return the axes of a leaf with two or more axes: first those of layers, by names
-    or leaves nearby.
-    """
-    weight, layers, why = "weight" in words(parts[-1]), leaf.layers or 0, ""
-    named = f"axes named ({', '.join(map(str, leaf.names or ()))})"
-    rest, heads = _named_axes(leaf.names or ())
-    note = named if rest else ""
-    if not note and (leaf.ndim > 2 or not any(map(words, parts))):
-        why = _unknown_order(parts, leaf) or leaf.layers_error
-        layers = (
-            int(tree.stack_depth(parts) is not None) if leaf.layers is None else layers
-        )
-        if layers and leaf.names and leaf.names[0] is not None:
-            why = (
-                why or f"it looks stacked, but its {named.replace('axes', 'axes are')}"
-            )
+def _read_matrix(path: str, named: Named, leaf: Leaf) -> Reading:
+    """Return the axes of a parameter of two or more axes: cases 2 to 6 of the rule."""
+    # 2. Named axes.
+    if leaf.names is not None:
+        by_axes = _read_named_axes(path, named, leaf)
+        if by_axes is not None:
+            return by_axes
+    # 3. Layer axes in front.
+    layers, error = leaf.tree.layer_axes(path)
+    if named.ndim > 2 or not any(map(words, named.parts)):
+        layers = _checked_layers(path, named, leaf, layers, error)
+    layers = layers or 0
+    axes = tuple(range(layers, named.ndim))
+    if len(axes) < 2:
+        return Reading(None, "vector", "stacked vector")
+    if sum(leaf.shape[axis] > 1 for axis in axes) < 2:
+        return Reading(None, "vector", "vector")
+    # 4. Two axes. 5. Three axes of attention.
+    layout = _Layout(axes[:1], axes[1:], "(in, out)")
+    if len(axes) > 2:
+        layout = _attention_layout(path, named, leaf, axes)
+    elif "weight" in words(named.parts[-1]):
+        layout = _weight_layout(path, named, leaf, axes)
+    # 6. Contradictions.
+    dims = MatrixDims(layout.inputs, layout.outputs)
+    why = ""
+    wrong = _wrong_bias(path, leaf, layout)
+    if wrong and layers:
+        why = f"it looks stacked, but not on axis 0 ({wrong})"
+    elif wrong:
+        why = f"a bias contradicts {layout.text} ({wrong})"
+    elif len(axes) > 2:
+        why = _wrong_aspect_ratio(leaf, dims, layout.text)
     if why:
         raise UncoveredError((path, leaf.shape, why))
-    rest = rest or tuple(range(layers, leaf.ndim))
-    if len(rest) < 2:
-        return None, f"stacked vector, {note}" if note else "stacked vector"
-    if not note and sum(leaf.shape[axis] > 1 for axis in rest) < 2:
-        return None, "vector"
-    role = _attention_role(parts, leaf) if len(rest) > 2 else ""
-    if len(rest) == 2:
-        in_out = not weight or _weight_is_in_out(path, parts, leaf, rest)
-        dims, layout = (
-            MatrixDims(*(rest if in_out else rest[::-1])),
-            "(in, out)" if in_out else "(out, in)",
-        )
-    elif len(heads) == len(rest) - 1:
-        (width,) = {*rest} - {*heads}
-        to_width = role == "output" or (not role and (width > min(heads)) != weight)
-        dims, layout = (
-            MatrixDims(*((heads, width) if to_width else (width, heads))),
-            note,
-        )
-    elif len(rest) == 3 and role and not weight:
-        dims = (
-            MatrixDims(rest[0], rest[1:])
-            if role == "query"
-            else MatrixDims(rest[:2], rest[2])
-        )
-        layout = (
-            "attention (d, heads, size)"
-            if role == "query"
-            else "attention (heads, size, d)"
-        )
-    else:
-        raise UncoveredError((path, leaf.shape, note and f"its {note}"))
-    wrong = _wrong_bias(path, leaf, dims)
-    if (
-        note
-    ):  # with named axes, a bias decides which are outputs, as in Levanter's GPT-2
-        swapped = MatrixDims(inputs=dims.outputs, outputs=dims.inputs)
-        return swapped if wrong and not _wrong_bias(path, leaf, swapped) else dims, note
-    if wrong:
-        why = (
-            f"it looks stacked, but not on axis 0 ({wrong})"
-            if layers
-            else f"a bias contradicts {layout} ({wrong})"
-        )
-    elif role and max(
-        sides := matrix_shape(leaf.shape, dims)[1:]
-    ) > tree.MAX_ASPECT_RATIO * min(sides):
-        why = f"{layout} would be a {sides[0]} x {sides[1]} matrix"
-    if why:
-        raise UncoveredError((path, leaf.shape, why))
-    return (
-        dims,
-        layout
-        + f", {layers} layer {'axis' if layers == 1 else 'axes'} in front"
-        * bool(layers),
-    )
+    reason = layout.text
+    if layers:
+        reason += f", {layers} layer {'axis' if layers == 1 else 'axes'} in front"
+    return Reading(dims, "matrix", reason)
 
 
-def _named_axes(names: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the axes other than layers and experts, and the head axes among them; ()
-    if the names do not show it.
+# Case 2: named axes.
+
+
+def _read_named_axes(path: str, named: Named, leaf: Leaf) -> Reading | None:
+    """Return the reading by the names of axes, or None if they do not show layers."""
+    axes, heads = _axes_by_name(named.axes)
+    if not axes:
+        return None
+    note = _note_of_axes(named.axes)
+    if len(axes) < 2:
+        return Reading(None, "vector", f"stacked vector, {note}")
+    layout = _Layout(axes[:1], axes[1:], note)
+    if len(axes) > 2 and len(heads) == len(axes) - 1:
+        layout = _heads_layout(named, axes, heads)
+    elif len(axes) > 2:
+        layout = _attention_layout(path, named, leaf, axes, f"its {note}")
+    elif "weight" in words(named.parts[-1]):
+        layout = _weight_layout(path, named, leaf, axes)
+    # A bias decides which axes are outputs, as in Levanter's GPT-2.
+    swapped = _Layout(layout.outputs, layout.inputs, note)
+    if _wrong_bias(path, leaf, layout) and not _wrong_bias(path, leaf, swapped):
+        layout = swapped
+    return Reading(MatrixDims(layout.inputs, layout.outputs), "matrix", note)
+
+
+def _axes_by_name(names: tuple[object, ...]) -> tuple[Axes, Axes]:
+    """Return the axes other than layers and experts, and the head axes among them.
+
+    Both are () if the names show neither layers nor heads.
     """
-    named = [{*words(str(name))} if name is not None else set() for name in names]
+    named = [set() if name is None else {*words(str(name))} for name in names]
     rest = tuple(axis for axis, found in enumerate(named) if not found & v.LAYER_AXES)
     heads = tuple(axis for axis in rest if named[axis] and named[axis] <= v.HEAD_AXES)
-    return ((), ()) if len(rest) == len(named) and len(heads) < 2 else (rest, heads)
+    if len(rest) == len(named) and len(heads) < 2:
+        return (), ()
+    return rest, heads
 
 
-def _unknown_order(parts: list[str], leaf: Leaf) -> str:
-    """Return why the axis order of a convolution or of stacked experts is unknown; else
-    "".
+def _note_of_axes(names: tuple[object, ...]) -> str:
+    return f"axes named ({', '.join(map(str, names))})"
+
+
+def _heads_layout(named: Named, axes: Axes, heads: Axes) -> _Layout:
+    """Return the layout of head axes and one other axis, the width."""
+    (width,) = {*axes} - {*heads}
+    role = _attention_role(named)
+    width_is_output = role == "output"
+    if not role:
+        # The outputs of a weight are in front, those of a kernel behind.
+        is_weight = "weight" in words(named.parts[-1])
+        width_is_output = (width > min(heads)) != is_weight
+    if width_is_output:
+        return _Layout(heads, (width,), "(heads, width)")
+    return _Layout((width,), heads, "(width, heads)")
+
+
+# Case 3: layers.
+
+
+def _checked_layers(
+    path: str, named: Named, leaf: Leaf, layers: int | None, error: str
+) -> int:
+    """Return the number of layer axes in front, where a wrong one would do harm.
+
+    Args:
+        path: its path.
+        named: its names.
+        leaf: a leaf of three or more axes, or without a name.
+        layers: the number by its tree, or None.
+        error: why its tree shows layers elsewhere, or "".
+
+    Raises:
+        UncoveredError: if the layers are not in front, or the order of axes is unknown.
     """
-    if any("conv" in words(part) for part in (*parts, leaf.class_name)):
+    has_name = any(map(words, named.parts))
+    if not has_name and len(leaf.tree.leaves) > 1:
+        error = (
+            "its path has no name, so it may be an embedding, an output head or a"
+            " hidden matrix"
+        )
+    why = _unknown_order(path, named, leaf) or error
+    if layers is None:
+        layers = int(stack_depth(named.parts) is not None)
+    if layers and not why and named.axes and named.axes[0] is not None:
+        axes = ", ".join(map(str, named.axes))
+        why = f"it looks stacked, but its axes are named ({axes})"
+    if why:
+        raise UncoveredError((path, leaf.shape, why))
+    return layers
+
+
+def _unknown_order(path: str, named: Named, leaf: Leaf) -> str:
+    """Return why the axis order of a convolution or of stacked experts is unknown."""
+    if any("conv" in words(part) for part in (*named.parts, named.class_name)):
         return "a convolution can be flattened in several ways"
-    if is_stack_of_experts("/".join(parts), leaf):
+    if is_stack_of_experts(path, leaf):
         return (
             "experts may be stacked along any axis; presets.experts_in_front reads"
             " (expert, in, out)"
@@ -500,115 +335,156 @@ def _unknown_order(parts: list[str], leaf: Leaf) -> str:
     return ""
 
 
-def is_stack_of_experts(path: str, leaf: Leaf) -> bool:
-    """Return whether a parameter may hold several experts: by its name or, outside of
-    attention, a router beside it.
+def is_stack_of_experts(path: str, leaf: Any) -> bool:
+    """Return whether a parameter may hold several experts.
+
+    It may by its name or, outside of attention, by a router beside it.
+
+    Args:
+        path: its path.
+        leaf: a ``Leaf``, or an array of which nothing nearby is known.
     """
     above = path.rpartition("/")[0]
-    beside = any(
-        v.ROUTERS.intersection(words(other.removeprefix(above)))
-        for other in getattr(leaf, "near", ())
+    near = getattr(leaf, "near", {})
+    has_router = any(
+        v.ROUTERS.intersection(words(other.removeprefix(above))) for other in near
     )
-    beside = beside and not _attention_role(path.split("/"), leaf)
-    return beside or bool(
-        v.EXPERTS.intersection(words(path)) and not v.COUNTED_EXPERT.search(path)
-    )
+    if has_router and not _attention_role(Named(path.split("/"), leaf.ndim, near=near)):
+        return True
+    has_name = not v.EXPERTS.isdisjoint(words(path))
+    return has_name and not v.COUNTED_EXPERT.search(path)
 
 
-def reader(params: Any, matrix_dims: Any) -> Callable[[str, Leaf], Reading]:
-    """Return the function ``(path, leaf) -> (dims, reason)`` of a ``matrix_dims`` that
-    is not None.
-    """
-    entries, structure = jax.tree.flatten(matrix_dims, is_leaf=_is_entry)
-    # Containers can be callable, such as Equinox modules. Callables can be containers,
-    # such as jax's Partial.
-    container = _is_entry(matrix_dims) or not (
-        jax.tree_util.treedef_is_leaf(structure) and entries
-    )
-    if container and (
-        not callable(matrix_dims) or (entries and all(map(_is_entry, entries)))
-    ):
-        return _tree_reader(params, matrix_dims)
-    arguments = (
-        inspect.signature(matrix_dims).parameters.values()
-        if callable(matrix_dims)
-        else ()
-    )
-    required = [
-        x
-        for x in arguments
-        if x.default is x.empty and x.kind <= x.POSITIONAL_OR_KEYWORD
+# Cases 4 and 5: the layout of two and of three axes.
+
+
+def _weight_layout(path: str, named: Named, leaf: Leaf, axes: Axes) -> _Layout:
+    """Return the layout of a ``weight`` of two axes: (out, in), but in GPT-2."""
+    first, second = axes[:1], axes[1:]
+    if layer_name(named.parts) in v.GPT2 and _is_gpt2_in_out(path, named, leaf, axes):
+        return _Layout(first, second, "(in, out)")
+    return _Layout(second, first, "(out, in)")
+
+
+def _is_gpt2_in_out(path: str, named: Named, leaf: Leaf, axes: Axes) -> bool:
+    """Return whether the shapes show that a weight of GPT-2 is (in, out)."""
+    last = named.parts[-1]
+    # These have more outputs than inputs.
+    wider = [
+        other.shape
+        for other_path, other in leaf.near.items()
+        if other_path.split("/")[-2:] in (["c_attn", last], ["c_fc", last])
+        and other.ndim == leaf.ndim
     ]
-    if len(required) == 1:
-        return _tree_reader(params, matrix_dims(params))
-    if len(required) == 2:
-        return lambda path, leaf: _given(path, leaf, matrix_dims(path, leaf))
-    kinds = (
-        "None, a rule (path, leaf), a function of the parameters, or a tree of"
-        " MatrixDims and None"
+    for shape in wider:
+        first, second = (shape[axis] for axis in axes)
+        if first != second:
+            return first < second
+    first, second = (leaf.shape[axis] for axis in axes)
+    if first != second:
+        is_narrower = layer_name(named.parts) == "c_proj"
+        return (first < second) != is_narrower
+    why = (
+        "it is (in, out) in Hugging Face's GPT-2 and (out, in) in nanoGPT, and no"
+        " c_attn next to it shows which"
     )
-    takes = f" of {len(required)} arguments" * bool(required)
-    raise TypeError(f"matrix_dims must be {kinds}; got {matrix_dims!r}{takes}")
+    raise UncoveredError((path, leaf.shape, why))
 
 
-def _is_entry(value: Any) -> bool:
-    return value is None or isinstance(value, MatrixDims | MuonDimensionNumbers)
+def _attention_layout(
+    path: str, named: Named, leaf: Leaf, axes: Axes, why: str = ""
+) -> _Layout:
+    """Return the layout of three axes in attention.
 
-
-def _given(path: str, leaf: Leaf, value: Any) -> Reading:
-    """Check the value that a user passed. The reason is that of the default rule if
-    both agree.
+    Raises:
+        UncoveredError: with the reason ``why``, if it is something else.
     """
-    dims = as_matrix_dims(path, value)
-    if dims is not None:
-        check_dims(path, leaf.shape, dims)
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise TypeError(
-                f"parameter {path!r} is complex, a matrix must be real: None passes it"
-                " to AdamW"
-            )
-    with contextlib.suppress(UncoveredError):
-        default, reason = default_reading(path, leaf)
-        if dims == default:
-            return dims, reason
-    return dims, GIVEN
+    role = _attention_role(named)
+    # The einsums of weights are stored in other orders.
+    is_weight = "weight" in words(named.parts[-1])
+    if len(axes) != 3 or not role or is_weight:
+        raise UncoveredError((path, leaf.shape, why))
+    if role == "query":
+        return _Layout(axes[:1], axes[1:], "attention (d, heads, size)")
+    return _Layout(axes[:2], axes[2:], "attention (heads, size, d)")
 
 
-def _tree_reader(params: Any, dims: Any) -> Callable[[str, Leaf], Reading]:
-    """Return the function that finds a parameter's entry in a tree, or a prefix of one,
-    by its path.
-    """
-    wrong = "matrix_dims does not match the parameters"
-    entries = {
-        path: as_matrix_dims(path, value)
-        for path, value, *_ in tree.named_leaves(dims, _is_entry)
-    }
+def _attention_role(named: Named) -> Literal["query", "output", ""]:
+    """Return "query" for query, key and value, "output" for the output projection."""
+    layer = layer_name(named.parts)
+    inside = is_in_attention(named)
+    # "q", "k" and "v" may be anything outside of attention.
+    if layer in v.QUERIES and (inside or len(layer) > 1):
+        return "query"
+    if layer in v.OUTPUTS and inside:
+        return "output"
+    return ""
 
-    def nearest(path: str) -> str:
-        while path and path not in entries:
-            path = path.rpartition("/")[0]
-        return path
 
-    # None or MaskedNode replaces a removed parameter.
-    def removed(x):
-        return x is None or isinstance(x, optax.MaskedNode)
+# Case 6: contradictions.
 
-    used = {nearest(path) for path, *_ in tree.named_leaves(params, removed)}
-    for path, entry in entries.items():
-        if entry is not None and path not in used:
-            raise ValueError(
-                f"{wrong}: it has an entry at {path!r}, where there is no parameter"
-            )
 
-    def read(path: str, leaf: Leaf) -> Reading:
-        if nearest(path) not in entries:
-            raise ValueError(
-                f"{wrong}: it has no entry for {path!r} or its parents (None means"
-                " AdamW)"
-            )
-        return _given(path, leaf, entries[nearest(path)])
+def _wrong_bias(path: str, leaf: Leaf, layout: _Layout) -> str:
+    """Return the bias that contradicts a layout, in words, or ""."""
+    sides = (*layout.inputs, *layout.outputs)
+    batch = [axis for axis in range(len(leaf.shape)) if axis not in sides]
+    examples = {path: leaf.shape}
+    outputs = [leaf.shape[axis] for axis in layout.outputs]
+    if outputs == [leaf.shape[axis] for axis in layout.inputs]:
+        # The bias of a square matrix fits both layouts.
+        examples.update(_others_of_the_same_name(path, leaf))
+    # If the batch axes are not in front, the bias may have them anywhere.
+    in_order = batch == [*range(len(batch))]
+    for example, shape in examples.items():
+        bias = _bias_shape(example, leaf)
+        front = [shape[axis] for axis in batch]
+        rows = [shape[axis] for axis in layout.outputs]
+        found, *fitting = (
+            [size for size in sizes if size > 1]
+            for sizes in (bias, front + rows, [*front, math.prod(rows)])
+        )
+        if not in_order:
+            found, fitting = sorted(found), [sorted(sizes) for sizes in fitting]
+        if bias and found not in fitting:
+            whose = "its bias" if example == path else f"the bias of {example!r}"
+            return f"{whose} has shape {bias}"
+    return ""
 
-    return read
+
+def _others_of_the_same_name(
+    path: str, leaf: Leaf
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the parameters nearby with the same last name and another shape."""
+    last = path.rpartition("/")[2]
+    for other, near in leaf.near.items():
+        is_like = other.endswith(f"/{last}") and len(near.shape) == len(leaf.shape)
+        if is_like and near.shape != leaf.shape:
+            yield other, near.shape
+
+
+def _bias_shape(path: str, leaf: Leaf) -> tuple[int, ...]:
+    """Return the shape of the bias of the weight at a path near a leaf, or ()."""
+    above, slash, last = path.rpartition("/")
+    names = ("bias", "b")
+    if last.lower() not in v.WEIGHTS:
+        names = (
+            re.sub("^[wW]", "b", last),
+            f"{last}_bias",
+            re.sub("weight|kernel", "bias", last),
+        )
+    for name in names:
+        bias = leaf.near.get(f"{above}{slash}{name}")
+        if bias is not None and name != last:
+            return bias.shape
+    return ()
+
+
+def _wrong_aspect_ratio(leaf: Leaf, dims: MatrixDims, layout: str) -> str:
+    """Return why a layout of attention is wrong, by the matrix that it gives, or ""."""
+    _, outputs, inputs = matrix_shape(leaf.shape, dims)
+    if max(outputs, inputs) <= MAX_ASPECT_RATIO * min(outputs, inputs):
+        return ""
+    return f"{layout} would be a {outputs} x {inputs} matrix"
 
 
 def decay_matrices_only(params: Any) -> Any:
@@ -634,13 +510,10 @@ def decay_matrices_only(params: Any) -> Any:
         ... )
         {'up': {'bias': False, 'kernel': True}, 'wte': True}
     """
-    masks, vectors = (
-        [],
-        ("bias", "norm or scale", "rates", "vector", "stacked vector", "scalar"),
-    )
-    for path, leaf in tree.leaves(params).items():
-        masks.append(True)
+    mask = []
+    for path, leaf in leaves(params).items():
+        decays = True  # a parameter that no rule covers has several axes
         with contextlib.suppress(UncoveredError):
-            dims, reason = default_reading(path, leaf)
-            masks[-1] = dims is not None or not reason.startswith(vectors)
-    return jax.tree.structure(params).unflatten(masks)
+            decays = read_default(path, leaf).kind not in _NOT_DECAYED
+        mask.append(decays)
+    return jax.tree.structure(params).unflatten(mask)

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leaves of a parameter tree: their paths, the ``Leaf`` that a rule gets, and the
-number of layer axes in front.
+"""The leaves of a parameter tree: their paths, and what is around them.
+
+``leaves`` returns a ``Leaf`` for every array. A leaf does not change. What the leaves
+around it show, such as the number of layer axes, is asked of its ``Tree``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +20,13 @@ import numpy as np
 from jax import tree_util
 
 from normpre_optax.parameters import vocabulary as v
+from normpre_optax.parameters.names import (
+    VECTORS,
+    Named,
+    kind_by_name,
+    layer_depth,
+    stack_depth,
+)
 from normpre_optax.parameters.vocabulary import words
 
 _BOXES = {
@@ -27,11 +35,17 @@ _BOXES = {
     ("flax", "AxisMetadata"),
     ("haliax", "NamedArray"),
 }
+_NO_ARRAY = (
+    "parameter {!r} is {!r}, which is not an array. Pass only arrays; for an Equinox"
+    " model: eqx.filter(model, eqx.is_inexact_array)"
+)
 # of hidden matrices; tables, and attention kernels read with the wrong axes, exceed it
 MAX_ASPECT_RATIO = 64
 
+KeyPath = tuple[Any, ...]  # of jax.tree_util
 
-@dataclasses.dataclass
+
+@dataclasses.dataclass(frozen=True)
 class Leaf:
     """A parameter without its values, as a rule ``(path, leaf)`` gets it.
 
@@ -41,30 +55,26 @@ class Leaf:
         names: axis names from a box (Linen's ``with_partitioning``, Haliax); else None.
         class_name: class of the object that has it as an attribute ("Embedding",
             "LayerNorm"); else "".
-        layers: number of layer axes in front, from the parameters nearby; None if they
-            do not show it.
-        layers_error: why a layer axis is expected but is not in front, or why there is
-            no name to read; else "".
-        is_vector: whether it has the name of a bias or norm, which has one axis unless
-            layers are stacked.
         near: leaves of its own module and of its sibling modules, by path.
+        tree: the tree that it is in; an empty one for a leaf by itself.
 
     Example:
         >>> from normpre_optax.parameters.tree import leaves
-        >>> leaves({"blocks": {"w": np.zeros((4, 8, 16)), "b": np.zeros((4, 16))}})[
-        ...     "blocks/w"
-        ... ].layers
-        1
+        >>> found = leaves({"up": {"w": np.zeros((8, 16)), "b": np.zeros(16)}})
+        >>> found["up/w"].shape, [*found["up/w"].near]
+        ((8, 16), ['up/b', 'up/w'])
     """
 
     shape: tuple[int, ...]
-    dtype: Any
-    names: tuple[Any, ...] | None = None
+    dtype: jax.typing.DTypeLike
+    names: tuple[object, ...] | None = None
     class_name: str = ""
-    layers: int | None = None
-    layers_error: str = ""
-    is_vector: bool = False
-    near: Mapping[str, Leaf] = dataclasses.field(default_factory=dict, repr=False)
+    near: Mapping[str, Leaf] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+    tree: Tree = dataclasses.field(
+        default_factory=lambda: Tree(), repr=False, compare=False
+    )
 
     @property
     def ndim(self) -> int:
@@ -77,9 +87,90 @@ class Leaf:
         return math.prod(self.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """The leaves of a parameter tree, and what those around a path show about it.
+
+    Args:
+        leaves: all leaves by path, in jax's order.
+        below: all leaves below a path, by path.
+        vectors: paths of biases and norms, which have one axis unless layers are
+            stacked.
+    """
+
+    leaves: dict[str, Leaf] = dataclasses.field(default_factory=dict)
+    below: dict[str, dict[str, Leaf]] = dataclasses.field(default_factory=dict)
+    vectors: set[str] = dataclasses.field(default_factory=set)
+
+    def layer_axes(self, path: str) -> tuple[int | None, str]:
+        """Return the number of layer axes in front, by the nearest biases and norms.
+
+        Returns:
+            The number, or None if nothing shows it; and why there seem to be layer axes
+            that are not in front, or "".
+
+        Example:
+            >>> from normpre_optax.parameters.tree import leaves
+            >>> layers = {"w": np.zeros((4, 8, 16)), "b": np.zeros((4, 16))}
+            >>> leaves({"layers": layers})["layers/w"].tree.layer_axes("layers/w")
+            (1, '')
+        """
+        parts = path.split("/")
+        root = stack_depth(parts)
+        for depth in range(len(parts) - 1, (root or 0) - 1, -1):
+            group = self.below.get("/".join(parts[:depth]), {})
+            # A bias or a norm has one axis, and those of layers.
+            layers = [
+                len(group[other].shape) - 1
+                for other in group
+                if other in self.vectors and group[other].shape
+            ]
+            if layers and max(layers) == 0:
+                return 0, ""
+            if layers and min(layers) > 0:
+                count, error = _common_axes(group, min(layers))
+                # Outside of a stack, vectors of another module show nothing.
+                is_own = root is not None or depth == len(parts) - 1
+                return count, error if is_own else ""
+        if root is None:
+            return None, ""
+        return self._axes_of_stack("/".join(parts[:root]))
+
+    def _axes_of_stack(self, path: str) -> tuple[int | None, str]:
+        """Return ``layer_axes`` below the name of a stack that has no vectors."""
+        group = self.below.get(path, {})
+        if all(len(leaf.shape) < 3 for leaf in group.values()):
+            return None, ""
+        error = _different_starts(group, 1)
+        if error:
+            return None, error
+        return 1, ""
+
+
+def _common_axes(group: Mapping[str, Leaf], most: int) -> tuple[int | None, str]:
+    """Return how many axes in front have equal sizes, and why the first one has not."""
+    errors = [_different_starts(group, count) for count in range(1, most + 1)]
+    return errors.count("") or None, errors[0]
+
+
+def _different_starts(group: Mapping[str, Leaf], count: int) -> str:
+    """Return which two leaves differ in the sizes of their first axes, or ""."""
+    starts: dict[tuple[int, ...], str] = {}
+    for path, leaf in group.items():
+        starts.setdefault(leaf.shape[:count], path)
+    if len(starts) < 2:
+        return ""
+    (sizes, path), (other_sizes, other) = [*starts.items()][:2]
+    return (
+        f"it looks stacked, but not on axis 0 ({path!r} has leading sizes {sizes},"
+        f" {other!r} {other_sizes})"
+    )
+
+
 def is_box(node: Any) -> bool:
-    """Return whether a node is a Flax or Haliax box around an array, without importing
-    these packages.
+    """Return whether a node is a Flax or Haliax box around an array.
+
+    These packages are not imported: the name of the class decides.
     """
     return any(
         (cls.__module__.split(".")[0], cls.__name__) in _BOXES
@@ -89,51 +180,64 @@ def is_box(node: Any) -> bool:
 
 def named_leaves(
     tree: Any, is_leaf: Callable[[Any], bool] = lambda node: False
-) -> Iterator[tuple[str, Any, Any, tuple[Any, ...]]]:
+) -> Iterator[tuple[str, Any, Any, KeyPath]]:
     """Yield (path, leaf, its box or None, key path) in jax's order.
 
     A path is "/"-joined names, also those in tuple keys. It is the same with and
     without a box, or another container of one array below a name like "weight".
     """
     found = []
-    for keys, node in tree_util.tree_flatten_with_path(
+    nodes, _ = tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: is_leaf(node) or is_box(node)
-    )[0]:
-        inner = (
-            tree_util.tree_flatten_with_path(node, is_leaf=is_leaf)[0]
-            if is_box(node)
-            else [((), node)]
-        )
+    )
+    for keys, node in nodes:
+        box = None
+        inner = [((), node)]
+        if is_box(node):
+            box = node
+            inner, _ = tree_util.tree_flatten_with_path(node, is_leaf=is_leaf)
         for inner_keys, leaf in inner:
-            parts: list[str] = []
-            for key in keys + inner_keys * (len(inner) > 1):
-                own = getattr(key, "key", None)
-                # Dots are those of PyTorch's state_dict.
-                parts += (
-                    map(str, own)
-                    if isinstance(own, tuple)
-                    else tree_util.keystr((key,), simple=True).split(".")
-                )
-            found.append((parts, leaf, node if is_box(node) else None, keys))
+            # The keys in a box of one array are no names.
+            named_keys = keys + inner_keys if len(inner) > 1 else keys
+            found.append((_names_of(named_keys), leaf, box, keys))
     below = Counter(
         "/".join(parts[:depth]) for parts, *_ in found for depth in range(1, len(parts))
     )
     for parts, leaf, box, keys in found:
-        ends = [
-            i + 1
-            for i, part in enumerate(parts[:-1])
-            if part.lower() in v.WEIGHTS and parts[-1] not in v.WEIGHTS
-        ]
-        if (
-            len(parts) > 1
-            and parts[-1] in ("value", "raw_value")
-            and not v.ATTENTION.intersection(words(parts[-2]))
-        ):
-            ends.append(len(parts) - 1)
-        end = next(
-            (end for end in ends if below["/".join(parts[:end])] == 1), len(parts)
-        )
-        yield "/".join(parts[:end]), leaf, box, keys
+        path = "/".join(parts)
+        for end in _ends_of_containers(parts):
+            container = "/".join(parts[:end])
+            if below[container] == 1:
+                path = container
+                break
+        yield path, leaf, box, keys
+
+
+def _names_of(keys: KeyPath) -> list[str]:
+    """Return the names in a key path of jax: those of tuple keys are several."""
+    parts: list[str] = []
+    for key in keys:
+        own = getattr(key, "key", None)
+        if isinstance(own, tuple):
+            parts += map(str, own)
+        else:
+            # Dots are those of PyTorch's state_dict.
+            parts += tree_util.keystr((key,), simple=True).split(".")
+    return parts
+
+
+def _ends_of_containers(parts: list[str]) -> list[int]:
+    """Return the depths at which a path ends if only one array is below."""
+    ends = [
+        depth
+        for depth, part in enumerate(parts[:-1], start=1)
+        if part.lower() in v.WEIGHTS and parts[-1] not in v.WEIGHTS
+    ]
+    # The "value" of attention is no container.
+    is_value = len(parts) > 1 and parts[-1] in ("value", "raw_value")
+    if is_value and v.ATTENTION.isdisjoint(words(parts[-2])):
+        ends.append(len(parts) - 1)
+    return ends
 
 
 def leaf_paths(tree: Any) -> list[str]:
@@ -148,257 +252,70 @@ def leaf_paths(tree: Any) -> list[str]:
 
 
 def leaves(params: Any) -> dict[str, Leaf]:
-    """Return a ``Leaf`` for every array, by path, in jax's order."""
-    found: dict[str, Leaf] = {}
-    below: dict[str, dict[str, Leaf]] = {}  # all leaves below a path
+    """Return a ``Leaf`` for every array, by path, in jax's order.
+
+    Raises:
+        ValueError: if two parameters have one path.
+        TypeError: if a leaf is not an array, or a mask or a random key.
+    """
+    tree = Tree()
     for path, array, box, keys in named_leaves(params):
-        if path in found:
+        if path in tree.leaves:
             raise ValueError(
                 f"two parameters have the path {path!r}: rename one of them"
             )
-        array = (
-            np.asarray(array)
-            if isinstance(array, (bool, int, float, complex))
-            else array
-        )
+        if isinstance(array, (bool, int, float, complex)):
+            array = np.asarray(array)
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            arrays = (
-                "Pass only arrays; for an Equinox model: eqx.filter(model,"
-                " eqx.is_inexact_array)"
-            )
-            raise TypeError(
-                f"parameter {path!r} is {array!r}, which is not an array. {arrays}"
-            )
+            raise TypeError(_NO_ARRAY.format(path, array))
         if array.dtype == bool or jnp.issubdtype(array.dtype, jax.dtypes.extended):
             raise TypeError(
                 f"parameter {path!r} has dtype {array.dtype}: remove masks and random"
                 " keys"
             )
-        # The names of axes, in boxes of Linen and of Haliax.
-        names = getattr(box, "names", None) or tuple(
-            getattr(axis, "name", None) for axis in getattr(box, "axes", ())
-        )
-        names = (
-            names
-            if isinstance(names, tuple) and len(names) == len(array.shape) > 0
-            else None
-        )
-        owner = (
-            _class_name(params, keys)
-            if keys and isinstance(keys[-1], tree_util.GetAttrKey)
-            else ""
-        )
-        found[path] = Leaf(tuple(array.shape), array.dtype, names, owner)
+        shape = tuple(array.shape)
+        names, class_name = None, ""
+        if box is not None:
+            names = _axis_names(box, len(shape))
+        if keys and isinstance(keys[-1], tree_util.GetAttrKey):
+            class_name = _class_name(params, keys)
         parts = path.split("/")
         for depth in range(len(parts)):
-            below.setdefault("/".join(parts[:depth]), {})[path] = found[path]
-    for path, leaf in found.items():
+            tree.below.setdefault("/".join(parts[:depth]), {})
+        near = tree.below["/".join(parts[: layer_depth(parts) - 1])]
+        leaf = Leaf(shape, array.dtype, names, class_name, near, tree)
+        tree.leaves[path] = leaf
+        for depth in range(len(parts)):
+            tree.below["/".join(parts[:depth])][path] = leaf
+    # The names beside a bias count, so all leaves have to be there.
+    for path, leaf in tree.leaves.items():
         parts = path.split("/")
-        leaf.near = below["/".join(parts[: layer_depth(parts) - 1])]
-        leaf.is_vector = (
-            parts[-2:][0].lower() not in v.QUERIES and vector_kind(parts, leaf) != ""
-        )
-    for path, leaf in found.items():
-        parts = path.split("/")
-        leaf.layers, leaf.layers_error = _layer_axes(parts, below)
-        if len(found) > 1 and not any(map(words, parts)):
-            leaf.layers_error = (
-                "its path has no name, so it may be an embedding, an output head or a"
-                " hidden matrix"
-            )
-    return found
+        named = Named(parts, len(leaf.shape), leaf.class_name, near=leaf.near)
+        # The bias of a query may have an axis of heads, too.
+        if parts[-2:][0].lower() not in v.QUERIES and kind_by_name(named, VECTORS):
+            tree.vectors.add(path)
+    return tree.leaves
 
 
-def _class_name(node: Any, keys: tuple[Any, ...]) -> str:
-    with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):
-        for key in keys[:-1]:
-            attribute = isinstance(key, tree_util.GetAttrKey)
-            node = (
-                getattr(node, key.name)
-                if attribute
-                else node[getattr(key, "key", getattr(key, "idx", None))]
-            )
-        return type(node).__name__
-    return ""
-
-
-def names_below(leaf: Leaf, parts: list[str]) -> set[str]:
-    """Return the names directly below a path, among the leaves near a leaf."""
-    others = (other.split("/") for other in leaf.near)
-    return {other[len(parts)] for other in others if other[: len(parts)] == parts}
-
-
-def layer_depth(parts: list[str]) -> int:
-    """Return how many parts of a path name the layer: all but a generic last one such
-    as "kernel".
-    """
-    return max(1, len(parts) - (parts[-1].lower() in v.GENERIC))
-
-
-def layer_name(parts: list[str]) -> str:
-    """Return the name of the layer in lower case: the last one that is not generic and
-    not a number.
-    """
-    return next(
-        (part.lower() for part in reversed(parts[: layer_depth(parts)]) if words(part)),
-        "",
-    )
-
-
-def vector_kind(parts: list[str], leaf: Leaf) -> str:
-    """Return "bias" or "norm or scale" for a parameter that has one axis unless it is
-    stacked; else "".
-    """
-    last, module = words(parts[-1]), parts[-2] if len(parts) > 1 else ""
-    short = parts[-1].lower()
-    if v.SHORT_BIAS.fullmatch(short):  # in a known tree, a bias has its "w" next to it
-        beside = {name.lower() for name in names_below(leaf, parts[:-1])}
-        if f"w{short[1:]}" in beside if beside else module:
-            return "bias"
-    if v.BIASES.intersection(last):
-        return "bias"
-    own = v.SCALES.union(v.NORMS).intersection(last)
-    above = v.NORMS.intersection(words(module) + words(leaf.class_name))
-    above = (
-        above
-        and not v.INNER.intersection(last)
-        and not v.DENSE.intersection(words(module))
-    )
-    return "norm or scale" if own or above else ""
-
-
-def stack_depth(parts: list[str]) -> int | None:
-    """Return the depth of the last name under which layers are stacked, or None."""
-    for depth in range(len(parts), 0, -1):
-        part, found = parts[depth - 1], {*words(parts[depth - 1])}
-        stacked = found & v.STACKS and (
-            found & v.ALWAYS_STACKS or not part[-1:].isdigit()
-        )
-        following = parts[depth] if depth < len(parts) else ""
-        counted = following[-1:].isdigit() and v.UNITS.difference(
-            v.ALWAYS_STACKS
-        ).issuperset(words(following))
-        if (stacked or found == {"h"}) and not counted:
-            return depth
+def _axis_names(box: Any, ndim: int) -> tuple[object, ...] | None:
+    """Return the names of axes in a box of Linen or of Haliax, or None."""
+    names = getattr(box, "names", None)
+    if not names:
+        axes = getattr(box, "axes", ())
+        names = tuple(getattr(axis, "name", None) for axis in axes)
+    if isinstance(names, tuple) and len(names) == ndim > 0:
+        return names
     return None
 
 
-def block_depth(parts: list[str]) -> int:
-    """Return the depth below the innermost layer's name: "blocks", "block" before "0",
-    "TransformerBlock_0"; or 0.
-    """
-    for depth in range(len(parts) - 1, 0, -1):
-        part, found = parts[depth - 1], v.UNITS.intersection(words(parts[depth - 1]))
-        if found and (
-            found & v.STACKS
-            or found == {"h"}
-            or part[-1:].isdigit()
-            or parts[depth].isdigit()
-        ):
-            return depth
-    return 0
-
-
-def _layer_axes(
-    parts: list[str], below: dict[str, dict[str, Leaf]]
-) -> tuple[int | None, str]:
-    """Return the number of layer axes in front by the nearest biases and norms, and why
-    they are not in front.
-    """
-    root = stack_depth(parts)
-    for depth in range(len(parts) - 1, (root or 0) - 1, -1):
-        path = "/".join(parts[:depth])
-        counts = [
-            len(x.shape) - 1 for x in below[path].values() if x.is_vector and x.shape
-        ]
-        if counts and max(counts) == 0:
-            return 0, ""
-        if counts and min(counts) > 0:
-            errors = [
-                _different_starts(below[path], count)
-                for count in range(1, min(counts) + 1)
-            ]
-            unrelated = root is None and depth < len(parts) - 1
-            return errors.count("") or None, (
-                "" if unrelated or not errors[0] else errors[0]
-            )
-    group = below.get("/".join(parts[:root]), {}) if root else {}
-    if all(len(leaf.shape) < 3 for leaf in group.values()):
-        return None, ""
-    error = _different_starts(group, 1)
-    return None if error else 1, error
-
-
-def _different_starts(group: dict[str, Leaf], count: int) -> str:
-    """Return "" if the first ``count`` axes of all leaves have equal sizes, else which
-    two differ.
-    """
-    starts: dict[tuple[int, ...], str] = {}
-    for path, leaf in group.items():
-        starts.setdefault(leaf.shape[:count], path)
-    (a, first), (b, second) = [*starts.items(), ((), "")][:2]
-    differ = (
-        f"it looks stacked, but not on axis 0 ({first!r} has leading sizes {a},"
-        f" {second!r} {b})"
-    )
-    return differ if len(starts) > 1 else ""
-
-
-def repeated(table: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...], Any]]:
-    """Join the parameters of layers that have equal entries: return their common name,
-    their paths, and the entry.
-
-    A layer is a part of a path that is a number, or a name with a number at its end:
-    after "_", or of a layer, a block or an expert.
-
-    Example:
-        >>> from normpre_optax.parameters.tree import repeated
-        >>> table = {
-        ...     f"blocks/{i}/{name}": name for i in range(12) for name in ("up", "down")
-        ... }
-        >>> [(name, len(paths)) for name, paths, _ in repeated(table)]
-        [('blocks/{0..11}/up', 12), ('blocks/{0..11}/down', 12)]
-        >>> [
-        ...     name
-        ...     for name, *_ in repeated(
-        ...         {"layer_0/up": 8, "layer_1/up": 8, "layer_2/up": 16}
-        ...     )
-        ... ]
-        ['layer_{0,1}/up', 'layer_2/up']
-    """
-    groups: dict[tuple[Hashable, Any], list[list[str]]] = {}
-    for path, entry in table.items():
-        parts = path.split("/")
-        groups.setdefault((tuple(map(_numbered, parts)), entry), []).append(parts)
-    return [
-        (
-            "/".join(map(_label, zip(*same, strict=True))),
-            tuple(map("/".join, same)),
-            entry,
-        )
-        for (_, entry), same in groups.items()
-    ]
-
-
-def _numbered(part: str) -> str:
-    """Return a part of a path with "#" for its number if it names a layer."""
-    stem, found = part.rstrip("0123456789"), words(part)
-    layer = not found or (v.UNITS | v.EXPERTS).intersection(found) or stem.endswith("_")
-    return f"{stem}#" if layer and stem != part else part
-
-
-def _label(names: tuple[str, ...]) -> str:
-    """Return one name for names that differ in their last number: "layer_{0..3,7}"."""
-    if len({*names}) == 1:
-        return names[0]
-    stem = names[0].rstrip("0123456789")
-    numbers = enumerate(sorted({int(name[len(stem) :]) for name in names}))
-    runs = [
-        [n for _, n in run]
-        for _, run in itertools.groupby(numbers, lambda pair: pair[1] - pair[0])
-    ]
-    found = ",".join(
-        f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
-        for run in runs
-    )
-    return f"{stem}{{{found}}}"
+def _class_name(params: Any, keys: KeyPath) -> str:
+    """Return the class of the object that has a leaf as an attribute, or ""."""
+    node = params
+    with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):
+        for key in keys[:-1]:
+            if isinstance(key, tree_util.GetAttrKey):
+                node = getattr(node, key.name)
+            else:
+                node = node[getattr(key, "key", getattr(key, "idx", None))]
+        return type(node).__name__
+    return ""

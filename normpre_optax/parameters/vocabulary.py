@@ -15,7 +15,7 @@ GENERIC = WEIGHTS | {
     "embedding",
     "embeddings",
 }  # the part before these names the layer
-SHORT_BIAS = re.compile(r"b(\d+|[qkvo])?|b_.*")
+SHORT_BIAS = re.compile(r"(?i)(^|/)b(\d+|[qkvo]|_[^/]*)?$")
 LAMBDA = re.compile(r"(?i)(^|[^a-z])lambdas?([^a-z/][^/]*)?$")
 STATE_SPACE = re.compile(
     r"(?i)(^|/)(a_logs?|log_a|a_real|a_imag|log_a_real|log_dt|time_decay|time_first)$"

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the names of a parameter say: its kind, by one table that is read downwards.
+
+``NAMES`` has a row for each group of words. The first row that applies decides. The
+words themselves are in ``vocabulary.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from normpre_optax.parameters import vocabulary as v
+from normpre_optax.parameters.vocabulary import words
+
+Kind = Literal[
+    "matrix",  # of the matrix group
+    "given",  # a matrix by the default rule, or one that it does not cover: AdamW by
+    # the user's rule. All other kinds are AdamW by the default rule.
+    "bias",
+    "norm",  # a scale or an offset, of a norm or not
+    "embedding",  # a table of tokens or patches, or learned tokens
+    "position",  # a table of positions
+    "head",  # an output layer of the whole model
+    "router",  # the scores of experts
+    "lora",  # one of a pair of low-rank factors
+    "state_space",  # rates of a state-space model, such as A_log
+    "depthwise",  # a convolution of each channel by itself
+    "vector",  # fewer than two axes are larger than one, not counting layers
+    "empty",  # no elements
+    "dtype",  # not real floating point
+]
+
+# Kinds by name, as ``explain`` writes them.
+_TEXTS: dict[Kind, str] = {
+    "bias": "bias",
+    "norm": "norm or scale",
+    "embedding": "embedding",
+    "position": "positional table",
+    "head": "output head",
+    "router": "router",
+    "lora": "LoRA",
+    "state_space": "rates of a state space",
+    "depthwise": "depthwise convolution",
+}
+
+# Where words count. For layers/0/up/kernel of a class Dense, the last name is "kernel",
+# the module "up", the owner "up" and "Dense", the layer "up", and above it is "0". For
+# layers/0/up, which has no generic last name, the layer is "up", and the module "0".
+Where = Literal[
+    "path",  # the whole path, for patterns
+    "last",
+    "module",
+    "owner",
+    "layer",
+    "layer_name",  # the layer as one word
+    "layer_or_above",
+    "layer_or_below",  # the layer and the generic name after it
+    "nearest",  # the innermost name with a word of ``NEAREST``
+    "anywhere",  # the path, the class, or the names of axes
+]
+
+
+class Named(NamedTuple):
+    """The names of a parameter, and what else the table looks at.
+
+    Args:
+        parts: names of its path.
+        ndim: number of its axes.
+        class_name: class of the object that has it as an attribute, or "".
+        axes: names of its axes, if they have some.
+        near: paths of the parameters of its own module and of its sibling modules.
+    """
+
+    parts: list[str]
+    ndim: int
+    class_name: str = ""
+    axes: tuple[object, ...] = ()
+    near: Collection[str] = ()
+
+
+class NameRule(NamedTuple):
+    """A row of the table: parameters with such a name are of a kind.
+
+    Args:
+        kind: the kind.
+        where: the place at which words count.
+        words: one of these words has to be there.
+        unless: words by place; with one of them, the row does not apply.
+        pattern: a pattern of the path, instead of words.
+        when: a condition in addition.
+        ndim: number of axes that the parameter must have; None: any.
+    """
+
+    kind: Kind
+    where: Where
+    words: Set[str] = frozenset()
+    unless: Mapping[Where, Set[str]] = MappingProxyType({})
+    pattern: re.Pattern[str] | None = None
+    when: Callable[[Named], bool] | None = None
+    ndim: int | None = None
+
+
+class ByName(NamedTuple):
+    """A kind by name, its text, and whether one word of a longer name decided."""
+
+    kind: Kind
+    text: str
+    quoted: bool
+
+
+def layer_depth(parts: list[str]) -> int:
+    """Return how many parts name the layer: all but a generic last one ("kernel")."""
+    generic = parts[-1].lower() in v.GENERIC
+    return max(1, len(parts) - generic)
+
+
+def layer_name(parts: list[str]) -> str:
+    """Return the last name of the layer that is no number, in lower case, or ""."""
+    for part in reversed(parts[: layer_depth(parts)]):
+        if words(part):
+            return part.lower()
+    return ""
+
+
+def names_below(near: Collection[str], parts: list[str]) -> set[str]:
+    """Return the names directly below a path, among the paths near a parameter."""
+    others = (other.split("/") for other in near)
+    return {other[len(parts)] for other in others if other[: len(parts)] == parts}
+
+
+def stack_depth(parts: list[str]) -> int | None:
+    """Return the depth of the last name under which layers are stacked, or None."""
+    for depth in range(len(parts), 0, -1):
+        part = parts[depth - 1]
+        found = {*words(part)}
+        # "layers_0" is a single layer, "scan_0" is the first of several stacks.
+        single = part[-1:].isdigit() and not found & v.ALWAYS_STACKS
+        stacked = found & v.STACKS and not single
+        if (stacked or found == {"h"}) and not _is_counted(parts, depth):
+            return depth
+    return None
+
+
+def _is_counted(parts: list[str], depth: int) -> bool:
+    """Return whether a single layer is next: "0" or "layer_0", not "ScanBlock_0"."""
+    following = parts[depth] if depth < len(parts) else ""
+    units = v.UNITS - v.ALWAYS_STACKS
+    return following[-1:].isdigit() and units.issuperset(words(following))
+
+
+def block_depth(parts: list[str]) -> int:
+    """Return the depth below the innermost layer's name, or 0.
+
+    Such names are "blocks", "block" before "0", and "TransformerBlock_0".
+    """
+    for depth in range(len(parts) - 1, 0, -1):
+        part = parts[depth - 1]
+        found = v.UNITS.intersection(words(part))
+        several = found & v.STACKS or found == {"h"}
+        numbered = part[-1:].isdigit() or parts[depth].isdigit()
+        if found and (several or numbered):
+            return depth
+    return 0
+
+
+def is_in_attention(named: Named) -> bool:
+    """Return whether a parameter is in attention: by a name above, or by siblings."""
+    above = named.parts[: layer_depth(named.parts) - 1]
+    beside = {name.lower() for name in names_below(named.near, above)}
+    if len(v.QUERIES & beside) > 1:
+        return True
+    return any(v.ATTENTION.intersection(words(part)) for part in above)
+
+
+# Conditions of rows.
+
+
+def _has_its_weight_beside(named: Named) -> bool:
+    """Return whether the "w1" of a "b1" is next to it, if it is known what is."""
+    *above, last = named.parts
+    beside = {name.lower() for name in names_below(named.near, above)}
+    if not beside:  # a leaf without its tree: only a "b" at the top may be a weight
+        return bool(above and above[-1])
+    return f"w{last[1:].lower()}" in beside
+
+
+def _has_a_vocabulary_axis(named: Named) -> bool:
+    return any("vocab" in str(name) for name in named.axes)
+
+
+def _is_of_the_whole_model(named: Named) -> bool:
+    """Return whether a layer is directly in the model, and not in attention."""
+    above = named.parts[: layer_depth(named.parts) - 1]
+    return v.WHOLE_MODELS.issuperset(above) and not is_in_attention(named)
+
+
+def _is_gate_of_experts(named: Named) -> bool:
+    """Return whether a gate is of experts: near them, and not of an MLP with "up"."""
+    *above, layer = named.parts[: layer_depth(named.parts)]
+    beside = names_below(named.near, above)
+    words_beside = {word for name in beside for word in words(name)}
+    if words_beside & {"up", "down"}:
+        return False
+    own = {*words(layer)}
+    if own & v.EXPERTS:
+        return True
+    mixture = (above and "moe" in words(above[-1])) or words_beside & v.EXPERTS
+    return own <= v.GATES and bool(mixture)
+
+
+# Biases and norms: they have one axis, unless layers are stacked.
+VECTORS = (
+    NameRule("bias", "path", pattern=v.SHORT_BIAS, when=_has_its_weight_beside),
+    NameRule("bias", "last", v.BIASES),
+    NameRule("norm", "last", v.SCALES | v.NORMS),
+    # A norm may have matrices.
+    NameRule("norm", "owner", v.NORMS, {"last": v.INNER, "module": v.DENSE}),
+)
+# Of these, the innermost name decides.
+NEAREST = (
+    NameRule("position", "nearest", v.POSITIONS, {"nearest": v.NOT_POSITIONS}),
+    NameRule("head", "nearest", v.HEADS, {"nearest": v.NOT_HEADS | v.SIZES}),
+    NameRule("embedding", "nearest", v.EMBEDDINGS, {"nearest": v.SIZES}),
+)
+_NEAREST_WORDS = v.POSITIONS | v.HEADS | v.EMBEDDINGS
+# Parameters that use AdamW by name. The first row that applies decides.
+NAMES = (
+    *VECTORS,
+    NameRule("bias", "owner", v.BIASES),
+    NameRule("norm", "path", pattern=v.LAMBDA),
+    NameRule("state_space", "path", pattern=v.STATE_SPACE),
+    NameRule("lora", "path", pattern=v.LORA),
+    NameRule("head", "path", pattern=v.UNEMBEDDING),
+    NameRule("embedding", "path", pattern=v.TOKEN),
+    *NEAREST,
+    NameRule("embedding", "anywhere", _NEAREST_WORDS, when=_has_a_vocabulary_axis),
+    NameRule("head", "layer_name", v.LAST_LAYERS, when=_is_of_the_whole_model, ndim=2),
+    NameRule("router", "layer_or_above", v.ROUTERS),
+    NameRule("router", "layer", v.GATES, when=_is_gate_of_experts),
+    # With more axes, the shape decides: see _has_one_input_channel in rules.py.
+    NameRule(
+        "depthwise", "layer_or_below", {"conv"}, {"layer_or_below": v.DENSE}, ndim=2
+    ),
+)
+
+
+def kind_by_name(named: Named, rows: Sequence[NameRule] = NAMES) -> ByName | None:
+    """Return the kind by the first row of the table that applies, or None."""
+    path = "/".join(named.parts)
+    places = _words_by_place(named)
+    nearest = ""
+    if not places["anywhere"].isdisjoint(_NEAREST_WORDS):
+        nearest = _nearest_name(named)
+        places["nearest"].update(words(nearest))
+    for row in rows:
+        if row.pattern is not None:
+            applies = row.pattern.search(path) is not None
+        else:
+            applies = not places[row.where].isdisjoint(row.words)
+        if not applies or row.ndim not in (None, named.ndim):
+            continue
+        if any(not places[at].isdisjoint(unless) for at, unless in row.unless.items()):
+            continue
+        if row.when is not None and not row.when(named):
+            continue
+        text = _TEXTS[row.kind]
+        word = ""
+        if row.where == "nearest":
+            word = _misleading_word(row, named.parts, nearest)
+        if word:
+            text = f"{text} ({word!r} in {nearest!r})"
+        return ByName(row.kind, text, quoted=word != "")
+    return None
+
+
+def _words_by_place(named: Named) -> dict[Where, set[str]]:
+    """Return the words at all places but the nearest name, which is rarely needed."""
+    parts = named.parts
+    depth = layer_depth(parts)
+    last = words(parts[-1])
+    layer = words(parts[depth - 1])
+    above = words(parts[depth - 2]) if depth > 1 else ()
+    module = words(parts[-2]) if len(parts) > 1 else ()
+    of_class = words(named.class_name)
+    anywhere = {*of_class}
+    for name in (*parts, *named.axes):
+        anywhere.update(words(str(name)))
+    return {
+        "last": {*last},
+        "module": {*module},
+        "owner": {*module, *of_class},
+        "layer": {*layer},
+        "layer_name": {parts[depth - 1].lower()},
+        "layer_or_above": {*layer, *above},
+        "layer_or_below": {*layer, *last},
+        "nearest": set(),
+        "anywhere": anywhere,
+    }
+
+
+def _nearest_name(named: Named) -> str:
+    """Return the innermost name to which a row of ``NEAREST`` applies, or "".
+
+    The class is nearest. Then come the names from the layer up to the innermost one of
+    ``INNER``, such as "mlp", but none above the block; then a generic last name.
+    """
+    parts = named.parts
+    depth = layer_depth(parts)
+    inside = [named.class_name]
+    for part in reversed(parts[block_depth(parts) : depth]):
+        inside.append(part)
+        if v.INNER.intersection(words(part)):
+            break
+    for part in (*inside, *parts[depth:]):
+        found = {*words(part)}
+        for row in NEAREST:
+            unless = row.unless["nearest"]
+            if not found.isdisjoint(row.words) and found.isdisjoint(unless):
+                return part
+    return ""
+
+
+def _misleading_word(row: NameRule, parts: list[str], nearest: str) -> str:
+    """Return the word that decided, if it may mean something else; else "".
+
+    Its name may mean something else if another word follows, as in "head_mixer", or if
+    it is the name of a module above the layer.
+    """
+    found = words(nearest)
+    *_, at = (i for i, word in enumerate(found) if word in row.words)
+    is_above = nearest in parts and nearest not in parts[layer_depth(parts) - 1 :]
+    if is_above or not v.PLAIN_AFTER.issuperset(found[at + 1 :]):
+        return found[at]
+    return ""

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is decided about a parameter, and the error if nothing can be decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from normpre_optax.parameters.dims import MatrixDims
+from normpre_optax.parameters.labels import repeated
+from normpre_optax.parameters.names import Kind
+from normpre_optax.parameters.tree import Leaf
+
+_HOW = (
+    "Pass matrix_dims=rule, or a rule of normpre_optax.presets for a known layout."
+    " Replace the dots by the input and output axes (all others are batch axes), or"
+    " return None for AdamW:"
+)
+
+
+class Reading(NamedTuple):
+    """What a rule says of a parameter. Nothing is decided by the reason.
+
+    Args:
+        dims: the axes of its matrices, or None for AdamW.
+        kind: what the parameter is.
+        reason: why, as ``explain`` prints it.
+        quoted: whether one word of a longer name decided alone, which may mislead.
+        default: for the kind "given", the axes of its matrices by the default rule,
+            which knows only its path and shape; None if this does not cover it.
+    """
+
+    dims: MatrixDims | None
+    kind: Kind
+    reason: str
+    quoted: bool = False
+    default: MatrixDims | None = None
+
+
+class ParamSpec(NamedTuple):
+    """The group of a parameter: the axes of its matrices, or AdamW.
+
+    Args:
+        path: its path.
+        shape: its shape.
+        dims: the axes of its matrices, or None for AdamW.
+        reason: why, as ``explain`` prints it.
+        sharding: its PartitionSpec from the option ``shardings``.
+        kind: what the parameter is.
+        default: see ``Reading``.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dims: MatrixDims | None
+    reason: str
+    sharding: Any = None
+    kind: Kind = "matrix"
+    default: MatrixDims | None = None
+
+
+class Assignment(dict[str, ParamSpec]):
+    """``ParamSpec`` by path, computed on a full tree.
+
+    You can pass it as ``matrix_dims`` for a part of the tree.
+    """
+
+
+Reader = Callable[[str, Leaf], Reading]
+Uncovered = tuple[str, tuple[int, ...], str]  # path, shape, and why or ""
+
+
+class UncoveredError(ValueError):
+    """No rule covers some parameters.
+
+    ``cases`` has (path, shape, why) of each; ``short`` is a text for a table.
+    """
+
+    def __init__(self, *cases: Uncovered):
+        by_path = {path: (shape, why) for path, shape, why in cases}
+        problems, rule = [], []
+        for name, paths, _ in repeated(by_path):
+            shape, why = by_path[paths[0]]
+            which, test = f"parameter {name!r}", f"path == {name!r}"
+            if len(paths) > 1:
+                which = f"{len(paths)} parameters {name!r}"
+                test = _test_of_all(name, shape)
+            problem = f"no rule covers {which} of shape {shape}"
+            problems.append(_with_reason(problem, why))
+            rule.append(f"        if {test}:")
+            rule.append("            return MatrixDims(inputs=..., outputs=...)")
+        start = "    def rule(path, leaf):"
+        end = "        return default_matrix_dims(path, leaf)"
+        super().__init__("\n".join([*problems, _HOW, start, *rule, end]))
+        self.cases = cases
+        self.short = _with_reason("no rule covers it", cases[0][2])
+
+
+def _test_of_all(name: str, shape: tuple[int, ...]) -> str:
+    """Return Python code that tests for the parameters of several layers."""
+    start = name.split("{")[0]
+    end = name.split("}")[-1]
+    return (
+        f"path.startswith({start!r}) and path.endswith({end!r}) and leaf.shape =="
+        f" {shape}"
+    )
+
+
+def _with_reason(text: str, why: str) -> str:
+    if why:
+        return f"{text}: {why}"
+    return text
