@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""NormPre: normalize, then precondition. Algorithm 1 of the paper is the chain in
-``scale_by_normpre``.
+r"""NormPre: normalize, then precondition.
+
+Algorithm 1 of the paper is the chain in ``scale_by_normpre``. The other two functions
+choose its spectral stage.
 
 A layer with weights ``W`` (out, in) and gradient ``G``; ``O_k`` transposes on every
 other step, k = step mod 2::
@@ -67,10 +69,10 @@ def scale_by_normpre(
     """
     check_transformation("precondition", precondition)
     return direction(
-        optax.trace(momentum, nesterov, mu_dtype),  # M_t
-        normalize_tangent(tangent, orientation),  # X_t, Psi_t
-        precondition,  # T_t
-        scale_to_rms(rms),  # R_k(T_t); nothing if the stage above has scaled it
+        optax.trace(momentum, nesterov, mu_dtype),  # M
+        normalize_tangent(tangent, orientation),  # X, Psi
+        precondition,  # T
+        scale_to_rms(rms),  # 0.2 T / RMS(T); nothing if the stage above has scaled it
         matrix_dims=matrix_dims,
     )
 
@@ -103,17 +105,19 @@ def scale_by_normpre_g(
     References:
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition, "NormPre-G".
     """
+    # T, and its scale.
     spectral = precondition_globally(
         ns_steps, ns_coefficients, compute_dtype, rms, ns_scale
-    )  # T_t, R_k(T_t)
-    own: dict[str, Any] = {
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "tangent": tangent,
-        "orientation": orientation,
-    }
+    )
     return scale_by_normpre(
-        spectral, rms=None, mu_dtype=mu_dtype, matrix_dims=matrix_dims, **own
+        spectral,
+        momentum=momentum,
+        nesterov=nesterov,
+        tangent=tangent,
+        orientation=orientation,
+        rms=None,  # the spectral stage scales
+        mu_dtype=mu_dtype,
+        matrix_dims=matrix_dims,
     )
 
 
@@ -161,24 +165,26 @@ def scale_by_normpre_l(
         Gong, Gan, Teng and Liu, Normalize-Then-Precondition, "NormPre-L" and Algorithm
         2.
     """
-    spectral = precondition_locally(  # T_t, R_k(T_t)
+    # T, and its scale.
+    spectral = precondition_locally(
         rank,
-        oversample,
-        power_iterations,
-        method,
-        seed,
-        compute_dtype,
-        relative_threshold,
-        rms,
+        oversample=oversample,
+        power_iterations=power_iterations,
+        method=method,
+        seed=seed,
+        compute_dtype=compute_dtype,
+        relative_threshold=relative_threshold,
+        rms=rms,
     )
-    own: dict[str, Any] = {
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "tangent": tangent,
-        "orientation": orientation,
-    }
     return scale_by_normpre(
-        spectral, rms=None, mu_dtype=mu_dtype, matrix_dims=matrix_dims, **own
+        spectral,
+        momentum=momentum,
+        nesterov=nesterov,
+        tangent=tangent,
+        orientation=orientation,
+        rms=None,  # the spectral stage scales
+        mu_dtype=mu_dtype,
+        matrix_dims=matrix_dims,
     )
 
 

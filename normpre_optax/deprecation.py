@@ -6,6 +6,7 @@ A function keeps its former name with ``deprecated``; an option keeps it with th
 """
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Collection
 from typing import Any, ParamSpec, TypeVar
@@ -58,6 +59,22 @@ def deprecated(use: str, removed_in: str) -> Callable[[Callable[P, T]], Callable
         return former
 
     return decorate
+
+
+def accepts_former_names(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that also takes its options under their former names.
+
+    ``options.checked`` does so for optimizers; this is for stages.
+    """
+    accepted = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        name = function.__name__
+        present = with_present_names(name, kwargs, accepted, stacklevel=3)
+        return function(*args, **present)  # pyright: ignore[reportCallIssue]
+
+    return called
 
 
 def with_present_names(

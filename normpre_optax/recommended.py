@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recommended optimizer: momenta of two ages, orthogonalized in a metric of rows
-and columns, under Hyperball.
+"""The recommended optimizer, ``normpre_h``.
+
+Momenta of two ages are orthogonalized in a metric of rows and columns. The step is one
+of Hyperball.
 """
 
 from collections.abc import Callable
@@ -52,10 +54,11 @@ def scale_by_normpre_h(
     spectral = precondition_globally(
         ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
     )
+    momenta = two_momenta(
+        momentum, slow_momentum, slow_weight, accumulator_dtype=mu_dtype
+    )
     return direction(
-        two_momenta(
-            momentum, slow_momentum, slow_weight, accumulator_dtype=mu_dtype
-        ),  # U
+        momenta,  # U
         with_metric(spectral, metric_strength),  # D
         matrix_dims=matrix_dims,
     )
