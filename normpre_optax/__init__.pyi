@@ -13,7 +13,8 @@ from typing import Any, Literal
 import jax
 import optax
 
-from normpre_optax.options import Coefficients, Number, Operands, Scale
+from normpre_optax.options import Coefficients, DimsTree, Dtype, Number
+from normpre_optax.options import Operands, PyTree, Scale
 from normpre_optax.stages.rows import Orientation, Tangent
 from normpre_optax.hyperball import hyperball as hyperball
 from normpre_optax.learning_rates import learning_rate_by_length as learning_rate_by_length
@@ -104,8 +105,8 @@ def adamuon(
     mu_dtype: Any = None,
     matrix_dims: Any = None,
     weight_decay: Number | Callable = 0.1,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal['none', 'hyperball'] = 'none',
     row_norms: Literal['keep'] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -113,7 +114,7 @@ def adamuon(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = None,
-    shardings: Any = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdaMuon: orthogonalized signs of the momentum over their root second moments.
 
@@ -199,8 +200,8 @@ def mano(
     mu_dtype: Any = None,
     matrix_dims: Any = None,
     weight_decay: Number | Callable = 0.1,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal['none', 'hyperball'] = 'none',
     row_norms: Literal['keep'] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -208,7 +209,7 @@ def mano(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = None,
-    shardings: Any = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MANO: projected and normalized momentum, by columns and rows in turn.
 
@@ -287,8 +288,8 @@ def moga(
     mu_dtype: Any = None,
     matrix_dims: Any = None,
     weight_decay: Number | Callable = 0.1,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal['none', 'hyperball'] = 'none',
     row_norms: Literal['keep'] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -296,7 +297,7 @@ def moga(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = None,
-    shardings: Any = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MOGA (p = 2): rows or columns of the momentum divided by their norms.
 
@@ -377,8 +378,8 @@ def muon(
     mu_dtype: Any = None,
     matrix_dims: Any = None,
     weight_decay: Number | Callable = 0.1,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal['none', 'hyperball'] = 'none',
     row_norms: Literal['keep'] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -386,7 +387,7 @@ def muon(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = None,
-    shardings: Any = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon: orthogonalized momentum.
 
@@ -478,8 +479,8 @@ def muon_plus(
     mu_dtype: Any = None,
     matrix_dims: Any = None,
     weight_decay: Number | Callable = 0.1,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal['none', 'hyperball'] = 'none',
     row_norms: Literal['keep'] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -487,7 +488,7 @@ def muon_plus(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = None,
-    shardings: Any = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon+: orthogonalized, then normalized momentum.
 
@@ -580,8 +581,8 @@ def muoneq(
     mu_dtype: Any = None,
     matrix_dims: Any = None,
     weight_decay: Number | Callable = 0.1,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal['none', 'hyperball'] = 'none',
     row_norms: Literal['keep'] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -589,7 +590,7 @@ def muoneq(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = None,
-    shardings: Any = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonEq: normalized, then orthogonalized momentum.
 
@@ -678,11 +679,11 @@ def normpre(
     tangent: Tangent = 'relaxed',
     orientation: Orientation = 'alternating',
     rms: Number | None = 0.2,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
     weight_decay: Number | Callable = 0.1,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal['none', 'hyperball'] = 'none',
     row_norms: Literal['keep'] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -690,7 +691,7 @@ def normpre(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = None,
-    shardings: Any = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre with any spectral stage: Algorithm 1.
 
@@ -771,11 +772,11 @@ def normpre_g(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
     weight_decay: Number | Callable = 0.1,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal['none', 'hyperball'] = 'none',
     row_norms: Literal['keep'] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -783,7 +784,7 @@ def normpre_g(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = None,
-    shardings: Any = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre-G: global spectral preconditioning, ``T = msign(Psi)``.
 
@@ -876,16 +877,16 @@ def normpre_h(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'schatten',
     compute_dtype: Operands = 'narrow',
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     row_norms: Literal['keep'] | Any = None,
     adam_b1: Number = 0.9,
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = 0.1,
-    shardings: Any = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre-H, the recommended optimizer: two momenta, orthogonalized in a metric.
 
@@ -978,11 +979,11 @@ def normpre_l(
     orientation: Orientation = 'alternating',
     rms: Number | None = 0.2,
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
     weight_decay: Number | Callable = 0.1,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal['none', 'hyperball'] = 'none',
     row_norms: Literal['keep'] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -990,7 +991,7 @@ def normpre_l(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = None,
-    shardings: Any = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre-L: local spectral preconditioning, by clipping singular values.
 
@@ -1091,8 +1092,8 @@ def normuon(
     mu_dtype: Any = None,
     matrix_dims: Any = None,
     weight_decay: Number | Callable = 0.1,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal['none', 'hyperball'] = 'none',
     row_norms: Literal['keep'] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -1100,7 +1101,7 @@ def normuon(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = None,
-    shardings: Any = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon: orthogonalized momentum, rows divided by root second moments.
 
@@ -1187,8 +1188,8 @@ def rmnp(
     mu_dtype: Any = None,
     matrix_dims: Any = None,
     weight_decay: Number | Callable = 0.1,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal['none', 'hyperball'] = 'none',
     row_norms: Literal['keep'] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -1196,7 +1197,7 @@ def rmnp(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = None,
-    shardings: Any = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """RMNP: every row of the momentum divided by its norm.
 
@@ -1541,8 +1542,8 @@ def scale_by_normpre(
     tangent: Tangent = 'relaxed',
     orientation: Orientation = 'alternating',
     rms: Number | None = 0.2,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre with any spectral stage: Algorithm 1.
 
@@ -1595,8 +1596,8 @@ def scale_by_normpre_g(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre-G: global spectral preconditioning, ``T = msign(Psi)``.
 
@@ -1648,8 +1649,8 @@ def scale_by_normpre_h(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'schatten',
     compute_dtype: Operands = 'narrow',
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre-H, the recommended optimizer: two momenta, orthogonalized in a metric.
 
@@ -1705,8 +1706,8 @@ def scale_by_normpre_l(
     orientation: Orientation = 'alternating',
     rms: Number | None = 0.2,
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre-L: local spectral preconditioning, by clipping singular values.
 
@@ -1883,8 +1884,8 @@ def swan(
     compute_dtype: Operands = None,
     matrix_dims: Any = None,
     weight_decay: Number | Callable = 0.1,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal['none', 'hyperball'] = 'none',
     row_norms: Literal['keep'] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -1892,8 +1893,8 @@ def swan(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = None,
-    mu_dtype: Any = None,
-    shardings: Any = None,
+    mu_dtype: Dtype | None = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SWAN: standardized and whitened gradients.
 
@@ -1972,8 +1973,8 @@ def with_adamw(
     learning_rate: Number | Callable,
     *,
     weight_decay: Number | Callable = 0.1,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal['none', 'hyperball'] = 'none',
     row_norms: Literal['keep'] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -1981,9 +1982,9 @@ def with_adamw(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-08,
     adam_weight_decay: Number | Callable | None = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
-    shardings: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Complete a direction: matrices use it, everything else uses AdamW.
 

@@ -18,12 +18,20 @@ Nothing is transposed: stages receive the axes, and ``O_k`` selects whether sums
 over the inputs or the outputs.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
+from normpre_optax.options import (
+    Coefficients,
+    DimsTree,
+    Dtype,
+    Number,
+    Operands,
+    Scale,
+    checked,
+)
 from normpre_optax.stages.directions import direction
 from normpre_optax.stages.rows import Orientation, Tangent, normalize_tangent
 from normpre_optax.stages.scale import scale_to_rms
@@ -40,8 +48,8 @@ def scale_by_normpre(
     tangent: Tangent = "relaxed",
     orientation: Orientation = "alternating",
     rms: Number | None = 0.2,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre with any spectral stage: Algorithm 1.
 
@@ -89,8 +97,8 @@ def scale_by_normpre_g(
     ns_coefficients: Coefficients = "muon",
     ns_scale: Scale = "frobenius",
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre-G: global spectral preconditioning, ``T = msign(Psi)``.
 
@@ -136,8 +144,8 @@ def scale_by_normpre_l(
     orientation: Orientation = "alternating",
     rms: Number | None = 0.2,
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre-L: local spectral preconditioning, by clipping singular values.
 

@@ -43,7 +43,7 @@ def check_numbers(**options: Any) -> None:
             _check_number_or_schedule(name, value, known)
 
 
-def _check_number_or_schedule(name: str, value: Any, known: Option) -> None:
+def _check_number_or_schedule(name: str, value: object, known: Option) -> None:
     """Raise an error for a value that is neither a number nor an allowed schedule."""
     if value is None and known.none:
         return
@@ -75,13 +75,13 @@ def _at_step_0(name: str, schedule: Callable[[Any], Any]) -> Any:
     return value
 
 
-def check_function(name: str, value: Any, form: str) -> None:
+def check_function(name: str, value: object, form: str) -> None:
     """Raise a TypeError for what is not a function; ``form`` says of what."""
     if not callable(value):
         raise TypeError(f"{name} must be a function {form}, got {value!r}")
 
 
-def check_dtype_of(path: str, dtype: Any) -> None:
+def check_dtype_of(path: str, dtype: jax.typing.DTypeLike) -> None:
     """Raise a TypeError for a parameter whose dtype has no gradient."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         fix = (
@@ -126,20 +126,20 @@ def check_number(what: str, value: object, option: str, hint: str = "") -> None:
         raise ValueError(f"{what} must be in [{least:g}, {below:g}), got {value}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Return whether a value is one real number, of Python, NumPy or JAX."""
     if not isinstance(value, int | float | np.number | np.ndarray | jax.Array):
         return False
     return np.ndim(value) == 0 and jnp.result_type(value).kind not in "bc"
 
 
-def _check_dtype(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def _check_dtype(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise a TypeError for what is not one of the dtypes with these names."""
     if _dtype_name(value) not in allowed:
         raise TypeError(f"{name} must be {', '.join(allowed)} or None, got {value!r}")
 
 
-def _dtype_name(value: Any) -> str | None:
+def _dtype_name(value: object) -> str | None:
     """Return the name of a dtype, "narrow" for itself, or None for anything else."""
     # A value with a dtype, such as jnp.float32(0.5), would pass as that dtype.
     if isinstance(value, np.generic | np.ndarray | jax.Array):
@@ -147,11 +147,11 @@ def _dtype_name(value: Any) -> str | None:
     if value == "narrow":
         return "narrow"
     with contextlib.suppress(TypeError):
-        return jnp.dtype(value).name
+        return jnp.dtype(value).name  # pyright: ignore[reportCallIssue, reportArgumentType]
     return None
 
 
-def static_int(name: str, value: Any, least: int, below: int = 2**31) -> int:
+def static_int(name: str, value: object, least: int, below: int = 2**31) -> int:
     """Return an int that is known when the program is traced.
 
     Raises:

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from normpre_optax.checks import PASS_PARAMS, check_choice, check_numbers
 from normpre_optax.linalg.products import inverse_root
+from normpre_optax.options import DimsTree, PyTree
 from normpre_optax.parameters.cautions import cautions
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.parameters.roles import row_norms_by_path
@@ -32,8 +33,8 @@ _ADAMS = 5e-3  # a lower peak looks like AdamW's learning rate
 def hyperball(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    row_norms: Any = None,
-    matrix_dims: Any = None,
+    row_norms: PyTree = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Set the norm of every matrix, and make steps of a size relative to it.
 
@@ -95,7 +96,7 @@ def hyperball(
     )
 
 
-def keeps_norms(row_norms: Any) -> bool:
+def keeps_norms(row_norms: PyTree) -> bool:
     """Return whether the option is "keep"; raise a ValueError for another word."""
     if not isinstance(row_norms, str):
         return False
@@ -153,7 +154,7 @@ def constrain_norms(
     row_norms: Callable[[optax.Params], Mapping[str, ArrayLike]],
     keep: bool,
     multipliers: Mapping[str, ArrayLike] | None = None,
-    matrix_dims: Any = None,
+    matrix_dims: DimsTree = None,
     init: Callable[[optax.Params], CountState] = init_count,
 ) -> optax.GradientTransformationExtraArgs:
     """``hyperball`` with numbers by path.

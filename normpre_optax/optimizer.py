@@ -27,7 +27,7 @@ from normpre_optax.hyperball import (
     warn_of_an_unusual_rate,
 )
 from normpre_optax.linalg.products import at_least_float32
-from normpre_optax.options import Number, checked
+from normpre_optax.options import DimsTree, Dtype, Number, PyTree, checked
 from normpre_optax.parameters.broadcast import numbers, whole_tree
 from normpre_optax.parameters.cautions import cautions
 from normpre_optax.parameters.roles import row_norms_by_path
@@ -61,8 +61,8 @@ def with_adamw(
     learning_rate: Number | Callable,
     *,
     weight_decay: Number | Callable = DECAY,
-    weight_decay_mask: Any = None,
-    learning_rate_multipliers: Any = None,
+    weight_decay_mask: PyTree = None,
+    learning_rate_multipliers: PyTree = None,
     norm_control: Literal["none", "hyperball"] = "none",
     row_norms: Literal["keep"] | Any = None,
     adam_learning_rate: Number | Callable | None = None,
@@ -70,9 +70,9 @@ def with_adamw(
     adam_b2: Number = 0.95,
     adam_eps: Number = 1e-8,
     adam_weight_decay: Number | Callable | None = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
-    shardings: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
+    shardings: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Complete a direction: matrices use it, everything else uses AdamW.
 
@@ -215,16 +215,16 @@ class MatricesAndAdamW:
     direction: Callable[..., optax.GradientTransformation]
     learning_rate: Rate
     weight_decay: Rate
-    weight_decay_mask: Any
-    learning_rate_multipliers: Any
+    weight_decay_mask: PyTree
+    learning_rate_multipliers: PyTree
     hyperball: bool
     keep_norms: bool
-    row_norms: Any
+    row_norms: PyTree
     adam: optax.GradientTransformation
     adam_learning_rate: Rate | None
     adam_weight_decay: Rate | None
-    matrix_dims: Any
-    shardings: Any
+    matrix_dims: DimsTree
+    shardings: PyTree
     known: dict[Hashable, Known] = dataclasses.field(default_factory=dict)
     built: dict[Hashable, Built] = dataclasses.field(default_factory=dict)
     directions: dict[Hashable, optax.GradientTransformation] = dataclasses.field(
@@ -386,7 +386,7 @@ class MatricesAndAdamW:
         return self.directions[specs]
 
 
-def _bools(name: str, given: Any, params: optax.Params) -> list[bool]:
+def _bools(name: str, given: PyTree, params: optax.Params) -> list[bool]:
     """Return an option that is a tree of bools, as a list with one per parameter."""
     tree = whole_tree(name, given, params, (bool, np.bool_), "bools")
     return jax.tree.leaves(tree)
@@ -407,7 +407,7 @@ def _with_shardings(assignment: Assignment, specs: list[PartitionSpec]) -> Assig
     )
 
 
-def _entry_per_box(params: optax.Params, entries: Iterable[Any]) -> Any:
+def _entry_per_box(params: optax.Params, entries: Iterable[Any]) -> PyTree:
     """Return a tree like the parameters, with these entries.
 
     A box of one array becomes its entry, so that optax masks the box: nnx.eval_shape
@@ -417,7 +417,7 @@ def _entry_per_box(params: optax.Params, entries: Iterable[Any]) -> Any:
     return jax.tree.map(_unboxed, tree, is_leaf=is_box)
 
 
-def _unboxed(box: Any) -> Any:
+def _unboxed(box: PyTree) -> PyTree:
     """Return the entry of a box that has one; else the tree itself."""
     entries = jax.tree.leaves(box)
     if len(entries) == 1:
@@ -442,14 +442,14 @@ def _multiplication(
     return optax.stateless(multiply)
 
 
-def _form(tree: Any) -> Hashable:
+def _form(tree: PyTree) -> Hashable:
     """Return the structure, shapes and dtypes of a tree."""
     arrays, treedef = jax.tree.flatten(tree)
     kinds = [(jnp.shape(x), getattr(x, "dtype", type(x))) for x in arrays]
     return treedef, tuple(kinds)
 
 
-def _abstract(tree: Any) -> Any:
+def _abstract(tree: PyTree) -> PyTree:
     """Return a tree of the shapes and dtypes of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
@@ -464,7 +464,7 @@ def _in_dtype_of(parameter: jax.typing.ArrayLike, step: jax.Array) -> jax.Array:
     return step.astype(jnp.asarray(parameter).dtype)
 
 
-def _like(what: str, given: Any, wanted: Any, hint: str) -> Any:
+def _like(what: str, given: PyTree, wanted: PyTree, hint: str) -> PyTree:
     """Return the arrays of a tree in the structure of another.
 
     A checkpoint may have other containers of equal names.
@@ -483,7 +483,7 @@ def _like(what: str, given: Any, wanted: Any, hint: str) -> Any:
     return jax.tree.structure(wanted).unflatten([here[path] for path in there])
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
+def _by_path(tree: PyTree) -> dict[str, Any]:
     """Return the leaves of a tree by path."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): x

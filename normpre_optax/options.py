@@ -23,6 +23,10 @@ Coefficients = Literal["muon", "you", "polar_express"] | Sequence
 Scale = Literal["frobenius", "schatten"]
 # The dtype of the operands of products.
 Operands = Literal["narrow"] | Any
+Dtype = jax.typing.DTypeLike
+# Trees like the parameters, or functions of the parameters that return them.
+PyTree = Any
+DimsTree = Any  # of MatrixDims; also a rule (path, leaf) -> MatrixDims | None
 
 P = ParamSpec("P")
 T = TypeVar("T")

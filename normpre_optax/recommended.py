@@ -6,12 +6,19 @@ of Hyperball.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
+from normpre_optax.options import (
+    Coefficients,
+    DimsTree,
+    Dtype,
+    Number,
+    Operands,
+    Scale,
+    checked,
+)
 from normpre_optax.stages import (
     direction,
     precondition_globally,
@@ -31,8 +38,8 @@ def scale_by_normpre_h(
     ns_coefficients: Coefficients = "muon",
     ns_scale: Scale = "schatten",
     compute_dtype: Operands = "narrow",
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NormPre-H, the recommended optimizer: two momenta, orthogonalized in a metric.
 

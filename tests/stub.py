@@ -10,6 +10,7 @@ it is current.
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,47 +27,45 @@ from typing import Any, Literal
 import jax
 import optax
 
-from normpre_optax.options import Coefficients, Number, Operands, Scale
+from normpre_optax.options import Coefficients, DimsTree, Dtype, Number
+from normpre_optax.options import Operands, PyTree, Scale
 from normpre_optax.stages.rows import Orientation, Tangent
 '''
 
 
-def annotations(function: Any) -> dict[str, str]:
+def annotations(function: Callable[..., Any]) -> dict[str, str]:
     """The annotations of a function's arguments, as they are written in its source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[
-        0
-    ]
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+    tree = ast.parse(source).body[0]
     assert isinstance(tree, ast.FunctionDef)
     arguments = (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)
-    return {
-        x.arg: ast.unparse(x.annotation) for x in arguments if x.annotation is not None
-    }
+    annotated = [x for x in arguments if x.annotation is not None]
+    return {x.arg: ast.unparse(x.annotation) for x in annotated}
 
 
-def definition(name: str, function: Any) -> str:
+def argument(parameter: inspect.Parameter, annotation: str) -> str:
+    """The line of an argument."""
+    if parameter.default is parameter.empty:
+        # A learning rate that with_adamw may lack, and normpre_h may not.
+        kind = annotation.removesuffix(" | None")
+        return f"    {parameter.name}: {kind},"
+    return f"    {parameter.name}: {annotation} = {parameter.default!r},"
+
+
+def definition(name: str, function: Callable[..., Any]) -> str:
     """A function of the stub, with its docstring."""
-    sources = [npo.with_adamw, getattr(npo, f"scale_by_{name}", function)]
-    written = {
-        option: text
-        for source in sources
-        for option, text in annotations(source).items()
-    }
-    lines, keyword_only = [], False
-    for p in inspect.signature(function).parameters.values():
-        if p.kind == p.KEYWORD_ONLY and not keyword_only:
+    written = annotations(npo.with_adamw)
+    written |= annotations(getattr(npo, f"scale_by_{name}", function))
+    lines = [f"def {name}("]
+    keyword_only = False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind == parameter.KEYWORD_ONLY and not keyword_only:
             lines.append("    *,")
             keyword_only = True
-        required = p.default is p.empty
-        text = written[p.name].removesuffix(" | None") if required else written[p.name]
-        lines.append(
-            f"    {p.name}: {text}" + ("," if required else f" = {p.default!r},")
-        )
-    doc = textwrap.indent(
-        inspect.getdoc(function) or "", "    ", lambda line: bool(line.strip())
-    )
-    head = "\n".join(
-        [f"def {name}(", *lines, ") -> optax.GradientTransformationExtraArgs:"]
-    )
+        lines.append(argument(parameter, written[parameter.name]))
+    lines.append(") -> optax.GradientTransformationExtraArgs:")
+    head = "\n".join(lines)
+    doc = textwrap.indent(inspect.getdoc(function) or "", "    ")
     return f'{head}\n    """{doc.strip()}\n    """\n'
 
 
@@ -75,20 +74,19 @@ def stub() -> str:
     imports, definitions = [], []
     for name in sorted(npo.__all__):
         thing = getattr(npo, name)
-        if hasattr(thing, "__signature__"):  # checked
+        # Its signature and docstring exist only at run time.
+        if hasattr(thing, "__signature__"):
             definitions.append(definition(name, thing))
-        elif inspect.ismodule(thing):
-            imports.append(
-                f"from {thing.__name__.rpartition('.')[0]} import {name} as {name}"
-            )
+            continue
+        if inspect.ismodule(thing):
+            module = thing.__name__.rpartition(".")[0]
         else:
-            imports.append(f"from {thing.__module__} import {name} as {name}")
+            module = thing.__module__
+        imports.append(f"from {module} import {name} as {name}")
     names = "".join(f'    "{name}",\n' for name in npo.__all__)
-    parts = [
-        HEADER.format(doc=inspect.getdoc(npo)) + "\n".join(sorted(imports)),
-        "__version__: str",
-    ]
-    return "\n".join([*parts, f"__all__ = [\n{names}]\n", *definitions])
+    head = HEADER.format(doc=inspect.getdoc(npo)) + "\n".join(sorted(imports))
+    listed = f"__all__ = [\n{names}]\n"
+    return "\n".join([head, "__version__: str", listed, *definitions])
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "learning_rates": ({"jax", "optax"}, {"checks", "parameters", "stages"}),
     "hyperball": (
         {"jax", "optax"},
-        {"checks", "linalg", "parameters", "stages"},
+        {"checks", "linalg", "options", "parameters", "stages"},
     ),
     "optimizer": (
         ALL,
