@@ -313,12 +313,8 @@ INVALID = {
     "muon(1e-2, norm_control='hyperball')": (
         'norm_control="hyperball" needs adam_learning_rate'
     ),
-    "muon(1e-2, norm_control='hyperball', adam_learning_rate=1e-3, convention='keller')": (
-        "convention has no effect"
-    ),
-    "normpre_g(1e-2, norm_control='hyperball', adam_learning_rate=1e-3, rms=0.1)": (
-        "rms has no effect"
-    ),
+    "muon(1e-2, **HYPERBALL, convention='keller')": "convention has no effect",
+    "normpre_g(1e-2, **HYPERBALL, rms=0.1)": ("rms has no effect"),
     "muon(1e-3, row_norms=1.0)": "row_norms has no effect without norm_control",
     "muon(lambda step: 1e-3 * (1 - step / 2**31))": (
         r"learning_rate is a schedule of int32 steps.* 2\*\*31 .*floats"
@@ -403,10 +399,19 @@ INVALID = {
 }
 
 
+NAMES = {
+    **vars(npo),
+    "jnp": jnp,
+    "np": np,
+    "optax": optax,
+    "HYPERBALL": {"norm_control": "hyperball", "adam_learning_rate": 1e-3},
+}
+
+
 @pytest.mark.parametrize("call", INVALID)
 def test_an_invalid_argument_is_named_at_construction(call):
     with pytest.raises((TypeError, ValueError), match=INVALID[call]):
-        eval(call, {**vars(npo), "jnp": jnp, "np": np, "optax": optax})
+        eval(call, NAMES)
 
 
 def test_numbers_of_numpy_are_numbers():

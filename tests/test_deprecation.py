@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Former names of functions and options: they work, and warn at the line of the call."""
+"""Former names of functions and options: they work, and warn at the call."""
 
 import dataclasses
 import inspect

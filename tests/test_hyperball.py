@@ -22,6 +22,14 @@ DIMS = {name: cases.DIMS[name] for name in SHAPES}
 NORMS = {"wide": 0.5, "stack": 2.0}
 
 
+LAYER = {"layers": [{"up": (4, 8), "down": (8, 4)}], "bias": (3,)}
+
+
+def after_a_step(tx, grads, params):
+    """The parameters after the first update."""
+    return optax.apply_updates(params, cases.first_update(tx, grads, params))
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_steps_follow_the_published_rule(alone):
     rates = (
@@ -76,74 +84,61 @@ def test_the_initial_norm_has_no_effect(size):
 
 
 def test_keep_keeps_the_norm_of_every_matrix():
-    """With the same directions. A zero matrix gets the norm of its role. Small rates
-    are no reason to warn.
+    """With the same directions. A zero matrix gets the norm of its role.
+
+    Small rates are no reason to warn.
     """
-    params, grads = (
-        cases.numbers({"layers": [{"up": (4, 8), "down": (8, 4)}], "bias": (3,)}, s)
-        for s in (0, 1)
-    )
+    params = cases.numbers(LAYER, 0)
+    grads = cases.numbers(LAYER, 1)
     params["layers"][0]["down"] *= 3
     with warnings.catch_warnings(action="error"):
-        kept, alone = (
-            npo.normpre_h(1e-3, 1e-3, row_norms="keep"),
-            npo.hyperball(1e-3, row_norms="keep"),
-        )
-    by_role = npo.normpre_h(1e-3, 1e-3, row_norms=1.0)
-    new, other = (
-        optax.apply_updates(params, cases.first_update(tx, grads, params))["layers"][0]
-        for tx in (kept, by_role)
-    )
+        kept = npo.normpre_h(1e-3, 1e-3, row_norms="keep")
+        alone = npo.hyperball(1e-3, row_norms="keep")
+    with pytest.warns(UserWarning, match="like AdamW's"):
+        by_role = npo.normpre_h(1e-3, 1e-3, row_norms=1.0)
+    new = after_a_step(kept, grads, params)["layers"][0]
+    other = after_a_step(by_role, grads, params)["layers"][0]
     for name, w in params["layers"][0].items():
-        np.testing.assert_allclose(
-            np.linalg.norm(new[name]), np.linalg.norm(w), rtol=1e-6
-        )
-        directions = (x[name] / np.linalg.norm(x[name]) for x in (new, other))
-        np.testing.assert_allclose(*directions, atol=1e-6)  # two roundings
-    zero, one = {"w": jnp.zeros((4, 8))}, {"w": jnp.ones((4, 8))}  # (in, out)
-    np.testing.assert_allclose(
-        np.linalg.norm(cases.first_update(alone, one, zero)["w"]), 8**0.5, rtol=1e-6
-    )
+        norm = np.linalg.norm(new[name])
+        np.testing.assert_allclose(norm, np.linalg.norm(w), rtol=1e-6)
+        direction = new[name] / norm
+        expected = other[name] / np.linalg.norm(other[name])
+        np.testing.assert_allclose(direction, expected, atol=1e-6)  # two roundings
+    zero = {"w": jnp.zeros((4, 8))}  # (in, out)
+    update = cases.first_update(alone, {"w": jnp.ones((4, 8))}, zero)["w"]
+    np.testing.assert_allclose(np.linalg.norm(update), 8**0.5, rtol=1e-6)
 
 
 def test_matrices_do_not_decay_but_the_adamw_group_does():
     params = {"kernel": jnp.eye(3), "bias": jnp.ones(3)}
-    free, decayed = (
-        cases.first_update(
-            npo.rmnp(0.01, weight_decay=decay, **cases.HYPERBALL), params, params
-        )
-        for decay in (0.0, 0.5)
-    )
+    free = npo.rmnp(0.01, weight_decay=0.0, **cases.HYPERBALL)
+    free = cases.first_update(free, params, params)
+    decayed = npo.rmnp(0.01, weight_decay=0.5, **cases.HYPERBALL)
+    decayed = cases.first_update(decayed, params, params)
     np.testing.assert_array_equal(free["kernel"], decayed["kernel"])
     np.testing.assert_allclose(free["bias"] - decayed["bias"], 0.05, rtol=1e-5)
 
 
 def test_normpre_h_is_its_parts():
     """Its direction, Hyperball by roles, AdamW with its own learning rate."""
-    params, grads = (
-        cases.numbers({"layers": [{"up": (4, 8), "down": (8, 4)}], "bias": (3,)}, s)
-        for s in (0, 1)
-    )
+    params = cases.numbers(LAYER, 0)
+    grads = cases.numbers(LAYER, 1)
     more = {
         "norm_control": "hyperball",
         "adam_learning_rate": 1e-3,
         "adam_weight_decay": 0.1,
     }
     by_hand = npo.with_adamw(npo.scale_by_normpre_h, 0.02, **more)
-    for tx in (
-        npo.normpre_h(0.02, 1e-3),
-        npo.normpre_h(0.02, adam_learning_rate=lambda step: 1e-3),
-    ):
-        got, expected = (cases.first_update(tx, grads, params) for tx in (tx, by_hand))
+    expected = cases.first_update(by_hand, grads, params)
+    for rate in (1e-3, lambda step: 1e-3):
+        tx = npo.normpre_h(0.02, adam_learning_rate=rate)
+        got = cases.first_update(tx, grads, params)
         cases.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    new = optax.apply_updates(params, got)
-    for name, norm in (
-        ("up", 8**0.5),
-        ("down", 2**0.5 * 2),
-    ):  # one matrix writes: sqrt(8 / 4) is its row norm
-        np.testing.assert_allclose(
-            jnp.linalg.norm(new["layers"][0][name]), norm, rtol=1e-5
-        )
+    layer = optax.apply_updates(params, got)["layers"][0]
+    np.testing.assert_allclose(jnp.linalg.norm(layer["up"]), 8**0.5, rtol=1e-5)
+    # One matrix writes into the residual stream: sqrt(8 / 4) is its row norm.
+    norm = 2**0.5 * 2
+    np.testing.assert_allclose(jnp.linalg.norm(layer["down"]), norm, rtol=1e-5)
 
 
 def test_a_learning_rate_of_adamw_is_named():

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an editor knows: every option of every optimizer, and misspelled ones are
-errors.
-"""
+"""What an editor knows: the options of every optimizer; misspelled ones are errors."""
 
 import ast
 import inspect
@@ -12,18 +10,22 @@ import sys
 import normpre_optax as npo
 from tests import stub
 
-# Calls, one a line; pyright must report those after which the comment says so, and no
-# others.
+# Calls, one a line. pyright must report those whose comment says so, and no others.
 CALLS = """
 import functools
 import jax.numpy as jnp, optax
 import normpre_optax as npo
 from normpre_optax.relatives.muon import scale_by_muon
 rate = optax.linear_schedule(1e-2, 0.0, 100)
-tx: optax.GradientTransformationExtraArgs = npo.normpre_h(rate, adam_learning_rate=3e-3, slow_weight=rate)
-npo.normpre_h(jnp.float32(1e-2), 3e-3, mu_dtype=jnp.bfloat16, matrix_dims=npo.presets.maxtext)
-npo.normpre_h(npo.learning_rate_by_length(1_500), 3e-3, row_norms="keep", compute_dtype="narrow", ns_coefficients="you")
-npo.normpre_h(npo.learning_rate_by_length, 3e-3).init(npo.learning_rate_by_length("1500"))  # error
+tx: optax.GradientTransformationExtraArgs
+tx = npo.normpre_h(rate, adam_learning_rate=3e-3, slow_weight=rate)
+half, rule = jnp.bfloat16, npo.presets.maxtext
+npo.normpre_h(jnp.float32(1e-2), 3e-3, mu_dtype=half, matrix_dims=rule)
+peak = npo.learning_rate_by_length(1_500)
+npo.normpre_h(peak, 3e-3, row_norms="keep", ns_coefficients="you")
+npo.normpre_h(peak, 3e-3, compute_dtype="narrow", mu_dtype="bfloat16")
+npo.normpre_h(npo.learning_rate_by_length, 3e-3)
+npo.learning_rate_by_length("1500")  # error
 npo.normpre_h(1e-2)  # error
 npo.normpre_h(1e-2, adam_learning_rat=3e-3)  # error
 npo.normpre_h(1e-2, 3e-3, tangent="none")  # error
@@ -33,7 +35,8 @@ npo.muon(lr=1e-3)  # error
 npo.normpre(1e-3, npo.precondition_locally(rank=8), momentum=0.9)
 npo.normpre_g(1e-3, 0.95)  # error
 npo.scale_by_normpre_l(rank=0.5, method="sketched")  # error
-npo.with_adamw(functools.partial(npo.scale_by_muon, nesterov=False), 1e-3, norm_control="hyperball")
+direction = functools.partial(npo.scale_by_muon, nesterov=False)
+npo.with_adamw(direction, 1e-3, norm_control="hyperball")
 npo.with_adamw(npo.scale_by_muon, 1e-3, norm_controls="hyperball")  # error
 scale_by_muon(momentum=0.9, nesterovs=True)  # error
 npo.hyperball(1e-2, row_norm=1.0)  # error
