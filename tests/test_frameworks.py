@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of docs/frameworks.md: in the real library where it is installed, else in
-a stand-in for it.
+"""The blocks of docs/frameworks.md.
+
+They run in the real library where it is installed, else in a stand-in for it.
 """
 
 import dataclasses
@@ -28,22 +29,34 @@ PAGE = (Path(__file__).parents[1] / "docs" / "frameworks.md").read_text()
 
 def run_block(framework, **scope):
     """Execute the one block of a framework; returns its names."""
-    section = PAGE.partition(f"## {framework}\n")[2].partition("\n## ")[0]
+    _, _, after = PAGE.partition(f"## {framework}\n")
+    section, _, _ = after.partition("\n## ")
     (code,) = re.findall(r"^```python\n(.*?)^```$", section, re.S | re.M)
     exec(code, scope)
     return scope
 
 
 def stand_in(monkeypatch, name, **content):
-    """Install a module of this name, and the packages above it, where the library is
-    missing.
+    """Install a module of this name where the library is missing.
+
+    And the packages above it.
     """
-    top, *rest = name.split(".")
-    if importlib.util.find_spec(top):
+    parts = name.split(".")
+    if importlib.util.find_spec(parts[0]):
         return
-    for module in (".".join([top, *rest[:end]]) for end in range(len(rest) + 1)):
+    for depth in range(1, len(parts) + 1):
+        module = ".".join(parts[:depth])
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
     vars(sys.modules[name]).update(content)
+
+
+def shapes_of_an_update(tx, params):
+    """The updates and the state of a first step, as shapes."""
+
+    def first_step(params):
+        return tx.update(params, tx.init(params), params)
+
+    return jax.eval_shape(first_step, params)
 
 
 def test_haiku():
@@ -69,9 +82,7 @@ def test_maxtext():
     config.learning_rate_schedule_steps = 1500
     tx = scope["normpre_h"](config, optax.constant_schedule(6e-4))
     params = tree(entries_of("LLaMA 3", "MaxText, scanned", "maxtext"))
-    updates = jax.eval_shape(
-        lambda params: tx.update(params, tx.init(params), params)[0], params
-    )
+    updates, _ = shapes_of_an_update(tx, params)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
@@ -87,9 +98,8 @@ class OptimizerConfig:
         return lambda cls: cls
 
     def lr_scheduler(self, num_train_steps, override_lr=None):
-        return optax.cosine_decay_schedule(
-            override_lr or self.learning_rate, num_train_steps
-        )
+        peak = override_lr or self.learning_rate
+        return optax.cosine_decay_schedule(peak, num_train_steps)
 
     def build_weight_decay_mask(self):
         return lambda params: jax.tree.map(lambda leaf: True, params)
@@ -101,9 +111,7 @@ def test_levanter(monkeypatch):
     tx = scope["NormPreHConfig"](adam_learning_rate=0.005).build(100)
     for model in ("GPT-2", "LLaMA 3"):
         params = tree(entries_of(model, "Levanter", ""))
-        updates, state = jax.eval_shape(
-            lambda params: tx.update(params, tx.init(params), params), params
-        )
+        updates, state = shapes_of_an_update(tx, params)
         assert jax.tree.structure(updates) == jax.tree.structure(params)
         assert set(state.hyperparams) == {"learning_rate", "adam_learning_rate"}
 
@@ -112,20 +120,16 @@ class PeftTrainer:
     """The start of tunix's class."""
 
     def __init__(self, model, optimizer, training_config):
-        self.model, self.config = model, training_config
+        self.model = model
+        self.config = training_config
         self.optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
 
 def test_tunix(monkeypatch):
-    config = dataclasses.make_dataclass(
-        "TrainingConfig", ["eval_every_n_steps", "max_steps"]
-    )
-    stand_in(
-        monkeypatch,
-        "tunix.sft.peft_trainer",
-        PeftTrainer=PeftTrainer,
-        TrainingConfig=config,
-    )
+    fields = ["eval_every_n_steps", "max_steps"]
+    config = dataclasses.make_dataclass("TrainingConfig", fields)
+    content = {"PeftTrainer": PeftTrainer, "TrainingConfig": config}
+    stand_in(monkeypatch, "tunix.sft.peft_trainer", **content)
     scope = run_block("tunix")
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     trainer = scope["trainer_of"](model, steps=10)
@@ -133,25 +137,21 @@ def test_tunix(monkeypatch):
     for _ in range(2):  # the first step of the warm-up has a learning rate of zero
         trainer.optimizer.update(model, nnx.state(model, nnx.Param))
     assert abs(before - model.kernel[...]).max() > 0
-    assert (
-        trainer.optimizer.opt_state.hyperparams["learning_rate"][...] > 0
-    )  # where tunix looks for it
+    # Where tunix looks for the learning rate.
+    assert trainer.optimizer.opt_state.hyperparams["learning_rate"][...] > 0
 
 
 class Model(nnx.Module):
-    """Two kernels and their biases; on a mesh, one kernel is sharded along its outputs,
-    one along its inputs.
+    """Two kernels and their biases.
+
+    On a mesh, one kernel is sharded along its outputs, one along its inputs.
     """
 
     def __init__(self, rngs):
-        init, sharded = (
-            nnx.initializers.normal(),
-            not jax.sharding.get_abstract_mesh().empty,
-        )
-        columns, rows = (
-            nnx.with_partitioning(init, s) if sharded else init
-            for s in ((None, "x"), ("x", None))
-        )
+        columns = rows = nnx.initializers.normal()
+        if not jax.sharding.get_abstract_mesh().empty:
+            columns = nnx.with_partitioning(columns, (None, "x"))
+            rows = nnx.with_partitioning(rows, ("x", None))
         self.up = nnx.Linear(4, 8, kernel_init=columns, rngs=rngs)
         self.down = nnx.Linear(8, 4, kernel_init=rows, rngs=rngs)
 
@@ -165,43 +165,54 @@ def create(name):
 
 
 def step(model, optimizer):
-    optimizer.update(
-        model, nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 4))) ** 2))(model)
-    )
+    """Update the model; returns its first kernel."""
+
+    def loss(model):
+        return jnp.sum(model(jnp.ones((2, 4))) ** 2)
+
+    optimizer.update(model, nnx.grad(loss)(model))
     return model.up.kernel[...]
+
+
+def mesh_of_two(kind):
+    """Two devices along the axis x, of this type."""
+    devices = jax.devices()[:2]
+    return jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=devices)
+
+
+def kernels_of(state):
+    return [x for x in jax.tree.leaves(state) if x.shape in ((4, 8), (8, 4))]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", cases.FACTORIES)
 def test_nnx_shapes_of_a_sharded_optimizer(name, kind):
-    """As ``nnx.jit`` creates it: no Variable without an array, which ``nnx.eval_shape``
-    cannot shard.
+    """As ``nnx.jit`` creates it.
+
+    There is no Variable without an array, which ``nnx.eval_shape`` cannot shard.
     """
-    with jax.set_mesh(
-        jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
-    ):
+
+    def is_variable(x):
+        return isinstance(x, nnx.Variable)
+
+    def describe(state):
+        arrays = nnx.to_pure_dict(state)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+
+    with jax.set_mesh(mesh_of_two(kind)):
         shapes = nnx.state(nnx.eval_shape(lambda: create(name)))
-        assert all(
-            jax.tree.leaves(x)
-            for x in jax.tree.leaves(
-                shapes, is_leaf=lambda x: isinstance(x, nnx.Variable)
-            )
-        )
+        variables = jax.tree.leaves(shapes, is_leaf=is_variable)
+        assert all(jax.tree.leaves(x) for x in variables)
         made = nnx.state(nnx.jit(lambda: create(name))())
-
-        def describe(x):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-        assert jax.tree.map(describe, nnx.to_pure_dict(shapes)) == jax.tree.map(
-            describe, nnx.to_pure_dict(made)
-        )
-        kernels = [x for x in jax.tree.leaves(shapes[1]) if x.shape in ((4, 8), (8, 4))]
-        assert {"x" in x.sharding.spec for x in kernels} == {True}
+        assert describe(shapes) == describe(made)
+        of_optimizer = kernels_of(shapes[1])
+        assert {"x" in x.sharding.spec for x in of_optimizer} == {True}
 
 
 def test_nnx_creates_a_masked_optimizer_in_jit():
-    """Flax's ``nnx.eval_shape`` fails: what optax masks before this package sees it is
-    a Variable without an array.
+    """Where Flax's ``nnx.eval_shape`` fails.
+
+    What optax masks before this package sees it is a Variable without an array.
     """
 
     def mask(params):
@@ -209,21 +220,12 @@ def test_nnx_creates_a_masked_optimizer_in_jit():
 
     def create_masked():
         model = Model(nnx.Rngs(0))
-        return model, nnx.Optimizer(
-            model, optax.masked(cases.make("normpre_g", 0.01), mask), wrt=nnx.Param
-        )
+        tx = optax.masked(cases.make("normpre_g", 0.01), mask)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    with jax.set_mesh(
-        jax.make_mesh(
-            (2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
-        )
-    ):
+    with jax.set_mesh(mesh_of_two(AxisType.Auto)):
         model, optimizer = nnx.jit(create_masked)()
-        kernels = [
-            x
-            for x in jax.tree.leaves(nnx.state(optimizer))
-            if x.shape in ((4, 8), (8, 4))
-        ]
+        kernels = kernels_of(nnx.state(optimizer))
         assert [tuple(x.sharding.spec) for x in kernels] == [("x",), (None, "x")]
         nnx.jit(step)(model, optimizer)
 
@@ -233,10 +235,9 @@ def test_nnx_restored_from_a_pure_dict(name, tmp_path):
     """Orbax without a target gives None in masked places."""
     model, optimizer = create(name)
     step(model, optimizer)
+    saved = nnx.to_pure_dict(nnx.state((model, optimizer)))
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(
-            tmp_path / "state", nnx.to_pure_dict(nnx.state((model, optimizer)))
-        )
+        checkpointer.save(tmp_path / "state", saved)
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "state")
     again = create(name)

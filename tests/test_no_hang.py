@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No method hangs: compiled steps of many matrices, in a process of its own, under a
-timeout.
+"""No method hangs: compiled steps of many matrices return.
 
-Several batched LAPACK calls in one program can deadlock on two CPU cores
-(docs/cpu_hang.md). Every run is limited to two cores; a model with stacks of several
-shapes would run into it.
+They run in a process of its own, under a timeout. Several batched LAPACK calls in one
+program can deadlock on two CPU cores (docs/cpu_hang.md). Every run is limited to two
+cores; a model with stacks of several shapes would run into it.
 """
 
 import os
@@ -17,18 +16,22 @@ from tests import cases
 
 TWO_CORES = """
 import os
-if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # before JAX makes its threads
+if hasattr(os, "sched_setaffinity"):  # before JAX makes its threads
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 import jax, jax.numpy as jnp, optax
 """
 
 SCRIPT = """
 from normpre_optax import MatrixDims, normpre_g, normpre_l
 
-dims = lambda path, leaf: MatrixDims(inputs=leaf.ndim - 2, outputs=leaf.ndim - 1)
-tx, params = {optimizer}, {{}}
+def dims(path, leaf):
+    return MatrixDims(inputs=leaf.ndim - 2, outputs=leaf.ndim - 1)
+
+tx = {optimizer}
+params = {{}}
 for i, shape in enumerate({shapes}):
-    params[f"layer_{{i}}"] = jax.random.normal(jax.random.key(i), shape) / shape[-2] ** 0.5
+    x = jax.random.normal(jax.random.key(i), shape)
+    params[f"layer_{{i}}"] = x / shape[-2] ** 0.5
 
 def step(params, state):
     grads = jax.tree.map(lambda p: p + 0.1 * jnp.sin(17 * p), params)
@@ -37,9 +40,12 @@ def step(params, state):
 
 init = tx.init
 if {lanes}:
-    step, init = jax.vmap(step), jax.vmap(init)
-    params = jax.tree.map(lambda p: jnp.stack([p + 0.01 * i for i in range({lanes})]), params)
-step, state = jax.jit(step, donate_argnums=(0, 1)), init(params)
+    step = jax.vmap(step)
+    init = jax.vmap(init)
+    lane = 0.01 * jnp.arange({lanes})
+    params = jax.tree.map(lambda p: jax.vmap(lambda x: p + x)(lane), params)
+step = jax.jit(step, donate_argnums=(0, 1))
+state = init(params)
 for _ in range({steps}):
     params, state = step(params, state)
 jax.block_until_ready(params)
@@ -61,7 +67,8 @@ from normpre_optax.linalg.newton_schulz import exact_msign
 from normpre_optax.linalg.batches import solve_together
 from normpre_optax.linalg.sketch import Clipping, clip_exactly, _inverse_cholesky
 
-xs = [jax.random.normal(jax.random.key(i), (8, 128 + 64 * i, 128 + 64 * i)) for i in range(3)]
+sizes = (128, 192, 256)
+xs = [jax.random.normal(jax.random.key(i), (8, n, n)) for i, n in enumerate(sizes)]
 for factor in (
     lambda g: solve_together(_inverse_cholesky, [(g,), (g[:, :30, :30],)]),
     lambda g: jax.vmap(lambda x: clip_exactly(x, Clipping(*jnp.ones((4, 1, 1)))))(g),
@@ -74,7 +81,8 @@ print("returned")
 """
 
 
-def returns(code, timeout):
+def assert_returns(code, timeout):
+    """Run a program on two cores; it must print "returned"."""
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     # On a busy machine, OpenBLAS threads that spin while they wait slow a run down;
     # that is another matter.
@@ -96,17 +104,13 @@ def returns(code, timeout):
 
 
 def test_the_factorizations_return():
-    returns(KERNEL_SCRIPT, 120)
+    assert_returns(KERNEL_SCRIPT, 120)
 
 
-EXACT, G = (
-    "normpre_g(0.01, ns_steps=None, matrix_dims=dims)",
-    "normpre_g(0.01, matrix_dims=dims)",
-)
-SKETCH, EXACT_L = (
-    "normpre_l(0.01, matrix_dims=dims)",
-    "normpre_l(0.01, method='exact', matrix_dims=dims)",
-)
+G = "normpre_g(0.01, matrix_dims=dims)"
+EXACT = "normpre_g(0.01, ns_steps=None, matrix_dims=dims)"
+SKETCH = "normpre_l(0.01, matrix_dims=dims)"
+EXACT_L = "normpre_l(0.01, method='exact', matrix_dims=dims)"
 # CI runs these; the first two are a short form, for methods that factor matrices. The
 # others are thorough.
 RUNS = [(SKETCH, FEW, 10, 0), (EXACT, FEW, 10, 0), (SKETCH, MANY, 200, 0)]
@@ -117,13 +121,10 @@ THOROUGH += [(one, MANY, 20, 4) for one in (G, EXACT, SKETCH, EXACT_L)]
 @pytest.mark.timeout(900)
 @cases.rows(
     "optimizer shapes steps lanes",
-    *(
-        [pytest.param(*x, marks=pytest.mark.slow) for x in RUNS]
-        + [pytest.param(*x, marks=pytest.mark.thorough) for x in THOROUGH]
-    ),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in RUNS),
+    *(pytest.param(*x, marks=pytest.mark.thorough) for x in THOROUGH),
 )
 def test_two_hundred_steps_of_48_matrices_return(optimizer, shapes, steps, lanes):
-    returns(
-        SCRIPT.format(optimizer=optimizer, shapes=shapes, steps=steps, lanes=lanes),
-        120 if shapes is FEW else 800,
-    )
+    options = {"optimizer": optimizer, "shapes": shapes, "steps": steps}
+    timeout = 120 if shapes is FEW else 800
+    assert_returns(SCRIPT.format(**options, lanes=lanes), timeout)
