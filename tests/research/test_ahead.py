@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meter on programs whose cost is known, and on real ones where the compilers of
-TPUs and GPUs are installed.
+"""The cost estimate of programs whose cost is known.
+
+And of real ones, where the compilers of TPUs and GPUs are installed.
 """
 
 import dataclasses
@@ -31,11 +32,14 @@ def cycles(n):
 
 
 def computation(name, *lines):
-    """The computation of these instructions, of which the last is the root; "main" is
-    the entry.
+    """The computation of these instructions, of which the last is the root.
+
+    "main" is the entry.
     """
-    inside = "".join(f"  {'ROOT ' * (line is lines[-1])}{line}\n" for line in lines)
-    return f"{'ENTRY ' * (name == 'main')}%{name} (x: f32[]) -> f32[] {{\n{inside}}}\n"
+    *before, last = lines
+    inside = "".join(f"  {line}\n" for line in (*before, f"ROOT {last}"))
+    entry = "ENTRY " if name == "main" else ""
+    return f"{entry}%{name} (x: f32[]) -> f32[] {{\n{inside}}}\n"
 
 
 X, CARRY = "f32[1000]{0}", "(s32[], f32[1000]{0}, s32[])"
@@ -46,47 +50,46 @@ COUNTER = 12  # bytes: a turn adds one to a number
 
 
 def one(*lines, computations=(SCALE,)):
-    return "\n".join(
-        [*computations, computation("main", f"%x = {X} parameter(0)", *lines)]
-    )
+    """A program of these instructions, whose argument is x."""
+    entry = computation("main", f"%x = {X} parameter(0)", *lines)
+    return "\n".join([*computations, entry])
 
 
 def less(name, bound=IN_THE_TUPLE):
     """The condition of a loop."""
-    found = (
+    return computation(
+        name,
         f"%c = {CARRY} parameter(0)",
         "%i = s32[] get-tuple-element(%c), index=0",
         f"%n = s32[] {bound}",
+        "%less = pred[] compare(%i, %n), direction=LT",
     )
-    return computation(name, *found, "%less = pred[] compare(%i, %n), direction=LT")
 
 
 def body(name, inside, last="%m"):
     """A turn of a loop, that makes z of y."""
-    parts = (("j", "s32[]"), ("y", X), ("m", "s32[]"))
-    found = (
-        f"%{part} = {kind} get-tuple-element(%b), index={i}"
-        for i, (part, kind) in enumerate(parts)
-    )
-    lines = (*found, "%one = s32[] constant(1)", "%next = s32[] add(%j, %one)", *inside)
     return computation(
         name,
         f"%b = {CARRY} parameter(0)",
-        *lines,
+        "%j = s32[] get-tuple-element(%b), index=0",
+        f"%y = {X} get-tuple-element(%b), index=1",
+        "%m = s32[] get-tuple-element(%b), index=2",
+        "%one = s32[] constant(1)",
+        "%next = s32[] add(%j, %one)",
+        *inside,
         f"%t = {CARRY} tuple(%next, %z, {last})",
     )
 
 
 def looped(rest="", inside=WORK, bound=IN_THE_TUPLE, last="%m", more=()):
-    """A loop over the scaling of a thousand numbers, started at 0 with the bound 4 in
-    its tuple.
+    """A loop over the scaling of a thousand numbers.
+
+    It starts at 0, with the bound 4 in its tuple.
     """
     return one(
-        *(
-            "%zero = s32[] constant(0)",
-            "%four = s32[] constant(4)",
-            f"%start = {CARRY} tuple(%zero, %x, %four)",
-        ),
+        "%zero = s32[] constant(0)",
+        "%four = s32[] constant(4)",
+        f"%start = {CARRY} tuple(%zero, %x, %four)",
         f"%loop = {CARRY} while(%start), condition=%test, body=%body{rest}",
         f"%y = {X} get-tuple-element(%loop), index=1",
         computations=(SCALE, *more, less("test", bound), body("body", inside, last)),
@@ -94,22 +97,20 @@ def looped(rest="", inside=WORK, bound=IN_THE_TUPLE, last="%m", more=()):
 
 
 def test_bytes_and_cycles_of_a_fusion_and_names_of_what_has_no_price():
-    row = machine_cost.meter(
-        one(f"%y = {X} fusion(%x), kind=kLoop, calls=%scale, {cycles(3)}"), TPU
-    )
+    fusion = f"%y = {X} fusion(%x), kind=kLoop, calls=%scale, {cycles(3)}"
+    row = machine_cost.meter(one(fusion), TPU)
     assert row["hbm_bytes"] == 8000  # four in, four out
     assert (row["compute_ms"], row["hbm_ms"]) == pytest.approx((0.003, 0.008))
     assert row["ms"] == row["hbm_ms"]  # the larger of the two
     call = f'%y = {X} custom-call(%x), custom_call_target="Cholesky"'
     assert machine_cost.meter(one(call), TPU)["unpriced"] == {"Cholesky": 1}
     # A Pallas kernel says how many operations it has.
-    call += ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"20000000","transcendentals":"0"}}}'
+    estimate = '{"flops":"20000000","transcendentals":"0"}'
+    call += f', backend_config={{"custom_call_config":{{"cost_estimate":{estimate}}}}}'
     row = machine_cost.meter(one(call), TPU)
-    assert (row["compute_ms"], row["unpriced"], row["hbm_bytes"]) == (
-        pytest.approx(0.02),
-        {},
-        8000,
-    )
+    assert row["compute_ms"] == pytest.approx(0.02)
+    assert row["unpriced"] == {}
+    assert row["hbm_bytes"] == 8000
 
 
 def test_what_is_on_the_chip_costs_no_bytes_and_a_copy_counts_once():
@@ -133,34 +134,29 @@ def test_what_is_on_the_chip_costs_no_bytes_and_a_copy_counts_once():
 
 
 def test_slices_in_a_fusion_count_with_the_slice():
-    a, given = (
-        "f32[100,1000]{1,0}",
-        ("%k = s32[] parameter(2)", "%nil = s32[] constant(0)"),
+    a = "f32[100,1000]{1,0}"
+    given = (
+        "%k = s32[] parameter(2)",
+        "%nil = s32[] constant(0)",
+        f"%p = {a} parameter(0)",
+        f"%q = {a} parameter(1)",
     )
-    given += (f"%p = {a} parameter(0)", f"%q = {a} parameter(1)")
     inner = computation(
-        *(
-            "part",
-            *given,
-            (
-                "%row = f32[1,1000]{1,0} dynamic-slice(%p, %k, %nil),"
-                " dynamic_slice_sizes={1,1000}"
-            ),
-        ),
-        *(
-            "%sine = f32[1,1000]{1,0} sine(%row)",
-            f"%out = {a} dynamic-update-slice(%q, %sine, %k, %nil)",
-        ),
+        "part",
+        *given,
+        "%row = f32[1,1000]{1,0} dynamic-slice(%p, %k, %nil),"
+        " dynamic_slice_sizes={1,1000}",
+        "%sine = f32[1,1000]{1,0} sine(%row)",
+        f"%out = {a} dynamic-update-slice(%q, %sine, %k, %nil)",
     )
     outer = computation(
         "main",
         *given,
         f"%y = {a} fusion(%p, %q, %k), kind=kLoop, calls=%part, {cycles(1)}",
     )
-    for machine in (TPU, GPU):  # a row in, a row out, the index
-        assert (
-            machine_cost.meter(inner + outer, machine)["hbm_bytes"] == 4000 + 4000 + 4
-        )
+    for machine in (TPU, GPU):
+        row = machine_cost.meter(inner + outer, machine)
+        assert row["hbm_bytes"] == 4000 + 4000 + 4  # a row in, a row out, the index
 
 
 def test_how_often_a_loop_turns():
@@ -175,22 +171,21 @@ def test_how_often_a_loop_turns():
     changing = looped(last="%next")  # a bound that is data
     with pytest.raises(ValueError, match="does not say how often"):
         machine_cost.meter(changing, TPU)
-    assert machine_cost.meter(changing, TPU, turns=2.5)["compute_ms"] == pytest.approx(
-        2.5 * 0.007
-    )
-    inner = (
-        f"%loop = {CARRY} while(%start), condition=%inner, body=%work",
-        f"%z = {X} get-tuple-element(%loop), index=1",
-    )
+    row = machine_cost.meter(changing, TPU, turns=2.5)
+    assert row["compute_ms"] == pytest.approx(2.5 * 0.007)
+
+
+def test_how_often_a_loop_in_a_loop_turns():
     inner = (
         "%zero = s32[] constant(0)",
         f"%start = {CARRY} tuple(%zero, %y, %m)",
-        *inner,
+        f"%loop = {CARRY} while(%start), condition=%inner, body=%work",
+        f"%z = {X} get-tuple-element(%loop), index=1",
     )
-    nested = looped(
-        inside=inner, bound="constant(5)", more=(less("inner"), body("work", WORK))
-    )
-    assert machine_cost.meter(nested, TPU)["compute_ms"] == pytest.approx(5 * 4 * 0.007)
+    more = (less("inner"), body("work", WORK))
+    nested = looped(inside=inner, bound="constant(5)", more=more)
+    row = machine_cost.meter(nested, TPU)
+    assert row["compute_ms"] == pytest.approx(5 * 4 * 0.007)
 
 
 def test_the_most_expensive_branch_counts():
@@ -212,10 +207,12 @@ def test_the_most_expensive_branch_counts():
 
 
 def test_kernels_of_a_gpu():
-    """A product of 100 x 100 in TF32 (2e6 operations, 4 us) that moves 120,000 bytes
-    (120 us), and a launch.
+    """A product of 100 x 100 in TF32, and a launch.
+
+    It has 2e6 operations (4 us), and moves 120,000 bytes (120 us).
     """
-    a, dims = "f32[100,100]{1,0}", "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    a = "f32[100,100]{1,0}"
+    dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     text = computation(
         "gemm",
         f"%p = {a} parameter(0)",
@@ -231,16 +228,11 @@ def test_kernels_of_a_gpu():
     assert row["flops"] == {"f32 default": 2e6}
     assert row["ms"] == pytest.approx(0.12 + LAUNCH)
     slow = dataclasses.replace(GPU, bandwidth=1e15)
-    assert machine_cost.meter(text, slow)["ms"] == pytest.approx(
-        0.004 + LAUNCH, rel=1e-3
-    )
-    highest = text.replace(
-        "rhs_contracting_dims={0}",
-        "rhs_contracting_dims={0}, operand_precision={highest,highest}",
-    )
-    assert machine_cost.meter(highest, slow)["ms"] == pytest.approx(
-        0.02 + LAUNCH, rel=1e-3
-    )
+    row = machine_cost.meter(text, slow)
+    assert row["ms"] == pytest.approx(0.004 + LAUNCH, rel=1e-3)
+    highest = text.replace(dims, f"{dims}, operand_precision={{highest,highest}}")
+    row = machine_cost.meter(highest, slow)
+    assert row["ms"] == pytest.approx(0.02 + LAUNCH, rel=1e-3)
 
 
 def test_products_of_libraries_and_as_convolutions():
@@ -250,42 +242,32 @@ def test_products_of_libraries_and_as_convolutions():
     call = (
         "%y = (bf16[7,10,30]{2,1,0}, s8[64]{0}) custom-call(%a, %b),"
         ' custom_call_target="__cublas$gemm", '
+        'backend_config={"dot_dimension_numbers":'
+        '{"lhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"]}}'
     )
-    call += 'backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"]}}'
-    row = machine_cost.meter(
-        computation("main", *operands("bf16[7,10,20]", "bf16[7,20,30]"), call), GPU
-    )
-    assert (row["flops"], row["unpriced"]) == (
-        {"bf16 default": 2 * 7 * 10 * 20 * 30},
-        {},
-    )
+    text = computation("main", *operands("bf16[7,10,20]", "bf16[7,20,30]"), call)
+    row = machine_cost.meter(text, GPU)
+    assert row["flops"] == {"bf16 default": 2 * 7 * 10 * 20 * 30}
+    assert row["unpriced"] == {}
     # A batch of products that a TPU writes as a convolution.
-    batch = (
+    call = (
         "%y = f32[12,256,128]{2,1,0} convolution(%a, %b), window={size=12 stride=11"
-        " lhs_dilate=12}, "
+        " lhs_dilate=12}, dim_labels=0bf_0io->0bf"
     )
-    batch = (
-        *operands("f32[12,256,512]", "f32[12,512,128]"),
-        batch + "dim_labels=0bf_0io->0bf",
-    )
-    assert hlo.cost(computation("main", *batch)).flops == 2 * 12 * 256 * 512 * 128
+    text = computation("main", *operands("f32[12,256,512]", "f32[12,512,128]"), call)
+    assert hlo.cost(text).flops == 2 * 12 * 256 * 512 * 128
 
 
 def test_eigendecompositions_are_priced_by_assumption():
     def call(count, size, target, memory="", given="%x"):
-        x, y = (
-            f"f32[{count},{size},{size}]{{2,1,0{memory}}}",
-            f"f32[{count},{size}]{{1,0{memory}}}",
-        )
+        x = f"f32[{count},{size},{size}]{{2,1,0{memory}}}"
+        y = f"f32[{count},{size}]{{1,0{memory}}}"
         eigh = f'%y = {y} custom-call({given}), custom_call_target="{target}"'
         return computation("main", f"%x = {x} parameter(0)", eigh)
 
     row = machine_cost.meter(call(3, 20, "EighTpu", ":S(1)", "%x, %x, %x, %x"), TPU)
-    assert (
-        row["ms"]
-        == pytest.approx(row["eigh_ms"])
-        == pytest.approx(3 * 8 * 39 * 150 / 1e3)
-    )
+    assert row["ms"] == pytest.approx(row["eigh_ms"])
+    assert row["ms"] == pytest.approx(3 * 8 * 39 * 150 / 1e3)
     assert row["unpriced"] == {}
     row = machine_cost.meter(call(65, 40, "cusolver_syevd_ffi"), GPU)
     assert (row["eigh_ms"], row["kernels"]) == (1, 1)  # two batches of up to 64
@@ -307,7 +289,11 @@ def test_an_option_that_is_not_known_is_named():
 
 def test_what_does_not_fit_is_one_line_and_the_rest_has_its_rows(monkeypatch, tmp_path):
     class Large:
-        trace = lower = lambda self, *args, **kwargs: self
+        def trace(self, *args, **kwargs):
+            return self
+
+        def lower(self, *args, **kwargs):
+            return self
 
         def compile(self, **options):
             raise jax.errors.JaxRuntimeError(
@@ -340,20 +326,18 @@ def test_a_compiler_that_is_not_installed_is_asked_for(monkeypatch):
 
 def compiles(target):
     """A mark: only where the compiler for ``target`` is installed."""
-    return pytest.mark.skipif(
-        bool(ahead.missing(target)), reason=f'pip install ".[{ahead.missing(target)}]"'
-    )
+    extra = ahead.missing(target)
+    return pytest.mark.skipif(bool(extra), reason=f'pip install ".[{extra}]"')
 
 
 BOTH = [pytest.param(target, marks=compiles(target)) for target in ("v5e", "h100")]
 
 
 def priced(target, f, *shapes):
-    """A function compiled for a chip, and metered."""
+    """The estimated cost of a function compiled for a chip."""
     arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    return machine_cost.meter(
-        ahead.compiled(target, jax.jit(f), arguments)[0].as_text(), MACHINES[target]
-    )
+    program, *_ = ahead.compiled(target, jax.jit(f), arguments)
+    return machine_cost.meter(program.as_text(), MACHINES[target])
 
 
 @pytest.mark.parametrize("target", BOTH)
@@ -369,23 +353,21 @@ def test_a_loop_costs_what_the_unrolled_program_does(target):
     def rolled(x, w):
         return jax.lax.fori_loop(0, 7, lambda _, y: step(y, w), x)
 
-    loop, flat = (
-        priced(target, f, (1024, 1024), (1024, 1024)) for f in (rolled, unrolled)
-    )
+    loop = priced(target, rolled, (1024, 1024), (1024, 1024))
+    flat = priced(target, unrolled, (1024, 1024), (1024, 1024))
     assert loop["flops"].keys() <= {"f32 default", "bf16 default"}
     assert sum(loop["flops"].values()) == sum(flat["flops"].values()) == 7 * 2 * 1024**3
-    if (
-        target == "v5e"
-        # On a GPU a loop also launches a kernel that counts, and one that copies what it
-        # carries.
-    ):
+    # On a GPU a loop also launches a kernel that counts, and one that copies what it
+    # carries.
+    if target == "v5e":
         assert loop["ms"] == pytest.approx(flat["ms"], rel=0.1)
 
 
 @pytest.mark.parametrize("target", BOTH)
 def test_a_large_product_takes_what_is_published(target):
-    """Within a fifth of the peak: the compiler fills the matrix units, the model of a
-    GPU assumes so.
+    """Within a fifth of the peak.
+
+    The compiler fills the matrix units; the model of a GPU assumes so.
     """
     row = ahead.estimate(target, "tiny", None, ahead.PRODUCT)
     peak = {"v5e": 197e12, "h100": 989e12}[target]
@@ -405,15 +387,14 @@ def test_adamw_moves_28_bytes_a_weight(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", BOTH)
 def test_the_report(target, tmp_path):
-    ahead.main(
-        ahead.Options(
-            target=(target,),
-            model="tiny",
-            layers=1,
-            optimizers=("adamw", "mano"),
-            out=tmp_path,
-        )
+    options = ahead.Options(
+        target=(target,),
+        model="tiny",
+        layers=1,
+        optimizers=("adamw", "mano"),
+        out=tmp_path,
     )
+    ahead.main(options)
     table = (tmp_path / f"ahead_{target}_tiny_1layers.md").read_text()
     assert "nothing was run" in table
     assert "| mano |" in table

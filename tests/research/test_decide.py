@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning on some seeds and deciding on others, with losses from a formula instead of
-runs.
+"""Tuning on some seeds and deciding on others.
+
+Losses are from a formula instead of runs.
 """
 
 import json
@@ -18,18 +19,41 @@ HYPERBALL = "muon,norm_control=hyperball"
 
 
 def formula(arm, steps):
-    """Lowest at a learning rate of 6.4e-2, 4e-3 for the AdamW group, and a weight decay
-    of 0.03.
+    """The loss of an arm after some steps.
+
+    It is lowest at a learning rate of 6.4e-2, 4e-3 for the AdamW group, and a weight
+    decay of 0.03.
     """
     settings = split_name(arm.optimizer)[1]
-    rates = arm.learning_rate / 6.4e-2, float(settings["adam_learning_rate"]) / 4e-3
-    decay = float(settings.get("weight_decay", 0.1)) / 0.03
-    better = 0.05 * ("normpre_h" in arm.optimizer)
-    loss = 2 + sum(
-        0.1 * math.log(x) ** 2
-        for x in (*rates, *([] if is_relative(arm.optimizer) else [decay]))
-    )
-    return loss - better - 0.2 * math.log(steps / 1500) + 0.01 * math.sin(arm.seed)
+    distances = [
+        arm.learning_rate / 6.4e-2,
+        float(settings["adam_learning_rate"]) / 4e-3,
+    ]
+    if not is_relative(arm.optimizer):
+        distances.append(float(settings.get("weight_decay", 0.1)) / 0.03)
+    loss = 2 + sum(0.1 * math.log(x) ** 2 for x in distances)
+    if "normpre_h" in arm.optimizer:
+        loss -= 0.05
+    return loss - 0.2 * math.log(steps / 1500) + 0.01 * math.sin(arm.seed)
+
+
+FACTS = {
+    "settings": "nano",
+    "command": "decide",
+    "date": "",
+    "machine": {"kind": "cpu", "cores": 1},
+    "config": {
+        "steps": 1500,
+        "batch_size": 16,
+        "model.context": 64,
+        "model.family": "gpt2",
+        "model.layers": 3,
+        "model.width": 64,
+    },
+    "parameters": 1,
+    "text": {"source": "text"},
+    "versions": {"python": "3", "jax": "0"},
+}
 
 
 @pytest.fixture
@@ -39,11 +63,9 @@ def ran(monkeypatch, tmp_path):
 
     def run(self, wanted):
         flags = self.config_flags
-        steps = (
-            int(flags[flags.index("--steps") + 1])
-            if "--steps" in flags
-            else self.config.steps
-        )
+        steps = self.config.steps
+        if "--steps" in flags:
+            steps = int(flags[flags.index("--steps") + 1])
         for arm in wanted:
             arms.append((arm, steps))
             self.results[arm] = {
@@ -52,30 +74,8 @@ def ran(monkeypatch, tmp_path):
                 "train_seconds": 1.0,
             }
 
-    facts = {
-        "settings": "nano",
-        "command": "decide",
-        "date": "",
-        "machine": {"kind": "cpu", "cores": 1},
-        "text": {},
-    }
-    facts |= {
-        "config": {
-            "steps": 1500,
-            "batch_size": 16,
-            "model.context": 64,
-            "model.family": "gpt2",
-        },
-        "versions": {},
-    }
-    facts["config"] |= {"model.layers": 3, "model.width": 64}
-    facts |= {
-        "parameters": 1,
-        "text": {"source": "text"},
-        "versions": {"python": "3", "jax": "0"},
-    }
     monkeypatch.setattr(Study, "run", run)
-    monkeypatch.setattr(Study, "facts", lambda self, line: facts)
+    monkeypatch.setattr(Study, "facts", lambda self, line: FACTS)
     monkeypatch.setattr(
         "examples.pretrain.data.open_corpus",
         lambda *_: SimpleNamespace(manifest={"fingerprint": "text"}),
@@ -87,26 +87,17 @@ def test_options_are_tuned_one_after_the_other_and_seeds_decide(ran, tmp_path):
     fixed = "muoneq,norm_control=hyperball,adam_learning_rate=4e-3,learning_rate=6.4e-2"
     arguments = ["--seeds", "41-44", "--runs-folder", str(tmp_path), "--optimizers"]
     decide.main([*arguments, f"{HYPERBALL}; normpre_h; muon; {fixed}"])
-    best = {"adam_learning_rate": "0.004"}
+    best = "adam_learning_rate=0.004"
     for seed in range(41, 45):
-        for name, more in (
-            (HYPERBALL, {}),
-            ("normpre_h", {}),
-            ("muon", {"weight_decay": "0.03"}),
+        for name in (
+            f"{HYPERBALL},{best}",
+            f"normpre_h,{best}",
+            f"muon,{best},weight_decay=0.03",
         ):
-            settings = ",".join(
-                f"{key}={value}" for key, value in (best | more).items()
-            )
-            assert (
-                decide.Arm(f"{name},{settings}", 6.4e-2, seed),
-                1500,
-            ) in ran, "extended beyond the first three"
-    assert {arm.seed for arm, _ in ran if "muoneq" in arm.optimizer} == {
-        41,
-        42,
-        43,
-        44,
-    }, "is not tuned"
+            arm = decide.Arm(name, 6.4e-2, seed)
+            assert (arm, 1500) in ran, "extended beyond the first three"
+    seeds_of_fixed = {arm.seed for arm, _ in ran if "muoneq" in arm.optimizer}
+    assert seeds_of_fixed == {41, 42, 43, 44}, "is not tuned"
     assert {steps for _, steps in ran} == {1350, 1500, 1650}
     found = json.loads((tmp_path / "decide-nano/report/decision.json").read_text())
     rows = {row["optimizer"]: row for row in found["rows"]}
@@ -126,21 +117,10 @@ def test_an_optimizer_that_always_diverges_is_reported(ran, tmp_path, monkeypatc
         return math.inf if arm.optimizer.startswith("muon") else own(arm, steps)
 
     monkeypatch.setitem(globals(), "formula", diverges)
-    decide.main(
-        [
-            "--seeds",
-            "41-41",
-            "--runs-folder",
-            str(tmp_path),
-            "--optimizers",
-            f"normpre_h; {HYPERBALL}",
-        ]
-    )
-    assert {arm.learning_rate for arm, _ in ran if "muon" in arm.optimizer} == {
-        8e-3,
-        1.6e-2,
-        3.2e-2,
-    }, "not extended"
+    arguments = ["--seeds", "41-41", "--runs-folder", str(tmp_path), "--optimizers"]
+    decide.main([*arguments, f"normpre_h; {HYPERBALL}"])
+    rates = {arm.learning_rate for arm, _ in ran if "muon" in arm.optimizer}
+    assert rates == {8e-3, 1.6e-2, 3.2e-2}, "not extended"
     page = (tmp_path / "decide-nano/report/README.md").read_text()
     assert "| +inf |" in page
     assert "± nan" not in page

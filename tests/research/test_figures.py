@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's figures from runs: numbers against NumPy, files, and one line for what
-cannot be drawn.
+"""The paper's figures from runs: numbers against NumPy, and files.
+
+And one line for what cannot be drawn.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ from normpre_optax import with_adamw
 from tests import reference
 from tests.reference_family import PROPERTIES
 
-RANK, ORIENTATIONS = 4, ("rows", "columns")
+RANK = 4
+ORIENTATIONS = ("rows", "columns")
 MATRICES = 7  # query, key, value, out, gate, up, down
 CONFIG = Config(
     config="tiny",
@@ -43,30 +45,31 @@ CONFIG = Config(
 
 
 def shaken(tree, seed: int):
-    """Random numbers in place of zeros, as if the state came from training; squares
-    where squares are.
+    """Random numbers in place of zeros, as if the state came from training.
+
+    They are squares where squares are.
     """
     random = np.random.default_rng(seed)
 
     def shake(path, leaf):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.asarray(np.full_like(leaf, seed))  # steps taken
-        noise = random.standard_normal(leaf.shape) @ np.diag(
-            1 / np.arange(1.0, leaf.shape[-1] + 1)
-        )
-        noise = noise**2 if ".nu" in jax.tree_util.keystr(path) else noise
+        decay = np.diag(1 / np.arange(1.0, leaf.shape[-1] + 1))
+        noise = random.standard_normal(leaf.shape) @ decay
+        if ".nu" in jax.tree_util.keystr(path):
+            noise = noise**2
         return jnp.asarray(np.asarray(leaf) + 0.1 * noise, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(shake, tree)
 
 
 def make_run(folder: Path, dataset, optimizer: str) -> Path:
-    """A run's folder with checkpoints of steps 4, 8 and 12, without the time that
-    training takes.
+    """A run's folder with checkpoints of steps 4, 8 and 12.
+
+    Nothing is trained, which would take long.
     """
-    config = dataclasses.replace(
-        CONFIG, optimizer=optimizer, name=optimizer, runs_folder=folder
-    )
+    own = {"optimizer": optimizer, "name": optimizer, "runs_folder": folder}
+    config = dataclasses.replace(CONFIG, **own)
     config.run_folder.mkdir()
     trainer = train.Trainer(config, dataset)
     run_module.introduce(config, None, dataset, trainer, Console(quiet=True))
@@ -76,18 +79,16 @@ def make_run(folder: Path, dataset, optimizer: str) -> Path:
     for step in (4, 8, 12):
         for _ in range(4):
             next(trainer.batches)
-        checkpoints.save(
-            step, trainer.batches.get_state(), **shaken(trainer.state, step)._asdict()
-        )
+        state = shaken(trainer.state, step)._asdict()
+        checkpoints.save(step, trainer.batches.get_state(), **state)
     checkpoints.close()
-    lines = [
-        {"step": step, "loss": 6 - step / 10, "grad_norm": 1 / step}
-        for step in range(1, 13)
-    ]
-    lines += [{"step": step, "validation_loss": 6 - step / 10} for step in (0, 6, 12)]
-    (config.run_folder / "log.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
+    lines = []
+    for step in range(1, 13):
+        lines.append({"step": step, "loss": 6 - step / 10, "grad_norm": 1 / step})
+    for step in (0, 6, 12):
+        lines.append({"step": step, "validation_loss": 6 - step / 10})
+    log = "".join(json.dumps(line) + "\n" for line in lines)
+    (config.run_folder / "log.jsonl").write_text(log)
     return config.run_folder
 
 
@@ -102,18 +103,9 @@ def runs(tmp_path_factory, dataset) -> dict[str, Path]:
 def drawn(runs, tmp_path_factory) -> tuple[Path, dict]:
     """The folder of the figures of both runs, and what ``figures.json`` says."""
     out = tmp_path_factory.mktemp("drawn") / "figures"
-    flags = [
-        "--run",
-        *map(str, runs.values()),
-        "--out",
-        str(out),
-        "--rank",
-        str(RANK),
-        "2",
-        "--steps",
-        "8",
-        "12",
-    ]
+    folders = map(str, runs.values())
+    options = f"--out {out} --rank {RANK} 2 --steps 8 12"
+    flags = ["--run", *folders, *options.split()]
     assert command.run(figures.main, flags) == 0
     return out, json.loads((out / "figures.json").read_text())
 
@@ -123,26 +115,21 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def checkpoint(content: dict, optimizer: str, step: int) -> dict:
-    (found,) = (
-        c
-        for one in content["runs"]
-        if one["optimizer"] == optimizer
-        for c in one["checkpoints"]
-        if c["step"] == step
-    )
+    """What ``figures.json`` has of one checkpoint."""
+    (run,) = [run for run in content["runs"] if run["optimizer"] == optimizer]
+    (found,) = [found for found in run["checkpoints"] if found["step"] == step]
     return found
 
 
 def float64(tree) -> dict[str, np.ndarray]:
-    return {
-        name: np.asarray(leaf, np.float64)
-        for name, leaf in optimizers.by_name(tree).items()
-    }
+    leaves = optimizers.by_name(tree)
+    return {name: np.asarray(leaf, np.float64) for name, leaf in leaves.items()}
 
 
 def state_and_gradients(folder: Path, step: int, kind) -> tuple:
-    """A checkpoint's weights and node of that kind; clipped gradients of the batch that
-    follows, from the first on.
+    """A checkpoint's weights, its state of that kind, and the gradients that follow.
+
+    These are clipped, of the batch that follows when counted from the first.
     """
     opened = figure_data.open_run(folder)
     found, _ = opened.checkpoints.restore(step, **opened.trainer.state._asdict())
@@ -151,43 +138,42 @@ def state_and_gradients(folder: Path, step: int, kind) -> tuple:
     batches = training_batches(
         load(Path(opened.record["data"]["folder"])), context=32, batch_size=4, seed=0
     )
-    tokens = jnp.asarray([next(batches) for _ in range(step + 1)][-1])
-    gradients = jax.jit(
-        jax.grad(lambda p: token_losses(opened.trainer.graphdef, p, tokens).mean())
-    )(state.params)
-    gradients = float64(gradients)
+    *_, last = (next(batches) for _ in range(step + 1))
+    tokens = jnp.asarray(last)
+
+    def loss(params):
+        return token_losses(opened.trainer.graphdef, params, tokens).mean()
+
+    def is_kind(x):
+        return isinstance(x, kind)
+
+    gradients = float64(jax.jit(jax.grad(loss))(state.params))
     norm = np.sqrt(sum(np.sum(g**2) for g in gradients.values()))
+    clipped = {name: g * min(1.0, 1 / norm) for name, g in gradients.items()}
     opt_state = state.opt_state[1].inner_states["matrix"]
-    (node,) = (
-        x
-        for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
-        if isinstance(x, kind)
-    )
-    return (
-        state.params,
-        node,
-        {name: g * min(1.0, 1 / norm) for name, g in gradients.items()},
-    )
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_kind)
+    (node,) = [node for node in nodes if is_kind(node)]
+    return state.params, node, clipped
 
 
 @pytest.fixture(scope="module")
 def by_hand(runs) -> dict[str, dict[str, np.ndarray]]:
-    """What the run of RMNP does after its second checkpoint, by parameter, as (out,
-    in).
+    """What the run of RMNP does after its second checkpoint.
+
+    By parameter, as (out, in).
     """
     params, node, gradients = state_and_gradients(runs["rmnp"], 8, optax.TraceState)
-    trace, weights, found = float64(node.trace), float64(params), {}
-    for name, old in trace.items():
+    weights = float64(params)
+    found = {}
+    for name, old in float64(node.trace).items():
         g = gradients[name]
         momentum = 0.95 * old + g
-        direction = reference.unit_rows(
-            (g + 0.95 * momentum).T
-        )  # Nesterov; kernels are (in, out)
-        found[name] = {
+        nesterov = g + 0.95 * momentum
+        found[name] = {  # kernels are (in, out)
             "momentum": momentum.T,
             "weight": weights[name].T,
             "gradient": g.T,
-            "direction": direction,
+            "direction": reference.unit_rows(nesterov.T),
         }
     assert len(found) == MATRICES
     return found
@@ -196,132 +182,108 @@ def by_hand(runs) -> dict[str, dict[str, np.ndarray]]:
 @pytest.mark.parametrize("orientation", ORIENTATIONS)
 def test_spectra_and_energies_are_those_of_the_next_update(drawn, by_hand, orientation):
     """By the functions that ``test_diagnostics`` compares with the reference."""
-    found, signals = checkpoint(drawn[1], "rmnp", 8)[orientation], {}
+    found = checkpoint(drawn[1], "rmnp", 8)[orientation]
+    signals = {}
     for name, matrix in by_hand.items():
-        m, w = (
-            matrix[key] if orientation == "rows" else matrix[key].T
-            for key in ("momentum", "weight")
-        )
+        m = matrix["momentum"]
+        w = matrix["weight"]
+        if orientation == "columns":
+            m, w = m.T, w.T
         signals[name] = diagnostics.normalized(jnp.asarray(m), jnp.asarray(w))
     spectra = [diagnostics.trace_matched_spectra(x) for x, _ in signals.values()]
-    for which, table in zip(
-        ("before", "after"), map(np.stack, zip(*spectra, strict=True)), strict=True
-    ):
+    before, after = map(np.stack, zip(*spectra, strict=True))
+    for which, table in (("before", before), ("after", after)):
         assert found[which]["count"] == [MATRICES] * 16
         # Five digits are kept; float32 leaves 1e-6 of the largest eigenvalue, about 30.
-        parts, expected = (
-            [found[which][part] for part in ("mean", "low", "high")],
-            np.percentile(table, [25, 75], axis=0),
-        )
-        np.testing.assert_allclose(
-            parts, [table.mean(0), *expected], rtol=1e-3, atol=1e-4
-        )
+        parts = [found[which][part] for part in ("mean", "low", "high")]
+        expected = [table.mean(0), *np.percentile(table, [25, 75], axis=0)]
+        np.testing.assert_allclose(parts, expected, rtol=1e-3, atol=1e-4)
     for rank in (RANK, 2):
-        shares = {
-            name: diagnostics.mode_energies(psi, rank).shares()
-            for name, (_, psi) in signals.items()
-        }
+        shares = {}
+        tops = {}
+        for name, (_, psi) in signals.items():
+            shares[name] = diagnostics.mode_energies(psi, rank).shares()
+            tops[name] = pytest.approx(float(shares[name].top), rel=1e-3)
         energies = found["energies"][str(rank)]
-        assert energies["top_of"] == {
-            name: pytest.approx(float(x.top), rel=1e-3) for name, x in shares.items()
-        }
+        assert energies["top_of"] == tops
         mean = [energies[part] for part in ("top", "remain", "sub")]
         np.testing.assert_allclose(mean, np.mean([*shares.values()], axis=0), rtol=1e-3)
         assert mean[1] > 0.01 or rank > 2
 
 
 def test_alignment_is_the_cosine_of_gradient_and_direction(drawn, by_hand, runs):
-    expected = np.mean(
-        [cosine(matrix["gradient"], matrix["direction"]) for matrix in by_hand.values()]
-    )
+    cosines = [cosine(x["gradient"], x["direction"]) for x in by_hand.values()]
+    expected = np.mean(cosines)
     assert abs(expected) > 1e-3
     # The decay that is not there would be half of W, several times the direction.
-    assert checkpoint(drawn[1], "rmnp", 8)["alignment"] == pytest.approx(
-        expected, rel=1e-3
-    )
-    # AdamW by its formula.
-    params, adam, gradients = state_and_gradients(
-        runs["adamw"], 4, optax.ScaleByAdamState
-    )
+    alignment = checkpoint(drawn[1], "rmnp", 8)["alignment"]
+    assert alignment == pytest.approx(expected, rel=1e-3)
+
+
+def test_alignment_of_adamw_is_that_of_its_formula(drawn, runs):
+    kind = optax.ScaleByAdamState
+    params, adam, gradients = state_and_gradients(runs["adamw"], 4, kind)
     assert int(adam.count) == 4
-    first, second, cosines = float64(adam.mu), float64(adam.nu), []
+    first = float64(adam.mu)
+    second = float64(adam.nu)
+    cosines = []
     for name in optimizers.hidden_matrices(params):
         g = gradients[name]
-        mean, square = (
-            (0.9 * first[name] + 0.1 * g) / (1 - 0.9**5),
-            (0.95 * second[name] + 0.05 * g**2) / (1 - 0.95**5),
-        )
+        mean = (0.9 * first[name] + 0.1 * g) / (1 - 0.9**5)
+        square = (0.95 * second[name] + 0.05 * g**2) / (1 - 0.95**5)
         cosines.append(cosine(g, mean / (np.sqrt(square) + 1e-8)))
     assert len(cosines) == MATRICES
-    assert checkpoint(drawn[1], "adamw", 4)["alignment"] == pytest.approx(
-        np.mean(cosines), rel=1e-3
-    )
+    alignment = checkpoint(drawn[1], "adamw", 4)["alignment"]
+    assert alignment == pytest.approx(np.mean(cosines), rel=1e-3)
 
 
 @pytest.mark.slow
 def test_a_run_from_training_to_figures(flags, tmp_path):
     more = (
         "--steps 6 --warmup-steps 1 --checkpoint-every 3 --keep-checkpoints 9"
-        " --name own"
+        f" --name own --optimizer normpre_l,rank={RANK},weight_decay=0.5"
     )
-    assert (
-        main.main(
-            [
-                *flags,
-                *more.split(),
-                "--optimizer",
-                f"normpre_l,rank={RANK},weight_decay=0.5",
-            ]
-        )
-        == 0
-    )
+    assert main.main([*flags, *more.split()]) == 0
     out = tmp_path / "out"
-    assert (
-        command.run(
-            figures.main, ["--run", str(tmp_path / "runs" / "own"), "--out", str(out)]
-        )
-        == 0
-    )
+    line = f"--run {tmp_path / 'runs' / 'own'} --out {out}"
+    assert command.run(figures.main, line.split()) == 0
     (found,) = json.loads((out / "figures.json").read_text())["runs"]
-    assert [(c["step"], 0 < c["alignment"] < 1) for c in found["checkpoints"]] == [
-        (3, True),
-        (6, True),
-    ]
+    assert [c["step"] for c in found["checkpoints"]] == [3, 6]
+    assert all(0 < c["alignment"] < 1 for c in found["checkpoints"])
     assert found["ranks"] == [RANK]
 
 
-def test_curves_files_and_bars(drawn, runs):
-    out, content = drawn
+def test_curves(drawn, runs):
+    _, content = drawn
     for found in content["runs"]:
-        norms = [
-            line["grad_norm"]
-            for line in read_lines(runs[found["name"]] / "log.jsonl")
-            if "grad_norm" in line
-        ]
-        assert (
-            found["gradient_norm"]["steps"]
-            == found["losses"]["train_steps"]
-            == list(range(1, 13))
-        )
-        np.testing.assert_allclose(found["gradient_norm"]["raw"], norms, rtol=1e-4)
-        averages = [
-            np.mean(norms[:k]) for k in range(1, 13)
-        ]  # fewer steps than the window holds
-        np.testing.assert_allclose(
-            found["gradient_norm"]["smoothed"], averages, rtol=1e-4
-        )
+        lines = read_lines(runs[found["name"]] / "log.jsonl")
+        norms = [line["grad_norm"] for line in lines if "grad_norm" in line]
+        curve = found["gradient_norm"]
+        assert curve["steps"] == list(range(1, 13))
+        assert found["losses"]["train_steps"] == list(range(1, 13))
+        np.testing.assert_allclose(curve["raw"], norms, rtol=1e-4)
+        # There are fewer steps than the window holds.
+        averages = [np.mean(norms[:k]) for k in range(1, 13)]
+        np.testing.assert_allclose(curve["smoothed"], averages, rtol=1e-4)
         assert found["losses"]["validation_steps"] == [0, 6, 12]
         assert [c["step"] for c in found["checkpoints"]] == [4, 8, 12]
         assert found["shown"] == [8, 12]
-    names = [f"{kind}_{o}" for kind in ("spectra", "energy") for o in ORIENTATIONS] + [
-        *figure_drawing.LINES
+
+
+def test_files(drawn):
+    out, content = drawn
+    names = [
+        "spectra_rows",
+        "spectra_columns",
+        "energy_rows",
+        "energy_columns",
+        *figure_drawing.LINES,
     ]
-    assert {path.name for path in out.iterdir()} == {
-        f"{name}.png" for name in names
-    } | {"README.md", "figures.json"}
-    assert all(
-        matplotlib.image.imread(out / f"{name}.png").std() > 0.01 for name in names
-    )
+    pictures = {f"{name}.png" for name in names}
+    files = {path.name for path in out.iterdir()}
+    assert files == pictures | {"README.md", "figures.json"}
+    for picture in pictures:
+        assert matplotlib.image.imread(out / picture).std() > 0.01
     text = (out / "README.md").read_text()
     top = checkpoint(content, "rmnp", 12)["rows"]["energies"][str(RANK)]["top"]
     assert f"| rmnp | {RANK} | 12 | {100 * top:.1f} |" in text
@@ -329,49 +291,51 @@ def test_curves_files_and_bars(drawn, runs):
     assert "adamw: AdamW's average of gradients stands for the momentum." in text
     assert content["command"].startswith("python -m examples.research.figures --run ")
 
+
+def draw_columns(axes, run):
+    figure_drawing.draw_energies(axes, run, "columns")
+
+
+def test_bars(drawn):
+    """They add up to 100 %; those on the right are the top modes."""
+    _, content = drawn
     run = content["runs"][0]
-    (axes,) = figure_drawing.panelled(
-        [run], lambda axes, r: figure_drawing.draw_energies(axes, r, "columns")
-    ).axes
-    tops = [
-        100 * checkpoint(content, "rmnp", step)["columns"]["energies"][str(RANK)]["top"]
-        for step in run["shown"]
-    ]
-    totals = np.max(
-        [[bar.get_y() + bar.get_height() for bar in bars] for bars in axes.containers],
-        axis=0,
-    )
-    np.testing.assert_allclose(totals, 100, atol=0.02)
-    (local,) = (
-        bars
-        for bars in axes.containers
-        if bars[0].get_x() + bars[0].get_width() / 2 > 0
-    )
-    np.testing.assert_allclose([bar.get_height() for bar in local], tops)
-    one, other = figure_drawing.styles(
-        [run, {**run, "name": "other"}]
-    )  # of one optimizer
-    assert (one[0], other[0], one[1] == other[1], one[2] == other[2]) == (
-        "RMNP, rmnp",
-        "RMNP, other",
-        True,
-        False,
-    )
+    (axes,) = figure_drawing.panelled([run], draw_columns).axes
+    tops = []
+    for step in run["shown"]:
+        energies = checkpoint(content, "rmnp", step)["columns"]["energies"]
+        tops.append(100 * energies[str(RANK)]["top"])
+    ends = []
+    right = []
+    for bars in axes.containers:
+        ends.append([bar.get_y() + bar.get_height() for bar in bars])
+        if bars[0].get_x() + bars[0].get_width() / 2 > 0:
+            right.append([bar.get_height() for bar in bars])
+    np.testing.assert_allclose(np.max(ends, axis=0), 100, atol=0.02)
+    (heights,) = right
+    np.testing.assert_allclose(heights, tops)
+
+
+def test_two_runs_of_one_optimizer_have_one_color_and_two_line_styles(drawn):
+    _, content = drawn
+    run = content["runs"][0]
+    one, other = figure_drawing.styles([run, run | {"name": "other"}])
+    assert one[0] == "RMNP, rmnp"
+    assert other[0] == "RMNP, other"
+    assert one[1] == other[1]
+    assert one[2] != other[2]
 
 
 def test_which_checkpoints_ranks_and_eigenvalues_are_shown(runs):
     run = figure_data.open_run(runs["rmnp"])
-    assert run.shown(()) == (
-        4,
-        12,
-    )  # of 0.12, 0.6, 1.2, 2.4, 6 and 12; 6 is as near to 4 as to 8
+    # Of 0.12, 0.6, 1.2, 2.4, 6 and 12; 6 is as near to 4 as to 8.
+    assert run.shown(()) == (4, 12)
     assert run.shown((8, 4)) == (4, 8)
     assert run.ranks(()) == (16,)  # NormPre-L's 32, of a width of 16
     assert run.ranks((3, 1, 3)) == (3, 1)
     run.checkpoints.close()
-    found = figure_data.by_rank(
-        [np.array([4.0, 1.0, 1e-20], np.float32), np.array([2.0], np.float32)]
-    )
+    spectra = [np.float32([4.0, 1.0, 1e-20]), np.float32([2.0])]
+    found = figure_data.by_rank(spectra)
     assert found == {
         "mean": [3.0, 1.0],
         "low": [2.5, 1.0],
@@ -393,9 +357,8 @@ def test_the_momentum_of_every_optimizer_is_found(name, monkeypatch):
         "blocks": {"0": {"up": {"kernel": jnp.ones((4, 6))}}},
         "tokens": {"embedding": jnp.ones((8, 4))},
     }
-    optimizer = optimizers.make_optimizer(
-        dataclasses.replace(Config(), optimizer=name), lambda t: 1.0
-    )
+    config = dataclasses.replace(Config(), optimizer=name)
+    optimizer = optimizers.make_optimizer(config, lambda t: 1.0)
     state = jax.eval_shape(optimizer.init, params)
     ((field, moment),) = figure_data.momenta(params, state, params).values()
     without_momentum = {"sgd"}
@@ -418,7 +381,8 @@ def edited(run: Path, folder: Path, **changes) -> Path:
 
 
 def test_bad_input_is_one_line(runs, tmp_path, capsys):
-    run, out = str(runs["rmnp"]), tmp_path / "out"
+    run = str(runs["rmnp"])
+    out = tmp_path / "out"
     none = edited(runs["rmnp"], tmp_path / "none")
     shutil.rmtree(none / "checkpoints")
     other = edited(runs["rmnp"], tmp_path / "other", **{"model.width": 32})

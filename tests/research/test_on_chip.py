@@ -21,9 +21,8 @@ def test_all_parts_with_tiny_shapes(tmp_path):
         " --config tiny --out out"
     )
     command = [sys.executable, "-m", "examples.research.on_chip", *tiny.split()]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
-    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 0
     numerics = json.loads((tmp_path / "out" / "numerics.json").read_text())["rows"]
     # Two updates in float32: rounding of 6e-8, times a slope of Newton-Schulz at zero
@@ -45,8 +44,7 @@ def test_all_parts_with_tiny_shapes(tmp_path):
 
 
 def test_estimates_stand_next_to_what_was_measured():
-    assert (
-        float(on_chip.estimate("NVIDIA H100 80GB HBM3", "gpt2_small", "normpre_h")) > 1
-    )
+    h100 = "NVIDIA H100 80GB HBM3"
+    assert float(on_chip.estimate(h100, "gpt2_small", "normpre_h")) > 1
     assert float(on_chip.estimate("TPU v5 lite", "gpt2_small", "normpre_g")) > 1
     assert on_chip.estimate("cpu", "gpt2_small", "normpre_g") == ""

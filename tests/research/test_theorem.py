@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inequalities hold for the paper's kernels, and not for kernels that are wrong:
-none of them is always true.
+"""The inequalities hold for the paper's kernels, and not for kernels that are wrong.
+
+So none of them is always true.
 """
 
 import dataclasses
@@ -28,8 +29,9 @@ EVERY = {f.__name__: f for f in (*LEMMAS, *THEOREM, *COROLLARY)}
 
 
 def given():
-    """A gradient whose normalized rows have several modes above one, and rows of
-    weights shorter than one.
+    """A gradient, and weights whose rows have norms below one.
+
+    The normalized rows of the gradient have several modes above one.
     """
     random = np.random.default_rng(0)
     gradient = random.standard_normal((M, N)) + random.standard_normal((1, N))
@@ -41,8 +43,9 @@ def psi(tangent="relaxed"):
 
 
 def step(update, rank):
-    """A step on ``||W||^2 / 2``-like numbers: the loss falls as a 1-smooth function's
-    may at most.
+    """A step on numbers like those of ``||W||^2 / 2``.
+
+    The loss falls as much as a 1-smooth function's may at most.
     """
     gradient, weight = given()
     rate = 0.1
@@ -51,14 +54,10 @@ def step(update, rank):
 
 
 def right(rank):
-    return step(
-        (
-            reference.msign(psi())
-            if rank is None
-            else reference.precondition_exact(psi(), rank)
-        ),
-        rank,
-    )
+    """The step of NormPre-L with this rank; None is NormPre-G."""
+    if rank is None:
+        return step(reference.msign(psi()), rank)
+    return step(reference.precondition_exact(psi(), rank), rank)
 
 
 def sketched():
@@ -67,9 +66,9 @@ def sketched():
 
 
 def violated(step, which=(*LEMMAS, *THEOREM)):
-    return {
-        name for name, value in slacks(step, which).items() if value < -tolerance(step)
-    }
+    """The names of the inequalities that a step breaks."""
+    found = slacks(step, which)
+    return {name for name, value in found.items() if value < -tolerance(step)}
 
 
 @pytest.mark.parametrize("rank", [None, RANK])
@@ -88,10 +87,14 @@ def but(step, **properties):
 
 
 def spoiled():
-    """For every inequality a step that breaks it. ``corollary_duality`` holds for any
-    three matrices.
+    """For every inequality a step that breaks it.
+
+    ``corollary_duality`` holds for any three matrices.
     """
-    g, l, hat = right(None), right(RANK), sketched()
+    g = right(None)
+    l = right(RANK)
+    hat = sketched()
+    reversed_ = dataclasses.replace(hat, update=-hat.update)
     return {
         "lemma_1_rows": but(l, x=0.1 * l.x),
         "lemma_1": but(l, x=0.1 * l.x),
@@ -110,9 +113,7 @@ def spoiled():
         "corollary_perturbation": but(hat, delta=0.0),
         "corollary_nuclear": but(hat, sines=np.full(M, 10.0)),
         "corollary_norm": dataclasses.replace(hat, update=2 * hat.update),
-        "corollary_signal": but(
-            dataclasses.replace(hat, update=-hat.update), delta=0.0
-        ),
+        "corollary_signal": but(reversed_, delta=0.0),
     }
 
 
@@ -127,23 +128,22 @@ def test_every_inequality_can_fail():
 
 @pytest.mark.parametrize("make", [theorem.least_squares, theorem.two_layers])
 def test_the_problems_are_as_smooth_as_they_say(make, x64):
-    """The largest eigenvalue of the Hessian, at the start and at other places, and the
-    infimum.
-    """
+    """The largest eigenvalue of the Hessian at several places, and the infimum."""
     problem = make(0.5, 3, 4, 0)
-    hessian = jax.jit(
-        lambda w: jnp.linalg.eigvalsh(jax.hessian(problem.loss)(w).reshape(12, 12))
-    )
+
+    @jax.jit
+    def largest_eigenvalue(w):
+        hessian = jax.hessian(problem.loss)(w).reshape(12, 12)
+        return jnp.linalg.eigvalsh(hessian)[-1]
+
+    start = jnp.asarray(problem.start)
     random = np.random.default_rng(0)
-    found = [float(hessian(jnp.asarray(problem.start * s))[-1]) for s in (0.0, 1.0)]
-    found += [
-        float(hessian(jnp.asarray(random.standard_normal((3, 4))))[-1])
-        for _ in range(5)
-    ]
+    others = [jnp.asarray(random.standard_normal((3, 4))) for _ in range(5)]
+    places = [0 * start, start, *others]
+    found = [float(largest_eigenvalue(w)) for w in places]
     assert max(found) <= problem.smoothness * (1 + 1e-12)
-    assert problem.infimum <= min(
-        float(problem.loss(jnp.asarray(s * problem.start))) for s in (0.0, 1.0)
-    )
+    for w in (0 * start, start):
+        assert problem.infimum <= float(problem.loss(w))
     if make is theorem.least_squares:
         assert min(found) == pytest.approx(problem.smoothness)
 
@@ -155,10 +155,11 @@ def test_the_bound_is_that_of_the_theorem():
     found = theorem.summary(problem, steps, is_sketch=False)
     gamma = min(s.gamma for s in steps)
     epsilon = 1 - max(s.nu * s.chi for s in steps) * max(s.gamma_prime for s in steps)
-    gap, c = 10.0 - 2.0, 0.1 * math.sqrt(2)
-    bound = (
-        gap * N**0.5 / (epsilon * gamma * c) + c * N**1.5 / (2 * epsilon * gamma)
-    ) / math.sqrt(2)
+    gap = 10.0 - 2.0
+    c = 0.1 * math.sqrt(2)
+    descent = gap * N**0.5 / (epsilon * gamma * c)
+    curvature = c * N**1.5 / (2 * epsilon * gamma)
+    bound = (descent + curvature) / math.sqrt(2)
     assert found["bound"] == pytest.approx(bound)
     long = [dataclasses.replace(right(RANK), weight=60 * given()[1])]
     assert theorem.summary(problem, long, is_sketch=False)["bound"] is None
@@ -167,24 +168,10 @@ def test_the_bound_is_that_of_the_theorem():
 @pytest.mark.slow
 def test_a_small_report_holds_the_library_to_the_theorem(tmp_path, monkeypatch):
     titles = ("two layers, rows 0.05", "least squares, rows 1.2")
-    monkeypatch.setattr(
-        theorem, "PROBLEMS", {title: theorem.PROBLEMS[title] for title in titles}
-    )
-    theorem.main(
-        [
-            "--horizons",
-            "3",
-            "6",
-            "--rows",
-            "4",
-            "--columns",
-            "6",
-            "--rank",
-            "2",
-            "--out",
-            str(tmp_path),
-        ]
-    )
+    some = {title: theorem.PROBLEMS[title] for title in titles}
+    monkeypatch.setattr(theorem, "PROBLEMS", some)
+    options = "--horizons 3 6 --rows 4 --columns 6 --rank 2"
+    theorem.main([*options.split(), "--out", str(tmp_path)])
     result = json.loads((tmp_path / "theorem.json").read_text())
     assert {row["variant"] for row in result["rows"]} == {"G", "L exact", "L sketch"}
     assert {row["holds"] for row in result["rows"]} == {True, False}
@@ -199,9 +186,8 @@ def test_a_small_report_holds_the_library_to_the_theorem(tmp_path, monkeypatch):
 def test_the_librarys_own_steps_keep_them(x64):
     """The same three variants on one short run each of NormPre-G and of the sketch."""
     problem = theorem.least_squares(0.3, 3, 5, 0)
-    variants = theorem.variants(
-        theorem.Options(rank=1, oversample=1, power_iterations=0)
-    )
+    options = theorem.Options(rank=1, oversample=1, power_iterations=0)
+    variants = theorem.variants(options)
     for name in ("G", "L sketch"):
         steps = theorem.runner(problem, variants[name])(3)
         assert theorem.check(steps, variants[name].is_sketch)["lemma_3"].steps == 3
@@ -210,10 +196,7 @@ def test_the_librarys_own_steps_keep_them(x64):
 
 
 def test_inequalities_compare_the_sides():
-    assert inequalities.slack(inequalities.Sides(2.0, 1.0)) == 0.5
-    assert (
-        inequalities.slack(
-            inequalities.Sides(np.array([2.0, 1.0]), np.array([1.0, 2.0]))
-        )
-        == -0.5
-    )
+    numbers = inequalities.Sides(2.0, 1.0)
+    arrays = inequalities.Sides(np.array([2.0, 1.0]), np.array([1.0, 2.0]))
+    assert inequalities.slack(numbers) == 0.5
+    assert inequalities.slack(arrays) == -0.5

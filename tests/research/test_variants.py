@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of normpre_h differ from it in what their options say, and in nothing else."""
+"""Variants of normpre_h differ from it only in what their options say."""
 
 import functools
 
@@ -19,8 +19,10 @@ SHAPES = {"layers": [{"up": (6, 12), "down": (12, 6)}], "bias": (3,)}
 @functools.cache
 def path(make, **options):
     """Parameters after five steps."""
-    tx, params = make(0.02, 0.01, **options), cases.numbers(SHAPES)
-    state, update = tx.init(params), cases.updater(tx)
+    tx = make(0.02, 0.01, **options)
+    params = cases.numbers(SHAPES)
+    state = tx.init(params)
+    update = cases.updater(tx)
     for seed in range(5):
         updates, state = update(cases.numbers(SHAPES, seed + 1), state, params)
         params = optax.apply_updates(params, updates)
@@ -29,14 +31,11 @@ def path(make, **options):
 
 def distance(**options):
     """From normpre_h, relative to the length of the path."""
-    start, own, other = (
-        cases.numbers(SHAPES),
-        path(npo.normpre_h),
-        path(normpre_h_variant, **options),
-    )
-    return optax.tree.norm(optax.tree.sub(own, other)) / optax.tree.norm(
-        optax.tree.sub(own, start)
-    )
+    start = cases.numbers(SHAPES)
+    own = path(npo.normpre_h)
+    other = path(normpre_h_variant, **options)
+    difference = optax.tree.norm(optax.tree.sub(own, other))
+    return difference / optax.tree.norm(optax.tree.sub(own, start))
 
 
 @pytest.mark.parametrize(
@@ -52,8 +51,6 @@ OTHERS = [
     {"sides": "after"},
     {"statistic": "momentum"},
     {"statistic": "residual"},
-]
-OTHERS += [
     {"frozen_after": 2},
     {"radial": False},
     {"ramp": 0.0},
@@ -70,16 +67,13 @@ def test_every_option_has_an_effect(options):
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
 def test_soap_is_adam_in_the_eigenbases_of_one_gradient(shape):
-    """The first step: the bases are those of the gradient itself, which they
-    diagonalize.
-    """
+    """In the first step, the gradient's own bases diagonalize it."""
     g = jnp.asarray(cases.gaussian(shape), jnp.float32)
     tx = scale_by_soap()
     u, _ = jax.jit(tx.update)({"kernel": g}, tx.init({"kernel": g}))
     left, _, right = np.linalg.svd(np.float64(g), full_matrices=False)
-    signs = (
-        left.T @ np.float64(u["kernel"]) @ right.T
-    )  # of its singular values, up to rounding
+    # The signs of its singular values, up to rounding.
+    signs = left.T @ np.float64(u["kernel"]) @ right.T
     np.testing.assert_allclose(np.abs(np.diag(signs)), 1, atol=2e-3)
 
 
