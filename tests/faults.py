@@ -7,9 +7,9 @@ from typing import NamedTuple
 class Fault(NamedTuple):
     """Python source that becomes other source; then these tests must fail.
 
-    ``old`` is an expression or a statement, compared as a syntax tree. ``name=value`` is
-    an assignment, a keyword argument or the default of a parameter. It occurs once in
-    the function, which is a qualified name such as "ClipLeading.clipping" or
+    ``old`` is an expression or a statement, compared as a syntax tree. ``name=value``
+    is an assignment, a keyword argument or the default of a parameter. It occurs once
+    in the function, which is a qualified name such as "ClipLeading.clipping" or
     "with_adamw.update". Without a function it occurs once in the file, and without a
     file once in the package.
 
