@@ -102,8 +102,8 @@ def adamuon(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
     weight_decay: Number | Callable = 0.1,
     weight_decay_mask: PyTree = None,
     learning_rate_multipliers: PyTree = None,
@@ -197,8 +197,8 @@ def mano(
     version: Literal[1, 2] = 1,
     momentum: Number = 0.95,
     nesterov: bool = False,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
     weight_decay: Number | Callable = 0.1,
     weight_decay_mask: PyTree = None,
     learning_rate_multipliers: PyTree = None,
@@ -285,8 +285,8 @@ def moga(
     mode: Literal['rows', 'columns'] = 'rows',
     momentum: Number = 0.95,
     nesterov: bool = True,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
     weight_decay: Number | Callable = 0.1,
     weight_decay_mask: PyTree = None,
     learning_rate_multipliers: PyTree = None,
@@ -375,8 +375,8 @@ def muon(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
     weight_decay: Number | Callable = 0.1,
     weight_decay_mask: PyTree = None,
     learning_rate_multipliers: PyTree = None,
@@ -476,8 +476,8 @@ def muon_plus(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
     weight_decay: Number | Callable = 0.1,
     weight_decay_mask: PyTree = None,
     learning_rate_multipliers: PyTree = None,
@@ -578,8 +578,8 @@ def muoneq(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
     weight_decay: Number | Callable = 0.1,
     weight_decay_mask: PyTree = None,
     learning_rate_multipliers: PyTree = None,
@@ -1089,8 +1089,8 @@ def normuon(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
     weight_decay: Number | Callable = 0.1,
     weight_decay_mask: PyTree = None,
     learning_rate_multipliers: PyTree = None,
@@ -1185,8 +1185,8 @@ def rmnp(
     *,
     momentum: Number = 0.95,
     nesterov: bool = True,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
     weight_decay: Number | Callable = 0.1,
     weight_decay_mask: PyTree = None,
     learning_rate_multipliers: PyTree = None,
@@ -1271,8 +1271,8 @@ def scale_by_adamuon(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdaMuon: orthogonalized signs of the momentum over their root second moments.
 
@@ -1315,8 +1315,8 @@ def scale_by_mano(
     version: Literal[1, 2] = 1,
     momentum: Number = 0.95,
     nesterov: bool = False,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MANO: projected and normalized momentum, by columns and rows in turn.
 
@@ -1352,8 +1352,8 @@ def scale_by_moga(
     mode: Literal['rows', 'columns'] = 'rows',
     momentum: Number = 0.95,
     nesterov: bool = True,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MOGA (p = 2): rows or columns of the momentum divided by their norms.
 
@@ -1391,8 +1391,8 @@ def scale_by_muon(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon: orthogonalized momentum.
 
@@ -1441,8 +1441,8 @@ def scale_by_muon_plus(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon+: orthogonalized, then normalized momentum.
 
@@ -1492,8 +1492,8 @@ def scale_by_muoneq(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonEq: normalized, then orthogonalized momentum.
 
@@ -1765,8 +1765,8 @@ def scale_by_normuon(
     ns_coefficients: Coefficients = 'muon',
     ns_scale: Scale = 'frobenius',
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon: orthogonalized momentum, rows divided by root second moments.
 
@@ -1810,8 +1810,8 @@ def scale_by_rmnp(
     *,
     momentum: Number = 0.95,
     nesterov: bool = True,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """RMNP: every row of the momentum divided by its norm.
 
@@ -1843,7 +1843,7 @@ def scale_by_swan(
     whitening_steps: int = 6,
     rms: Number | None = None,
     compute_dtype: Operands = None,
-    matrix_dims: Any = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SWAN: standardized and whitened gradients.
 
@@ -1882,7 +1882,7 @@ def swan(
     whitening_steps: int = 6,
     rms: Number | None = None,
     compute_dtype: Operands = None,
-    matrix_dims: Any = None,
+    matrix_dims: DimsTree = None,
     weight_decay: Number | Callable = 0.1,
     weight_decay_mask: PyTree = None,
     learning_rate_multipliers: PyTree = None,

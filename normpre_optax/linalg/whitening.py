@@ -3,7 +3,6 @@
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +40,7 @@ def standardized_rows(x: jax.Array, along: Axes) -> jax.Array:
 def whiten(
     x: jax.Array,
     steps: int = 6,
-    compute_dtype: Any = None,
+    compute_dtype: jax.typing.DTypeLike | None = None,
     rms: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
     """Return ``Z x`` with ``Z`` close to ``(x x^T / ||x x^T||_F)^(-1/2)``.

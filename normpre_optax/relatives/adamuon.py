@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdaMuon: Muon on the signs of the momentum, with second moments of entries."""
 
-from typing import Any
-
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
+from normpre_optax.options import (
+    Coefficients,
+    DimsTree,
+    Dtype,
+    Number,
+    Operands,
+    Scale,
+    checked,
+)
 from normpre_optax.stages import direction, precondition_globally, scale_to_rms
 
 
@@ -19,8 +25,8 @@ def scale_by_adamuon(
     ns_coefficients: Coefficients = "muon",
     ns_scale: Scale = "frobenius",
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdaMuon: orthogonalized signs of the momentum over their root second moments.
 

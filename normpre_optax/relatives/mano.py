@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """MANO: tangent projection and normalization without a spectral stage."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Number, checked
+from normpre_optax.options import DimsTree, Dtype, Number, checked
 from normpre_optax.stages import direction, normalize_tangent
+from normpre_optax.stages.rows import Tangent
+
+# Version 1 projects with W's unit vectors, version 2 with W's own.
+TANGENTS: dict[int, Tangent] = {1: "strict", 2: "relaxed"}
+
+
+def norm_for_rms(entries: int) -> float:
+    """Return the norm of a row whose root mean square is 0.2."""
+    return 0.2 * entries**0.5
 
 
 @checked
@@ -16,8 +25,8 @@ def scale_by_mano(
     version: Literal[1, 2] = 1,
     momentum: Number = 0.95,
     nesterov: bool = False,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MANO: projected and normalized momentum, by columns and rows in turn.
 
@@ -34,12 +43,10 @@ def scale_by_mano(
     References:
         Gu and Xie, Mano, 2026 (github.com/xie-lab-ml).
     """
-    tangent = "strict" if version == 1 else "relaxed"
-    rows = normalize_tangent(
-        tangent, first="columns", norm=lambda entries: 0.2 * entries**0.5
-    )
     return direction(
-        optax.trace(momentum, nesterov, mu_dtype), rows, matrix_dims=matrix_dims
+        optax.trace(momentum, nesterov, mu_dtype),
+        normalize_tangent(TANGENTS[version], first="columns", norm=norm_for_rms),
+        matrix_dims=matrix_dims,
     )
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """MOGA: normalized rows or columns at a scale that transfers over widths."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Number, checked
+from normpre_optax.options import DimsTree, Dtype, Number, checked
 from normpre_optax.stages import direction, normalize_rows, scale_by_shape
 
 
@@ -29,8 +29,8 @@ def scale_by_moga(
     mode: Literal["rows", "columns"] = "rows",
     momentum: Number = 0.95,
     nesterov: bool = True,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MOGA (p = 2): rows or columns of the momentum divided by their norms.
 

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon, with its two scale conventions."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
+from normpre_optax.options import (
+    Coefficients,
+    DimsTree,
+    Dtype,
+    Number,
+    Operands,
+    Scale,
+    checked,
+)
 from normpre_optax.stages import (
     CONVENTIONS,
     direction,
@@ -25,8 +33,8 @@ def scale_by_muon(
     ns_coefficients: Coefficients = "muon",
     ns_scale: Scale = "frobenius",
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon: orthogonalized momentum.
 
@@ -44,12 +52,12 @@ def scale_by_muon(
     spectral = precondition_globally(
         ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
     )
-    stages = (
+    return direction(
         optax.trace(momentum, nesterov, mu_dtype),
         spectral,
         scale_by_shape(CONVENTIONS[convention]),
+        matrix_dims=matrix_dims,
     )
-    return direction(*stages, matrix_dims=matrix_dims)
 
 
 muon = complete(scale_by_muon)

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon+: Muon with rows and columns normalized afterwards."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
+from normpre_optax.options import (
+    Coefficients,
+    DimsTree,
+    Dtype,
+    Number,
+    Operands,
+    Scale,
+    checked,
+)
 from normpre_optax.stages import (
     direction,
     normalize_successively,
@@ -37,8 +45,8 @@ def scale_by_muon_plus(
     ns_coefficients: Coefficients = "muon",
     ns_scale: Scale = "frobenius",
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon+: orthogonalized, then normalized momentum.
 

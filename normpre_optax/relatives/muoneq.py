@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """MuonEq: Muon after a normalization of rows, columns or both."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
+from normpre_optax.options import (
+    Coefficients,
+    DimsTree,
+    Dtype,
+    Number,
+    Operands,
+    Scale,
+    checked,
+)
 from normpre_optax.stages import (
     direction,
     moonlight_scale,
@@ -26,8 +34,8 @@ def scale_by_muoneq(
     ns_coefficients: Coefficients = "muon",
     ns_scale: Scale = "frobenius",
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonEq: normalized, then orthogonalized momentum.
 
@@ -46,9 +54,12 @@ def scale_by_muoneq(
     spectral = precondition_globally(
         ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
     )
-    stages = normalize_rows(mode), spectral, scale_by_shape(moonlight_scale)
     return direction(
-        optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims
+        optax.trace(momentum, nesterov, mu_dtype),
+        normalize_rows(mode),
+        spectral,
+        scale_by_shape(moonlight_scale),
+        matrix_dims=matrix_dims,
     )
 
 

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """NorMuon: Muon with one second moment per neuron."""
 
-from typing import Any
-
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Coefficients, Number, Operands, Scale, checked
+from normpre_optax.options import (
+    Coefficients,
+    DimsTree,
+    Dtype,
+    Number,
+    Operands,
+    Scale,
+    checked,
+)
 from normpre_optax.stages import (
     direction,
     keller_scale,
@@ -26,8 +32,8 @@ def scale_by_normuon(
     ns_coefficients: Coefficients = "muon",
     ns_scale: Scale = "frobenius",
     compute_dtype: Operands = None,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon: orthogonalized momentum, rows divided by root second moments.
 
@@ -45,9 +51,12 @@ def scale_by_normuon(
     spectral = precondition_globally(
         ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
     )
-    stages = spectral, scale_by_row_moment(b2), scale_by_shape(keller_scale)
     return direction(
-        optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims
+        optax.trace(momentum, nesterov, mu_dtype),
+        spectral,
+        scale_by_row_moment(b2),
+        scale_by_shape(keller_scale),
+        matrix_dims=matrix_dims,
     )
 
 

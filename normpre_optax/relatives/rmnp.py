@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMNP: rows of the momentum, normalized."""
 
-from typing import Any
-
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Number, checked
+from normpre_optax.options import DimsTree, Dtype, Number, checked
 from normpre_optax.stages import direction, keller_scale, normalize_rows, scale_by_shape
 
 
@@ -15,8 +13,8 @@ def scale_by_rmnp(
     *,
     momentum: Number = 0.95,
     nesterov: bool = True,
-    mu_dtype: Any = None,
-    matrix_dims: Any = None,
+    mu_dtype: Dtype | None = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """RMNP: every row of the momentum divided by its norm.
 
@@ -27,9 +25,11 @@ def scale_by_rmnp(
     References:
         RMNP, arXiv 2603.20527 (github.com/Dominator-Index/RMNP).
     """
-    stages = normalize_rows(), scale_by_shape(keller_scale)
     return direction(
-        optax.trace(momentum, nesterov, mu_dtype), *stages, matrix_dims=matrix_dims
+        optax.trace(momentum, nesterov, mu_dtype),
+        normalize_rows(),
+        scale_by_shape(keller_scale),
+        matrix_dims=matrix_dims,
     )
 
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """SWAN: the gradient standardized and whitened, without momentum."""
 
-from typing import Any
-
 import optax
 
 from normpre_optax.optimizer import complete
-from normpre_optax.options import Number, Operands, checked
+from normpre_optax.options import DimsTree, Number, Operands, checked
 from normpre_optax.stages import direction, standardize_rows, whiten
 
 
@@ -16,7 +14,7 @@ def scale_by_swan(
     whitening_steps: int = 6,
     rms: Number | None = None,
     compute_dtype: Operands = None,
-    matrix_dims: Any = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SWAN: standardized and whitened gradients.
 

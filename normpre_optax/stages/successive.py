@@ -54,7 +54,7 @@ def normalize_successively(
         check_choice("side", side, get_args(Side))
     check_numbers(eps=eps)
 
-    def normalize(x: jax.Array, w: Any, dims: MatrixDims) -> jax.Array:
+    def normalize(x: jax.Array, w: jax.Array | None, dims: MatrixDims) -> jax.Array:
         _, outputs, inputs = split_axes(x.ndim, dims)
         for side in sides:
             along = inputs if side == "rows" else outputs

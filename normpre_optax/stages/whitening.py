@@ -36,7 +36,7 @@ def standardize_rows(
         Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148 ("GradNorm").
     """
 
-    def standardize(x: jax.Array, w: Any, dims: MatrixDims) -> jax.Array:
+    def standardize(x: jax.Array, w: jax.Array | None, dims: MatrixDims) -> jax.Array:
         _, _, inputs = split_axes(x.ndim, dims)
         return whitening.standardized_rows(x, inputs)
 
@@ -45,7 +45,7 @@ def standardize_rows(
 
 def whiten(
     steps: int = 6,
-    compute_dtype: Any = None,
+    compute_dtype: jax.typing.DTypeLike | None = None,
     rms: jax.typing.ArrayLike | None = None,
     *,
     matrix_dims: Any = None,
