@@ -17,7 +17,8 @@ from normpre_optax.checks import (
 )
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.rules import assign
-from normpre_optax.parameters.spec import Assignment, ParamSpec
+from normpre_optax.parameters.spec import Assignment, ParamSpec, Rule
+from normpre_optax.parameters.tree import PyTree
 from normpre_optax.parameters.vocabulary import words
 from normpre_optax.stages.scale import CONVENTIONS
 
@@ -64,12 +65,12 @@ def learning_rate_by_length(steps: int) -> float:
 
 
 def multipliers_by_width(
-    params: Any,
-    base: Any,
+    params: PyTree,
+    base: PyTree,
     *,
     update: Literal["orthogonal", "relative", "elementwise"],
-    matrix_dims: Any = None,
-) -> Any:
+    matrix_dims: PyTree | Rule = None,
+) -> PyTree:
     """Return learning-rate multipliers by width, for a rate of a narrower model.
 
     A matrix (out, in) = m x n changes its outputs alike at all widths if the spectral

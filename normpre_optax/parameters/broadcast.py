@@ -11,12 +11,14 @@ from typing import Any, get_args
 import jax
 
 from normpre_optax.checks import check_number
-from normpre_optax.parameters.tree import leaf_paths, named_leaves
+from normpre_optax.parameters.tree import PyTree, leaf_paths, named_leaves
 
 Kinds = tuple[type, ...]
 
 
-def whole_tree(name: str, given: Any, params: Any, kinds: Kinds, what: str) -> Any:
+def whole_tree(
+    name: str, given: PyTree, params: PyTree, kinds: Kinds, what: str
+) -> PyTree:
     """Return an option that is a tree, with one entry for every parameter.
 
     Args:
@@ -57,7 +59,7 @@ def whole_tree(name: str, given: Any, params: Any, kinds: Kinds, what: str) -> A
         ) from error
 
 
-def numbers(name: str, given: Any, params: Any) -> list[Any]:
+def numbers(name: str, given: PyTree, params: PyTree) -> list[Any]:
     """Return an option that is a tree of numbers, as a list with one per parameter.
 
     Raises:
@@ -75,13 +77,13 @@ def numbers(name: str, given: Any, params: Any) -> list[Any]:
 def _none_is_leaf(kinds: Kinds) -> Callable[[Any], bool]:
     """Return ``is_leaf`` for jax.tree: None is an entry if ``kinds`` has its type."""
 
-    def is_leaf(node: Any) -> bool:
+    def is_leaf(node: object) -> bool:
         return node is None and type(None) in kinds
 
     return is_leaf
 
 
-def _is_tree_of(kinds: Kinds, tree: Any) -> bool:
+def _is_tree_of(kinds: Kinds, tree: PyTree) -> bool:
     """Return whether all leaves of a tree are of these types."""
     entries = jax.tree.leaves(tree, is_leaf=_none_is_leaf(kinds))
     return all(isinstance(x, kinds) for x in entries)

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import optax
 
 from normpre_optax.parameters.names import Named, kind_by_name
 from normpre_optax.parameters.spec import Assignment
-from normpre_optax.parameters.tree import named_leaves
+from normpre_optax.parameters.tree import PyTree, named_leaves
 
 _NO_MATRIX = "no parameter is a matrix, so all use AdamW; explain(params) shows why"
 _VECTOR = (
@@ -24,7 +23,7 @@ _MASKED = (
 )
 
 
-def cautions(found: Assignment, params: Any, by_role: bool = True) -> Iterator[str]:
+def cautions(found: Assignment, params: PyTree, by_role: bool = True) -> Iterator[str]:
     """Yield what looks like a mistake; optimizers warn of it at ``init``.
 
     Args:
@@ -46,7 +45,7 @@ def _is_one_flat_vector(found: Assignment) -> bool:
     return [(spec.path, len(spec.shape)) for spec in found.values()] == [("", 1)]
 
 
-def _masked_matrix(params: Any, names: set[str]) -> str | None:
+def _masked_matrix(params: PyTree, names: set[str]) -> str | None:
     """Return the path of the first masked parameter that is a matrix by its names.
 
     Args:
@@ -63,7 +62,7 @@ def _masked_matrix(params: Any, names: set[str]) -> str | None:
     return None
 
 
-def _is_hole(node: Any) -> bool:
+def _is_hole(node: object) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 
 

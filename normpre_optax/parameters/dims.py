@@ -13,7 +13,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +43,8 @@ class MatrixDims:
 
     Example:
         >>> from normpre_optax import MatrixDims
-        >>> kernel, weight = (
-        ...     MatrixDims(inputs=0, outputs=1),
-        ...     MatrixDims(inputs=1, outputs=0),
-        ... )  # Flax, PyTorch
+        >>> kernel = MatrixDims(inputs=0, outputs=1)  # Flax
+        >>> weight = MatrixDims(inputs=1, outputs=0)  # PyTorch
         >>> query = MatrixDims(inputs=0, outputs=(1, 2))  # (d, heads, head size)
     """
 
@@ -57,31 +55,30 @@ class MatrixDims:
     def __post_init__(self) -> None:
         for name in ("inputs", "outputs", "output_blocks"):
             value: Any = getattr(self, name)
-            values: Any = (
-                tuple(value)
-                if isinstance(value, Iterable) and not isinstance(value, str)
-                else (value,)
+            is_several = isinstance(value, Iterable) and not isinstance(value, str)
+            values: list[Any] = [value]
+            if is_several:
+                values = [*value]
+            no_ints = TypeError(
+                f"MatrixDims: {name} must be an int or a tuple of ints, got {value!r}"
             )
+            if any(isinstance(x, bool) for x in values):
+                raise no_ints
             try:
-                if any(isinstance(x, bool) for x in values):
-                    raise TypeError
-                values = tuple(operator.index(x) for x in values)
+                values = [operator.index(x) for x in values]
             except TypeError:
-                raise TypeError(
-                    f"MatrixDims: {name} must be an int or a tuple of ints, got"
-                    f" {value!r}"
-                ) from None
-            sizes = name == "output_blocks" and isinstance(
-                value, Iterable
-            )  # (6,) is one block of six rows
-            object.__setattr__(
-                self, name, values if sizes or len(values) != 1 else values[0]
-            )
+                raise no_ints from None
             if not values:
                 raise ValueError(
                     f"MatrixDims: {name} is empty; a matrix has at least one input and"
                     " one output axis"
                 )
+            # output_blocks=(6,) is one block of six rows, 6 are six blocks.
+            is_size = is_several and name == "output_blocks"
+            if len(values) > 1 or is_size:
+                object.__setattr__(self, name, tuple(values))
+            else:
+                object.__setattr__(self, name, values[0])
         axes = jax.tree.leaves((self.inputs, self.outputs))
         if len(set(axes)) < len(axes):
             raise ValueError(
@@ -95,9 +92,19 @@ class MatrixDims:
             )
 
 
-def as_matrix_dims(path: str, value: Any) -> MatrixDims | None:
-    """Return an entry of ``matrix_dims`` as ``MatrixDims``, also optax's
-    ``MuonDimensionNumbers``; None is AdamW.
+class Block(NamedTuple):
+    """An output block: its slice on the first output axis, its dims and its shape."""
+
+    at: slice
+    dims: MatrixDims
+    shape: tuple[int, ...]
+
+
+def as_matrix_dims(path: str, value: object) -> MatrixDims | None:
+    """Return an entry of ``matrix_dims`` as ``MatrixDims``, or None for AdamW.
+
+    Raises:
+        TypeError: if it is something else than these and ``MuonDimensionNumbers``.
     """
     if value is None or isinstance(value, MatrixDims):
         return value
@@ -127,58 +134,59 @@ def check_dims(path: str, shape: tuple[int, ...], dims: MatrixDims) -> None:
         )
     if 0 in shape:
         raise ValueError(f"{where} has no elements: return None for it in a rule")
-    blocks, first, rows = (
-        dims.output_blocks,
-        shape[outputs[0]],
-        math.prod(shape[axis] for axis in outputs),
-    )
-    if isinstance(blocks, int) and first % blocks:
+    _check_blocks(where, shape, dims)
+
+
+def _check_blocks(where: str, shape: tuple[int, ...], dims: MatrixDims) -> None:
+    """Raise a ValueError if output blocks do not split the first output axis."""
+    _, outputs, _ = split_axes(len(shape), dims)
+    blocks = dims.output_blocks
+    first = shape[outputs[0]]
+    if isinstance(blocks, int):
+        if first % blocks:
+            raise ValueError(
+                f"{where}: output_blocks={blocks} does not divide axis {outputs[0]} of"
+                f" size {first}"
+            )
+        return
+    rows = _size(shape, outputs)
+    multiple = rows // first
+    if sum(blocks) != rows or any(size % multiple for size in blocks):
         raise ValueError(
-            f"{where}: output_blocks={blocks} does not divide axis {outputs[0]} of size"
-            f" {first}"
+            f"{where}: output_blocks={blocks} must add up to its {rows} outputs, in"
+            f" multiples of {multiple}"
         )
-    if not isinstance(blocks, int) and (
-        sum(blocks) != rows or any(size % (rows // first) for size in blocks)
-    ):
-        multiples = (
-            f"must add up to its {rows} outputs, in multiples of {rows // first}"
-        )
-        raise ValueError(f"{where}: output_blocks={blocks} {multiples}")
 
 
 def split_axes(ndim: int, dims: MatrixDims) -> tuple[Axes, Axes, Axes]:
     """Return the (batch, output, input) axes, counted from the front."""
     # One axis is stored as an int, several as a tuple.
-    outputs, inputs = (
-        tuple(axis % ndim for axis in jax.tree.leaves(axes))
-        for axes in (dims.outputs, dims.inputs)
-    )
-    return (
-        tuple(axis for axis in range(ndim) if axis not in inputs + outputs),
-        outputs,
-        inputs,
-    )
+    outputs = tuple(axis % ndim for axis in jax.tree.leaves(dims.outputs))
+    inputs = tuple(axis % ndim for axis in jax.tree.leaves(dims.inputs))
+    batch = tuple(axis for axis in range(ndim) if axis not in inputs + outputs)
+    return batch, outputs, inputs
 
 
 def matrix_shape(shape: tuple[int, ...], dims: MatrixDims) -> tuple[int, int, int]:
-    """Return (batch, out, in): the number of matrices of a parameter without output
-    blocks, and their shape.
+    """Return (batch, out, in) of a parameter without output blocks.
+
+    These are the number of its matrices, and their shape.
 
     Example:
         >>> from normpre_optax.parameters.dims import MatrixDims, matrix_shape
         >>> matrix_shape((24, 768, 12, 64), MatrixDims(inputs=1, outputs=(2, 3)))
         (24, 768, 768)
     """
-    batch, outputs, inputs = (
-        math.prod(shape[axis] for axis in axes) for axes in split_axes(len(shape), dims)
-    )
-    return batch, outputs, inputs
+    batch, outputs, inputs = split_axes(len(shape), dims)
+    return _size(shape, batch), _size(shape, outputs), _size(shape, inputs)
+
+
+def _size(shape: tuple[int, ...], axes: Axes) -> int:
+    return math.prod(shape[axis] for axis in axes)
 
 
 def is_stored_transposed(ndim: int, dims: MatrixDims) -> bool:
-    """Return whether a parameter is stored as ``(batch, in, out)``, as Flax kernels
-    are.
-    """
+    """Return whether a parameter is stored as ``(batch, in, out)``, as in Flax."""
     batch, outputs, inputs = split_axes(ndim, dims)
     return batch + inputs + outputs == tuple(range(ndim))
 
@@ -186,27 +194,30 @@ def is_stored_transposed(ndim: int, dims: MatrixDims) -> bool:
 def to_matrices(
     x: jax.Array, dims: MatrixDims, transposed: bool = False, flat: bool = True
 ) -> jax.Array:
-    """Convert a parameter without output blocks to a stack ``(batch, out, in)``, or
-    ``(batch, in, out)``.
+    """Convert a parameter without output blocks to a stack ``(batch, out, in)``.
 
-    ``flat=False`` keeps several batch axes: flattening them reorders the data if one
-    behind the first is sharded.
+    Args:
+        x: the parameter.
+        dims: its axes.
+        transposed: whether the stack is ``(batch, in, out)``.
+        flat: whether there is one batch axis. Flattening several reorders the data if
+            one behind the first is sharded.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.parameters.dims import MatrixDims, to_matrices
-        >>> to_matrices(
-        ...     jnp.arange(6).reshape(2, 3), MatrixDims(inputs=0, outputs=1)
-        ... ).tolist()
+        >>> kernel = jnp.arange(6).reshape(2, 3)
+        >>> to_matrices(kernel, MatrixDims(inputs=0, outputs=1)).tolist()
         [[[0, 3], [1, 4], [2, 5]]]
     """
-    batch, *sides = split_axes(x.ndim, dims)
-    rows, columns = reversed(sides) if transposed else sides
-    lead = [batch] if flat else [(axis,) for axis in batch]
-    shape = [
-        math.prod(x.shape[axis] for axis in axes) for axes in (*lead, rows, columns)
-    ]
-    return jnp.transpose(x, batch + rows + columns).reshape(shape)
+    batch, rows, columns = split_axes(x.ndim, dims)
+    if transposed:
+        rows, columns = columns, rows
+    sizes = [x.shape[axis] for axis in batch]
+    if flat:
+        sizes = [math.prod(sizes)]
+    ordered = jnp.transpose(x, batch + rows + columns)
+    return ordered.reshape(*sizes, _size(x.shape, rows), _size(x.shape, columns))
 
 
 def from_matrices(
@@ -214,35 +225,36 @@ def from_matrices(
 ) -> jax.Array:
     """Invert ``to_matrices`` for a parameter of this shape."""
     batch, outputs, inputs = split_axes(len(shape), dims)
-    order = batch + inputs + outputs if transposed else batch + outputs + inputs
+    order = batch + outputs + inputs
+    if transposed:
+        order = batch + inputs + outputs
+    ordered = stack.reshape([shape[axis] for axis in order])
     back = tuple(order.index(axis) for axis in range(len(shape)))
-    return jnp.transpose(stack.reshape([shape[axis] for axis in order]), back)
+    return jnp.transpose(ordered, back)
 
 
-def blocks_of(
-    shape: tuple[int, ...], dims: MatrixDims
-) -> list[tuple[slice, MatrixDims, tuple[int, ...]]]:
-    """Return the slice of each output block on the first output axis, its dims and its
-    shape.
+def blocks_of(shape: tuple[int, ...], dims: MatrixDims) -> list[Block]:
+    """Return the output blocks of a parameter.
 
     Example:
         >>> from normpre_optax.parameters.dims import MatrixDims, blocks_of
-        >>> [
-        ...     at
-        ...     for at, *_ in blocks_of(
-        ...         (4, 6), MatrixDims(inputs=0, outputs=1, output_blocks=(4, 2))
-        ...     )
-        ... ]
+        >>> dims = MatrixDims(inputs=0, outputs=1, output_blocks=(4, 2))
+        >>> [block.at for block in blocks_of((4, 6), dims)]
         [slice(0, 4, None), slice(4, 6, None)]
     """
-    axis, blocks = split_axes(len(shape), dims)[1][0], dims.output_blocks
+    _, outputs, _ = split_axes(len(shape), dims)
+    axis = outputs[0]
+    blocks = dims.output_blocks
     if blocks == 1:
-        return [(slice(0, shape[axis]), dims, shape)]
-    rows = matrix_shape(shape, dims)[1]
-    sizes = [rows // blocks] * blocks if isinstance(blocks, int) else blocks
-    ends = [0, *itertools.accumulate(size * shape[axis] // rows for size in sizes)]
-    one = dataclasses.replace(dims, output_blocks=1)
-    return [
-        (slice(a, b), one, (*shape[:axis], b - a, *shape[axis + 1 :]))
-        for a, b in itertools.pairwise(ends)
-    ]
+        return [Block(slice(0, shape[axis]), dims, shape)]
+    rows = _size(shape, outputs)
+    if isinstance(blocks, int):
+        blocks = (rows // blocks,) * blocks
+    # A block is split off along the first output axis only.
+    ends = [0, *itertools.accumulate(size * shape[axis] // rows for size in blocks)]
+    dims_of_one = dataclasses.replace(dims, output_blocks=1)
+    found = []
+    for start, end in itertools.pairwise(ends):
+        block_shape = (*shape[:axis], end - start, *shape[axis + 1 :])
+        found.append(Block(slice(start, end), dims_of_one, block_shape))
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from normpre_optax.checks import check_dtype_of
 from normpre_optax.parameters.cautions import cautions
@@ -19,9 +19,10 @@ from normpre_optax.parameters.spec import (
     Assignment,
     Reader,
     Reading,
+    Rule,
     UncoveredError,
 )
-from normpre_optax.parameters.tree import MAX_ASPECT_RATIO, Leaf, leaves
+from normpre_optax.parameters.tree import MAX_ASPECT_RATIO, Leaf, PyTree, leaves
 
 _HEADER = ("parameter", "shape", "optimizer", "matrices", "reason")
 _VOCABULARY = "has an axis of the vocabulary size"
@@ -53,7 +54,9 @@ class _Row(NamedTuple):
     vocabulary: bool = False
 
 
-def explain(params: Any, matrix_dims: Any = None, *, every_layer: bool = False) -> str:
+def explain(
+    params: PyTree, matrix_dims: PyTree | Rule = None, *, every_layer: bool = False
+) -> str:
     """Return a table of which group every parameter is in, and why.
 
     Args:

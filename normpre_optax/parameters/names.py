@@ -17,10 +17,10 @@ from normpre_optax.parameters.vocabulary import words
 
 Kind = Literal[
     "matrix",  # of the matrix group
-    "given",  # a matrix by the default rule, or one that it does not cover: AdamW by
-    # the user's rule. All other kinds are AdamW by the default rule.
-    "bias",
-    "norm",  # a scale or an offset, of a norm or not
+    "given",  # AdamW by the user's rule, not by the default rule
+    # AdamW by the default rule:
+    "bias",  # an offset of a layer's outputs
+    "norm",  # a scale or an offset of a norm, or a vector with such a name
     "embedding",  # a table of tokens or patches, or learned tokens
     "position",  # a table of positions
     "head",  # an output layer of the whole model

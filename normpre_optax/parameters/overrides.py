@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, check_dims
 from normpre_optax.parameters.spec import Reader, Reading, UncoveredError
-from normpre_optax.parameters.tree import Leaf, named_leaves
+from normpre_optax.parameters.tree import Leaf, PyTree, named_leaves
 
 GIVEN = "given by matrix_dims"
 _WRONG_TREE = "matrix_dims does not match the parameters"
@@ -24,7 +23,7 @@ _KINDS = (
 )
 
 
-def reader(params: Any, matrix_dims: Any, default: Reader) -> Reader:
+def reader(params: PyTree, matrix_dims: PyTree, default: Reader) -> Reader:
     """Return the function ``(path, leaf) -> Reading`` of a ``matrix_dims``.
 
     Args:
@@ -52,7 +51,7 @@ def reader(params: Any, matrix_dims: Any, default: Reader) -> Reader:
     raise TypeError(f"matrix_dims must be {_KINDS}; got {matrix_dims!r}{takes}")
 
 
-def _is_tree(matrix_dims: Any) -> bool:
+def _is_tree(matrix_dims: PyTree) -> bool:
     """Return whether the option is a tree of entries, or something else like one.
 
     A container can be callable, such as an Equinox module. A callable can be a
@@ -68,11 +67,11 @@ def _is_tree(matrix_dims: Any) -> bool:
     return bool(entries) and all(map(_is_entry, entries))
 
 
-def _is_entry(value: Any) -> bool:
+def _is_entry(value: object) -> bool:
     return value is None or isinstance(value, MatrixDims | MuonDimensionNumbers)
 
 
-def _count_required_arguments(function: Any) -> int:
+def _count_required_arguments(function: object) -> int:
     """Return the number of positional arguments without a default; 0 if no function."""
     if not callable(function):
         return 0
@@ -85,7 +84,7 @@ def _count_required_arguments(function: Any) -> int:
     return len(required)
 
 
-def _given(path: str, leaf: Leaf, value: Any, default: Reader) -> Reading:
+def _given(path: str, leaf: Leaf, value: object, default: Reader) -> Reading:
     """Return the reading of a value that a user passed, after checking it."""
     dims = as_matrix_dims(path, value)
     if dims is not None:
@@ -107,7 +106,7 @@ def _given(path: str, leaf: Leaf, value: Any, default: Reader) -> Reading:
     return Reading(None, "given", GIVEN, default=by_itself)
 
 
-def _tree_reader(params: Any, dims: Any, default: Reader) -> Reader:
+def _tree_reader(params: PyTree, dims: PyTree, default: Reader) -> Reader:
     """Return the reader of a tree, or a prefix of one: it finds entries by paths."""
     entries = {
         path: as_matrix_dims(path, value)
@@ -138,6 +137,6 @@ def _tree_reader(params: Any, dims: Any, default: Reader) -> Reader:
     return read
 
 
-def _is_removed(node: Any) -> bool:
+def _is_removed(node: object) -> bool:
     """Return whether a node replaces a removed parameter."""
     return node is None or isinstance(node, optax.MaskedNode)

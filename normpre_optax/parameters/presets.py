@@ -12,13 +12,12 @@ Example:
 
 from __future__ import annotations
 
-from typing import Any
-
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.rules import default_matrix_dims, is_stack_of_experts
+from normpre_optax.parameters.tree import Leaf, Shaped
 
 
-def experts_in_front(path: str, leaf: Any) -> MatrixDims | None:
+def experts_in_front(path: str, leaf: Shaped) -> MatrixDims | None:
     """Rule for experts stored as (expert, in, out): gpt-oss, most stacked experts.
 
     Layer axes may be in front.
@@ -44,19 +43,26 @@ def experts_in_front(path: str, leaf: Any) -> MatrixDims | None:
     except ValueError:
         if leaf.ndim < 3 or not is_stack_of_experts(path, leaf):
             raise
-        down = getattr(leaf, "near", {}).get(path.replace("gate_up", "down"), leaf)
-        if down is not leaf and down.shape[-1] != leaf.shape[-2]:
-            sizes = (
-                f"{path!r} of shape {leaf.shape} and its down projection of shape"
-                f" {down.shape}"
-            )
-            raise ValueError(
-                f"presets.experts_in_front: {sizes} are not (expert, in, out)"
-            ) from None
+        _check_down_projection(path, leaf)
         return MatrixDims(inputs=-2, outputs=-1)
 
 
-def maxtext(path: str, leaf: Any) -> MatrixDims | None:
+def _check_down_projection(path: str, leaf: Shaped) -> None:
+    """Raise a ValueError if experts are (expert, out, in), by their next layer.
+
+    Hugging Face stores some models so, under the same names.
+    """
+    if not isinstance(leaf, Leaf):
+        return
+    down = leaf.near.get(path.replace("gate_up", "down"), leaf)
+    if down is not leaf and down.shape[-1] != leaf.shape[-2]:
+        raise ValueError(
+            f"presets.experts_in_front: {path!r} of shape {leaf.shape} and its down"
+            f" projection of shape {down.shape} are not (expert, in, out)"
+        ) from None
+
+
+def maxtext(path: str, leaf: Shaped) -> MatrixDims | None:
     """Rule for MaxText: layers scanned along axis 1.
 
     Experts are in front of them, and MLA has projections from latents.
@@ -91,7 +97,7 @@ def maxtext(path: str, leaf: Any) -> MatrixDims | None:
     return MatrixDims(inputs=0, outputs=(-2, -1))  # (d, layer, heads, size)
 
 
-def gemma(path: str, leaf: Any) -> MatrixDims | None:
+def gemma(path: str, leaf: Shaped) -> MatrixDims | None:
     """Rule for the einsums of Gemma 2 and 3.
 
     Gemma 1 stores ``gating_einsum`` as (2, d, hidden): inputs=1, outputs=2.
@@ -119,12 +125,13 @@ def gemma(path: str, leaf: Any) -> MatrixDims | None:
         "kv_einsum/w": MatrixDims(inputs=-2, outputs=(-3, -1)),  # (2, heads, d, size)
         "gating_einsum/w": MatrixDims(inputs=-1, outputs=-2),  # (2, hidden, d)
     }
-    return einsums.get("/".join(path.split("/")[-2:])) or default_matrix_dims(
-        path, leaf
-    )
+    module_and_name = "/".join(path.split("/")[-2:])
+    if module_and_name in einsums:
+        return einsums[module_and_name]
+    return default_matrix_dims(path, leaf)
 
 
-def convolutions(path: str, leaf: Any) -> MatrixDims | None:
+def convolutions(path: str, leaf: Shaped) -> MatrixDims | None:
     """Rule for convolutions, one matrix with all taps.
 
     A weight is (out, in, taps), a kernel (taps, in, out).

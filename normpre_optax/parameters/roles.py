@@ -23,6 +23,7 @@ from normpre_optax.parameters.names import (
     stack_depth,
 )
 from normpre_optax.parameters.spec import Assignment, ParamSpec
+from normpre_optax.parameters.tree import PyTree
 from normpre_optax.parameters.vocabulary import words
 
 _OUTPUTS = v.OUTPUTS | v.SECOND_LAYERS
@@ -30,7 +31,9 @@ _OUTPUTS = v.OUTPUTS | v.SECOND_LAYERS
 _AS_WIDE: frozenset[Kind] = frozenset({"norm", "embedding"})
 
 
-def row_norms_by_path(row_norms: Any, params: Any, found: Assignment) -> dict[str, Any]:
+def row_norms_by_path(
+    row_norms: PyTree, params: PyTree, found: Assignment
+) -> dict[str, Any]:
     """Return the option ``row_norms`` of Hyperball as numbers by path.
 
     Args:

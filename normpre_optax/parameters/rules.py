@@ -11,7 +11,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +32,24 @@ from normpre_optax.parameters.spec import (
     Assignment,
     ParamSpec,
     Reading,
+    Rule,
     UncoveredError,
 )
-from normpre_optax.parameters.tree import MAX_ASPECT_RATIO, Leaf, leaves, named_leaves
+from normpre_optax.parameters.tree import (
+    MAX_ASPECT_RATIO,
+    Leaf,
+    PyTree,
+    Shaped,
+    leaves,
+    named_leaves,
+)
 from normpre_optax.parameters.vocabulary import words
 
 # Kinds that ``decay_matrices_only`` excludes from weight decay.
 _NOT_DECAYED: frozenset[Kind] = frozenset({"bias", "norm", "state_space", "vector"})
 
 
-def assign(params: Any, matrix_dims: Any = None) -> Assignment:
+def assign(params: PyTree, matrix_dims: PyTree | Rule = None) -> Assignment:
     """Assign every parameter to the matrix group, with axes, or to the AdamW group.
 
     Args:
@@ -94,7 +102,7 @@ def assign(params: Any, matrix_dims: Any = None) -> Assignment:
     return found
 
 
-def default_matrix_dims(path: str, leaf: Any) -> MatrixDims | None:
+def default_matrix_dims(path: str, leaf: Shaped) -> MatrixDims | None:
     """Return the axes of a parameter's matrices by the default rule, or None for AdamW.
 
     The first matching line applies:
@@ -135,13 +143,13 @@ def default_matrix_dims(path: str, leaf: Any) -> MatrixDims | None:
     return read_default(path, leaf).dims
 
 
-def default_reading(path: str, leaf: Any) -> tuple[MatrixDims | None, str]:
+def default_reading(path: str, leaf: Shaped) -> tuple[MatrixDims | None, str]:
     """Return the axes by the default rule and the reason, for reports."""
     reading = read_default(path, leaf)
     return reading.dims, reading.reason
 
 
-def read_default(path: str, leaf: Any) -> Reading:
+def read_default(path: str, leaf: Shaped) -> Reading:
     """Return what the default rule says of a parameter, see ``default_matrix_dims``."""
     if not isinstance(leaf, Leaf):
         leaf = Leaf(tuple(leaf.shape), leaf.dtype)
@@ -335,7 +343,7 @@ def _unknown_order(path: str, named: Named, leaf: Leaf) -> str:
     return ""
 
 
-def is_stack_of_experts(path: str, leaf: Any) -> bool:
+def is_stack_of_experts(path: str, leaf: Shaped) -> bool:
     """Return whether a parameter may hold several experts.
 
     It may by its name or, outside of attention, by a router beside it.
@@ -487,7 +495,7 @@ def _wrong_aspect_ratio(leaf: Leaf, dims: MatrixDims, layout: str) -> str:
     return f"{layout} would be a {outputs} x {inputs} matrix"
 
 
-def decay_matrices_only(params: Any) -> Any:
+def decay_matrices_only(params: PyTree) -> PyTree:
     """Return a weight decay mask: True for parameters with two or more axes.
 
     Axes of stacked layers are not counted.

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from optax.contrib import MuonDimensionNumbers
+
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.labels import repeated
 from normpre_optax.parameters.names import Kind
@@ -66,6 +68,7 @@ class Assignment(dict[str, ParamSpec]):
     """
 
 
+Rule = Callable[[str, Leaf], MatrixDims | MuonDimensionNumbers | None]  # of a user
 Reader = Callable[[str, Leaf], Reading]
 Uncovered = tuple[str, tuple[int, ...], str]  # path, shape, and why or ""
 

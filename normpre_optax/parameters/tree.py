@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,27 @@ _NO_ARRAY = (
 # of hidden matrices; tables, and attention kernels read with the wrong axes, exceed it
 MAX_ASPECT_RATIO = 64
 
+PyTree = Any  # parameters or entries for them, in containers that jax knows
 KeyPath = tuple[Any, ...]  # of jax.tree_util
+
+
+class Shaped(Protocol):
+    """What a rule needs to know of a parameter: an array, or its shape and dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+        ...
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +187,7 @@ def _different_starts(group: Mapping[str, Leaf], count: int) -> str:
     )
 
 
-def is_box(node: Any) -> bool:
+def is_box(node: object) -> bool:
     """Return whether a node is a Flax or Haliax box around an array.
 
     These packages are not imported: the name of the class decides.
@@ -179,7 +199,7 @@ def is_box(node: Any) -> bool:
 
 
 def named_leaves(
-    tree: Any, is_leaf: Callable[[Any], bool] = lambda node: False
+    tree: PyTree, is_leaf: Callable[[Any], bool] = lambda node: False
 ) -> Iterator[tuple[str, Any, Any, KeyPath]]:
     """Yield (path, leaf, its box or None, key path) in jax's order.
 
@@ -240,7 +260,7 @@ def _ends_of_containers(parts: list[str]) -> list[int]:
     return ends
 
 
-def leaf_paths(tree: Any) -> list[str]:
+def leaf_paths(tree: PyTree) -> list[str]:
     """Return the "/"-joined paths of all arrays, in jax's order.
 
     Example:
@@ -251,7 +271,7 @@ def leaf_paths(tree: Any) -> list[str]:
     return [path for path, *_ in named_leaves(tree)]
 
 
-def leaves(params: Any) -> dict[str, Leaf]:
+def leaves(params: PyTree) -> dict[str, Leaf]:
     """Return a ``Leaf`` for every array, by path, in jax's order.
 
     Raises:
@@ -297,7 +317,7 @@ def leaves(params: Any) -> dict[str, Leaf]:
     return tree.leaves
 
 
-def _axis_names(box: Any, ndim: int) -> tuple[object, ...] | None:
+def _axis_names(box: object, ndim: int) -> tuple[object, ...] | None:
     """Return the names of axes in a box of Linen or of Haliax, or None."""
     names = getattr(box, "names", None)
     if not names:
@@ -308,7 +328,7 @@ def _axis_names(box: Any, ndim: int) -> tuple[object, ...] | None:
     return None
 
 
-def _class_name(params: Any, keys: KeyPath) -> str:
+def _class_name(params: PyTree, keys: KeyPath) -> str:
     """Return the class of the object that has a leaf as an attribute, or ""."""
     node = params
     with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):
