@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The relatives in NumPy float64, each transcribed literally with its epsilons.
 
-They are the oracle of ``test_relatives``. Matrices are (out, in) = (m, n), one at a time;
-nothing is shared with the package. A transcription is a function ``start(shape,
-**options) -> step`` with the optimizer's name, and ``step(g, w) -> direction`` keeps its
-state.
+They are the oracle of ``test_relatives``. Matrices are (out, in) = (m, n), one at a
+time; nothing is shared with the package. A transcription is a function ``start(shape,
+**options) -> step`` with the optimizer's name, and ``step(g, w) -> direction`` keeps
+its state.
 """
 
 import functools
@@ -48,9 +48,9 @@ def follows(tolerance: float, *options: dict[str, Any], **properties: Any) -> Ca
     """Compare the optimizer of this name, for each of the options, with the function.
 
     Args:
-        tolerance: relative to the path in float64: rounding (eps64 times 485 a step), or
-            the 1e-8 that some rules add to squared norms of order one and the package
-            does without, times the slope of Newton-Schulz, 20 to 100.
+        tolerance: relative to the path in float64: rounding (eps64 times 485 a step),
+            or the 1e-8 that some rules add to squared norms of order one and the
+            package does without, times the slope of Newton-Schulz, 20 to 100.
         *options: to compare, none of them for the defaults.
         **properties: see ``Properties``; by default, the state is the momentum.
     """
