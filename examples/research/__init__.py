@@ -14,6 +14,7 @@ shows the options of one.
   ``ahead`` and ``collectives`` estimate the cost of a step on accelerators from
   compiled programs, by ``hlo``, ``traffic`` and ``machine_cost``, on the matrices of
   ``shapes``.
+- Versions: ``equality`` compares what two versions of the library compute.
 
 ``report`` writes the files and ``command`` runs a program with errors on one line.
 """
