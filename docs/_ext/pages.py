@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that are generated: notebooks of `examples/notebooks`, reports of measurements,
-and the list of relatives.
+"""Pages that are generated: notebooks, reports of measurements, the list of relatives.
 
-Notebooks are copied to `docs/notebooks`, which git ignores, and listed. Reports begin
-with the command that made them instead of a heading, and get one from the name of their
-file. The API page of relatives lists all optimizers of `optimizers()`.
+Notebooks of `examples/notebooks` are copied to `docs/notebooks`, which git ignores, and
+listed. Reports begin with the command that made them instead of a heading, and get one
+from the name of their file. The API page of relatives lists all optimizers of
+`optimizers()`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ def index(names: list[str]) -> str:
     """
     known = [name for name in ORDER if name in names]
     others = sorted(set(names) - set(known))
-    return TITLE + (FOUND.format(names="\n".join(known + others)) if names else NONE)
+    if not names:
+        return TITLE + NONE
+    return TITLE + FOUND.format(names="\n".join(known + others))
 
 
 def copy(source: Path, target: Path) -> None:
-    """Make `target` the notebooks of `source` and their list, and touch nothing that is
-    so already.
+    """Make `target` the notebooks of `source` and their list.
+
+    Files that are so already are not touched, so that Sphinx does not read them again.
 
     Args:
         source: folder of notebooks; it may be missing or empty.
@@ -52,15 +55,18 @@ def copy(source: Path, target: Path) -> None:
     target.mkdir(exist_ok=True)
     notebooks = {path.name: path for path in sorted(source.glob("*.ipynb"))}
     for old in target.iterdir():
-        if old.name not in notebooks and old.name != "index.md":
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        if old.name in notebooks or old.name == "index.md":
+            continue
+        if old.is_dir():
+            shutil.rmtree(old)
+        else:
+            old.unlink()
     for name, path in notebooks.items():
         new = target / name
         if not new.exists() or new.read_bytes() != path.read_bytes():
             shutil.copyfile(path, new)
-    (target / "index.md").write_text(
-        index([Path(name).stem for name in notebooks]), encoding="utf-8"
-    )
+    names = [Path(name).stem for name in notebooks]
+    (target / "index.md").write_text(index(names), encoding="utf-8")
 
 
 def titled(name: str, text: str) -> str:
@@ -75,35 +81,31 @@ def titled(name: str, text: str) -> str:
     """
     if text.lstrip().startswith("# "):
         return text
-    return f"# {name.rpartition('/')[2].replace('_', ' ')}\n\n{text}"
+    heading = name.rpartition("/")[2].replace("_", " ")
+    return f"# {heading}\n\n{text}"
 
 
 def with_relatives(text: str) -> str:
-    """Replace the two comments of the API page by directives for every optimizer of
-    `optimizers()` but NormPre.
+    """Replace the two comments of the API page by directives for every relative.
 
     Args:
         text: of the page.
 
     Returns:
-        Its text with one `autofunction` per optimizer and per direction.
+        Its text with one `autofunction` per optimizer but NormPre, and per direction.
     """
     from normpre_optax import optimizers
 
     names = [name for name in optimizers() if not name.startswith("normpre")]
-    for comment, prefix in (
-        (".. all relatives", ""),
-        (".. all directions of relatives", "scale_by_"),
-    ):
+    prefixes = {".. all relatives": "", ".. all directions of relatives": "scale_by_"}
+    for comment, prefix in prefixes.items():
         lines = "\n".join(f".. autofunction:: {prefix}{name}" for name in names)
         text = text.replace(f"{comment}\n", f"{lines}\n")
     return text
 
 
 def prepare(app, docname: str, source: list[str]) -> None:
-    """Add headings to reports, and relatives to their API page; change links to a
-    notebook's source to its page.
-    """
+    """Add headings to reports, relatives to their page, links to notebooks' pages."""
     if docname.startswith("results/"):
         source[0] = titled(docname, source[0])
     if docname == "api/family":

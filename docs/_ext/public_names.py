@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every public name is documented and stands on a page: otherwise the build warns, and
-with `-W` fails.
+"""Every public name is documented and stands on a page.
 
+Otherwise the build warns, and with `-W` fails.
 The public names are those of `__all__` and, in `presets`, what it defines without an
 underscore.
 """
@@ -36,19 +36,24 @@ def public_names(module: types.ModuleType) -> list[str]:
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.append(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names += [
-                target.id
-                for target in targets
-                if isinstance(target, ast.Name) and target.id.isupper()
-            ]
+        names += [name for name in _assigned(node) if name.isupper()]
     return [name for name in names if not name.startswith("_")]
 
 
+def _assigned(node: ast.stmt) -> list[str]:
+    """The names that a statement assigns."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
 def documentation(module: types.ModuleType, name: str) -> str:
-    """The docstring of a name of a module; of a constant, the string that follows its
-    assignment.
+    """The docstring of a name of a module.
+
+    That of a constant is the string that follows its assignment.
 
     Args:
         module: the one that shows the name, by defining or by importing it.
@@ -63,32 +68,33 @@ def documentation(module: types.ModuleType, name: str) -> str:
         return _constants_docstring(module, name)
     doc = (thing.__doc__ or "").strip()
     made_by_python = inspect.isclass(thing) and doc.startswith(f"{thing.__name__}(")
-    return "" if made_by_python else inspect.cleandoc(doc)
+    if made_by_python:
+        return ""
+    return inspect.cleandoc(doc)
 
 
 def _constants_docstring(module: types.ModuleType, name: str) -> str:
+    """The string after the assignment of a constant, where it is defined."""
     body = ast.parse(inspect.getsource(module)).body
     for node, following in zip(body, [*body[1:], None], strict=True):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and any(a.name == name for a in node.names)
-        ):
-            return _constants_docstring(importlib.import_module(node.module), name)
-        targets = (
-            node.targets
-            if isinstance(node, ast.Assign)
-            else [getattr(node, "target", None)]
-        )
-        if not any(
-            isinstance(target, ast.Name) and target.id == name for target in targets
-        ):
-            continue
-        if isinstance(following, ast.Expr) and isinstance(
-            following.value, ast.Constant
-        ):
-            return inspect.cleandoc(str(following.value.value))
+        source = _module_of_import(node, name)
+        if source:
+            return _constants_docstring(importlib.import_module(source), name)
+        value = getattr(following, "value", None)
+        is_text = isinstance(following, ast.Expr) and isinstance(value, ast.Constant)
+        if name in _assigned(node) and is_text:
+            return inspect.cleandoc(str(value.value))
     return ""
+
+
+def _module_of_import(node: ast.stmt, name: str) -> str | None:
+    """The module that a statement imports a name from; None if it does not."""
+    if not isinstance(node, ast.ImportFrom):
+        return None
+    names = [alias.name for alias in node.names]
+    if name not in names:
+        return None
+    return node.module
 
 
 def public_methods(thing: Any) -> list[str]:
@@ -124,13 +130,14 @@ def problems(module: types.ModuleType, listed: Iterable[str]) -> Iterator[str]:
     """
     listed = set(listed)
     for name in public_names(module):
-        full, thing = f"{module.__name__}.{name}", getattr(module, name)
+        full = f"{module.__name__}.{name}"
+        thing = getattr(module, name)
         if not documentation(module, name):
             yield f"the public name {full} has no documentation"
-        own = (
-            {thing.__name__} if inspect.ismodule(thing) else set()
-        )  # a module is listed by its own name
-        if not listed & {full, *own}:
+        names = {full}
+        if inspect.ismodule(thing):
+            names.add(thing.__name__)  # a module is listed by its own name
+        if not listed & names:
             yield f"the public name {full} stands on no page"
         for method in public_methods(thing):
             if not (getattr(thing, method).__doc__ or "").strip():
@@ -157,28 +164,24 @@ def document_constants(app, what, name, obj, options, lines) -> None:
 
 def link_names(app, what, name, obj, options, lines) -> None:
     """Make links of the public names that docstrings mention, but for a thing's own."""
-    public = set(public_names(importlib.import_module(app.config.public_modules[0])))
+    package = app.config.public_modules[0]
+    public = set(public_names(importlib.import_module(package)))
 
     def link(found: re.Match) -> str:
         mentioned = found[1].removesuffix("()")
-        known = mentioned in public and not name.endswith(f".{mentioned}")
-        return (
-            f":py:obj:`{found[1]} <{app.config.public_modules[0]}.{mentioned}>`"
-            if known
-            else found[0]
-        )
+        if mentioned not in public or name.endswith(f".{mentioned}"):
+            return found[0]
+        return f":py:obj:`{found[1]} <{package}.{mentioned}>`"
 
     lines[:] = [re.sub(r"``(\w+(?:\(\))?)``", link, line) for line in lines]
 
 
 def leave_out_fields(app, what, name, obj, skip, options) -> bool | None:
-    """Fields of named tuples stand in the class's docstring; what Python says of them
-    tells nothing.
-    """
-    made_by_python = (getattr(obj, "__doc__", None) or "").startswith(
-        "Alias for field number"
-    )
-    return True if made_by_python else None
+    """Leave out fields of named tuples, which stand in the class's docstring."""
+    doc = getattr(obj, "__doc__", None) or ""
+    if doc.startswith("Alias for field number"):  # what Python says of a field
+        return True
+    return None
 
 
 def shorten_types(app, what, name, obj, options, signature, returned):
@@ -194,9 +197,11 @@ def shorten_types(app, what, name, obj, options, signature, returned):
     }
 
     def short(text: str | None) -> str | None:
+        if text is None:
+            return None
         for alias, annotation in aliases.items():
             written = stringify_annotation(annotation, "smart")
-            text = text.replace(written, alias) if text else text
+            text = text.replace(written, alias)
         return text
 
     return short(signature), short(returned)
