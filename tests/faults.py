@@ -165,8 +165,8 @@ _FAULTS = {
     "blocks_in_one_piece": (
         "parameters/dims.py",
         "blocks_of",
-        "[rows // blocks] * blocks",
-        "[rows]",
+        "(rows // blocks,) * blocks",
+        "(rows,)",
         f"{PARAMETERS} {LAYOUTS}",
     ),
     "a_preset_forgets_layers": (
