@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distribute matrices over a mesh if the shardings of the parameters are known.
 
-Each matrix has one owner. The owner collects the shards by one all-to-all, computes,
-and returns the result by another one. For each parameter, a mesh axis shards batch axes
-(each device has its own matrices), shards rows or columns (each device has a piece of
-every matrix), or neither (each device has a copy).
+Each matrix has one owner, see ``plan.py``. The owner collects the pieces by one
+all-to-all, computes, and returns the result by another one.
+
+Devices do not own equally many matrices of each shape, so they run different programs.
+Padding all of them to one program costs up to three times the work, see
+``docs/results/padded_exchange.md``.
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from normpre_optax.linalg.platforms import platform
@@ -23,71 +23,53 @@ from normpre_optax.parameters.dims import (
     MatrixDims,
     from_matrices,
     is_stored_transposed,
-    split_axes,
     to_matrices,
 )
-from normpre_optax.sharding.placement import axes_of
+from normpre_optax.sharding.plan import (
+    LANES,
+    Matrix,
+    Program,
+    Run,
+    Shard,
+    Sizes,
+    Team,
+    flat_index,
+    plan,
+    programs_of,
+    shard_of,
+)
 
-Axes = tuple[str, ...]
-# lanes of a TPU's vector unit: pieces are communicated in lines of this many elements
-LANES = 128
-
-
-class Shard(NamedTuple):
-    """One device's shard of a parameter: a stack of pieces of matrices, ``(count, rows,
-    columns)``.
-    """
-
-    count: int
-    rows: int
-    columns: int
-    grid: tuple[int, int]  # pieces of a matrix along rows and columns
-    batch: Axes  # mesh axes that shard its batch axes
-    pieces: Axes  # mesh axes that shard its rows, then its columns
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of a complete matrix."""
-        return self.rows * self.grid[0], self.columns * self.grid[1]
-
-    @property
-    def lines(self) -> int:
-        """Number of lines of ``LANES`` elements in a piece."""
-        return -(-self.rows * self.columns // LANES)
-
-    @property
-    def work(self) -> float:
-        """Operations of five Newton-Schulz steps, in the form that needs fewer."""
-        short, long = sorted(self.shape)
-        return float(short**2 * min(20 * long + 10 * short, 8 * long + 28 * short))
+Stacks = list[jax.Array]
+Position = dict[str, jax.Array]  # index of this device along every mesh axis
 
 
-class Team(NamedTuple):
-    """Parameters that are sharded over the same axes, with one buffer for all their
-    pieces.
+class _Layout(NamedTuple):
+    """How a parameter is stored."""
 
-    ``owned`` lists the (parameter, index) of the matrices that each device along
-    ``copies`` and ``pieces`` owns. ``length`` is the number of lines in the longest
-    list.
-    """
+    dims: MatrixDims
+    transposed: bool  # whether rows of its matrices are inputs
+    shard: Shard
 
-    members: list[int]
-    copies: Axes
-    pieces: Axes
-    grid: tuple[int, int]
-    owned: list[list[tuple[int, int]]]
-    length: int
+
+class _Route(NamedTuple):
+    """Which matrices are communicated, between which devices, and in which dtype."""
+
+    sizes: Sizes
+    shards: list[Shard]
+    teams: list[Team]
+    sent: jnp.dtype
+    computed: jnp.dtype
 
 
 def exchange(
-    compute: Callable[[list[jax.Array], Any], list[jax.Array]],
+    compute: Callable[[Stacks, Any], Stacks],
     operands: Any,
     arrays: Sequence[jax.Array],
     dims: Sequence[MatrixDims],
     specs: Sequence[PartitionSpec],
     mesh: AbstractMesh,
     rounded: bool = False,
-) -> list[jax.Array]:
+) -> Stacks:
     """Compute every matrix on one device.
 
     Args:
@@ -107,287 +89,201 @@ def exchange(
         Arrays with the shapes and shardings of ``arrays``.
     """
     sizes = dict(mesh.shape)
-    transposed = [
-        is_stored_transposed(x.ndim, d) for x, d in zip(arrays, dims, strict=True)
-    ]
-    each = list(zip(arrays, dims, specs, transposed, strict=True))
-    shards = [_shard(x.shape, d, spec, t, sizes) for x, d, spec, t in each]
+    layouts = []
+    for x, d, spec in zip(arrays, dims, specs, strict=True):
+        transposed = is_stored_transposed(x.ndim, d)
+        shard = shard_of(x.shape, d, spec, transposed, sizes)
+        layouts.append(_Layout(d, transposed, shard))
+    shards = [layout.shard for layout in layouts]
     teams = plan(sizes, shards)
-    local = [team for team in teams if len(team.owned) == 1]
-    moving = [team for team in teams if len(team.owned) > 1]
-    kinds, kind_of = _kinds(sizes, shards, moving)
-    widest = jnp.result_type(*arrays)
-    dtype = (
-        jnp.bfloat16
-        if rounded and platform() == "tpu" and widest == jnp.float32
-        else widest
-    )
+    local = [team for team in teams if not team.communicates]
+    moving = [team for team in teams if team.communicates]
+    dtype = jnp.result_type(*arrays)
+    route = _Route(sizes, shards, moving, _sent_dtype(dtype, rounded), dtype)
 
     def on_device(parts: list[jax.Array], operands: Any) -> list[jax.Array]:
-        def own(stacks):
+        def own(stacks: Stacks) -> Stacks:
             return compute(stacks, operands)
 
-        try:
-            at = {a: jax.lax.axis_index(a) for a in sizes}
-        except NameError as error:
-            raise ValueError(
-                "jax.vmap maps over a mesh axis that shards the parameters: use"
-                " jax.shard_map over that axis, so that each device updates its own"
-                f" models ({error})"
-            ) from error
+        at = _position(sizes)
         stacks = [
-            to_matrices(x, d, t) for x, (_, d, _, t) in zip(parts, each, strict=True)
+            to_matrices(x, layout.dims, layout.transposed)
+            for x, layout in zip(parts, layouts, strict=True)
         ]
-        at_home = [i for team in local for i in team.members]
-        new = dict(zip(at_home, own([stacks[i] for i in at_home]), strict=True))
+        new = _computed_at_home(own, stacks, local)
         if moving:
-            lines = [to_lines(x.astype(dtype)) for x in stacks]
-            arrived = [_to_owners(team, lines, at, sizes) for team in moving]
-            branches = [
-                functools.partial(_computed, own, kind, shards, moving, widest)
-                for kind in kinds
-            ]
-            done = jax.lax.switch(
-                jnp.asarray(kind_of)[_flat(at, sizes, tuple(sizes))], branches, arrived
-            )
-            for team, buffer in zip(moving, done, strict=True):
-                new |= _to_holders(team, buffer, shards, sizes)
-        return [
-            from_matrices(new[i].astype(x.dtype), d, x.shape, t)
-            for i, (x, (_, d, _, t)) in enumerate(zip(parts, each, strict=True))
-        ]
+            new |= _computed_by_owners(own, stacks, route, at)
+        results = []
+        for i, (x, layout) in enumerate(zip(parts, layouts, strict=True)):
+            y = new[i].astype(x.dtype)
+            results.append(from_matrices(y, layout.dims, x.shape, layout.transposed))
+        return results
 
-    # Results are gathered along copies, so they are equal on all of them. JAX cannot
-    # check that.
     out = list(specs)
     run = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=(out, PartitionSpec()),
         out_specs=out,
+        # Results are gathered along copies, so they are equal on all of them. JAX
+        # cannot check that.
         check_vma=False,
     )
     return run(list(arrays), operands)
 
 
-def _shard(
-    shape: tuple[int, ...],
-    dims: MatrixDims,
-    spec: Any,
-    transposed: bool,
-    sizes: dict[str, int],
-) -> Shard:
-    batch, rows, columns = split_axes(len(shape), dims)
-    rows, columns = (columns, rows) if transposed else (rows, columns)
-    entries = [axes_of(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
-    named = [
-        sum((entries[axis] for axis in side), ()) for side in (batch, rows, columns)
+def _sent_dtype(dtype: jnp.dtype, rounded: bool) -> jnp.dtype:
+    """Return the dtype in which matrices are communicated."""
+    if rounded and platform() == "tpu" and dtype == jnp.float32:
+        return jnp.dtype(jnp.bfloat16)
+    return dtype
+
+
+def _position(sizes: Sizes) -> Position:
+    try:
+        return {a: jax.lax.axis_index(a) for a in sizes}
+    except NameError as error:
+        raise ValueError(
+            "jax.vmap maps over a mesh axis that shards the parameters: use"
+            " jax.shard_map over that axis, so that each device updates its own"
+            f" models ({error})"
+        ) from error
+
+
+def _computed_at_home(
+    compute: Callable[[Stacks], Stacks], stacks: Stacks, teams: Sequence[Team]
+) -> dict[int, jax.Array]:
+    """Return the results of parameters whose matrices are complete on this device."""
+    members = []
+    for team in teams:
+        members += team.members
+    new = compute([stacks[i] for i in members])
+    return dict(zip(members, new, strict=True))
+
+
+def _computed_by_owners(
+    compute: Callable[[Stacks], Stacks], stacks: Stacks, route: _Route, at: Position
+) -> dict[int, jax.Array]:
+    """Return the results of parameters whose matrices are communicated."""
+    lines = [to_lines(x.astype(route.sent)) for x in stacks]
+    arrived = [_to_owners(team, lines, route.sizes, at) for team in route.teams]
+    programs, program_of = programs_of(route.sizes, route.shards, route.teams)
+    branches = [
+        functools.partial(_run_program, compute, program, route) for program in programs
     ]
-    counts = [math.prod(sizes[a] for a in names) for names in named]
-    whole = [math.prod(shape[axis] for axis in side) for side in (batch, rows, columns)]
-    count, m, n = (size // devices for size, devices in zip(whole, counts, strict=True))
-    return Shard(count, m, n, (counts[1], counts[2]), named[0], named[1] + named[2])
-
-
-def plan(sizes: dict[str, int], shards: Sequence[Shard]) -> list[Team]:
-    """Assign matrices to owners: the most expensive first, each to the device with the
-    least work.
-
-    Copies along an axis that shards other parameters share the work if that reduces the
-    largest load. Along a pure data-parallel axis the computation is replicated, and
-    nothing is communicated. If no parameter is sharded, all axes share the work.
-    """
-    sharding = {a for s in shards for a in s.batch + s.pieces} or set(sizes)
-    free = [
-        a
-        for a in sizes
-        if a in sharding
-        and sizes[a] > 1
-        and any(a not in s.batch + s.pieces for s in shards)
-    ]
-    choices = itertools.chain(
-        *(itertools.combinations(free, n) for n in range(len(free) + 1))
-    )
-    return min(
-        (_plan(sizes, shards, frozenset(chosen)) for chosen in choices),
-        key=lambda found: found[0],
-    )[1]
-
-
-def _plan(
-    sizes: dict[str, int], shards: Sequence[Shard], sharing: frozenset[str]
-) -> tuple[tuple, list[Team]]:
-    """Return (cost, teams) if copies along ``sharing`` share the work; cost is (largest
-    load, communicated lines).
-    """
-    loads = np.zeros(tuple(sizes.values()))
-    teams: dict[Hashable, tuple[Team, np.ndarray]] = {}
-    for i in sorted(
-        range(len(shards)), key=lambda i: (-shards[i].work, shards[i].shape, i)
-    ):
-        shard = shards[i]
-        copies = tuple(
-            a for a in sizes if a in sharing and a not in shard.batch + shard.pieces
-        )
-        key, count = (
-            (shard.batch, shard.pieces, shard.grid),
-            math.prod(sizes[a] for a in copies + shard.pieces),
-        )
-        new = Team([], copies, shard.pieces, shard.grid, [[] for _ in range(count)], 0)
-        team, length = teams.setdefault(key, (new, np.zeros(count, int)))
-        team.members.append(i)
-        # Loads by owner and other devices: the load of an owner is that of the busiest
-        # device with its index.
-        others = tuple(a for a in sizes if a not in copies + shard.pieces)
-        by_place = loads.transpose(
-            [list(sizes).index(a) for a in copies + shard.pieces + others]
-        )
-        for j in range(shard.count):
-            busiest = by_place.reshape(count, -1).max(axis=1)
-            owner = int(np.lexsort((length, busiest))[0])
-            team.owned[owner].append((i, j))
-            length[owner] += shard.lines
-            by_place[
-                np.unravel_index(owner, by_place.shape[: len(copies + shard.pieces)])
-            ] += shard.work
-    found = [team._replace(length=int(length.max())) for team, length in teams.values()]
-    for team in found:
-        for own in team.owned:
-            own.sort(key=lambda item: (shards[item[0]].shape, item))
-    sent = sum(len(team.owned) * team.length for team in found if len(team.owned) > 1)
-    return (loads.max(), sent), found
-
-
-def _kinds(
-    sizes: dict[str, int], shards: Sequence[Shard], teams: list[Team]
-) -> tuple[list[Any], np.ndarray]:
-    """Return the distinct lists of owned shapes per team, and the index of each
-    device's list.
-    """
-    kinds: dict[Any, int] = {}
-    kind_of = []
-    for device in np.ndindex(*sizes.values()):
-        at = dict(zip(sizes, device, strict=True))
-        own = [
-            team.owned[_flat(at, sizes, team.copies + team.pieces)] for team in teams
-        ]
-        kind = tuple(
-            tuple(
-                (shards[i].shape, shards[i].rows, shards[i].columns) for i, _ in items
-            )
-            for items in own
-        )
-        kind_of.append(kinds.setdefault(kind, len(kinds)))
-    return list(kinds), np.array(kind_of, np.int32)
-
-
-def _flat(at: dict[str, Any], sizes: dict[str, int], axes: Axes) -> Any:
-    """Return the index along several flattened mesh axes; the first axis varies
-    slowest.
-    """
-    return functools.reduce(lambda index, a: index * sizes[a] + at[a], axes, 0)
+    device = flat_index(at, route.sizes, tuple(route.sizes))
+    done = jax.lax.switch(jnp.asarray(program_of)[device], branches, arrived)
+    new = {}
+    for team, buffer in zip(route.teams, done, strict=True):
+        new |= _to_holders(team, buffer, route.shards)
+    return new
 
 
 def _to_owners(
-    team: Team, lines: list[jax.Array], at: dict[str, Any], sizes: dict[str, int]
+    team: Team, lines: list[jax.Array], sizes: Sizes, at: Position
 ) -> jax.Array:
-    """Collect the pieces of matrices on their owners: ``(pieces, length, LANES)`` of
-    this device's matrices.
-    """
-
-    def packed(own: list[tuple[int, int]]) -> jax.Array:
-        parts = [lines[i][j] for i, j in own]
-        missing = team.length - sum(map(len, parts))
-        return jnp.concatenate(
-            [*parts, jnp.zeros((missing, LANES), lines[team.members[0]].dtype)]
-        )
-
-    pieces = math.prod(team.grid)
-    outgoing = jnp.stack([packed(own) for own in team.owned]).reshape(
-        -1, pieces, team.length, LANES
-    )
-    return _all_to_all(outgoing[_flat(at, sizes, team.copies)], team)
+    """Return the pieces of this device's matrices: ``(pieces, length, LANES)``."""
+    outgoing = jnp.stack([_packed(team, own, lines) for own in team.owned])
+    by_copy = outgoing.reshape(-1, math.prod(team.grid), team.length, LANES)
+    # All copies have all pieces, so each sends only to owners with its own index.
+    return _all_to_all(by_copy[flat_index(at, sizes, team.copies)], team)
 
 
-def _all_to_all(lines: jax.Array, team: Team) -> jax.Array:
+def _packed(team: Team, own: list[Matrix], lines: list[jax.Array]) -> jax.Array:
+    """Return this device's pieces of an owner's matrices: ``(length, LANES)``."""
+    parts = [lines[i][j] for i, j in own]
+    missing = team.length - sum(len(part) for part in parts)
+    dtype = lines[team.members[0]].dtype
+    return jnp.concatenate([*parts, jnp.zeros((missing, LANES), dtype)])
+
+
+def _all_to_all(buffer: jax.Array, team: Team) -> jax.Array:
     if math.prod(team.grid) == 1:
-        return lines
+        return buffer
     return jax.lax.all_to_all(
-        lines, team.pieces, split_axis=0, concat_axis=0, tiled=True
+        buffer, team.pieces, split_axis=0, concat_axis=0, tiled=True
     )
 
 
-def _computed(
-    compute: Callable,
-    kind: Any,
-    shards: Any,
-    teams: list[Team],
-    dtype: Any,
+def _run_program(
+    compute: Callable[[Stacks], Stacks],
+    program: Program,
+    route: _Route,
     arrived: list[jax.Array],
-):
-    """Assemble the matrices of this device, compute those of one shape together, and
-    split them into pieces.
-    """
-    whole, places = [], []
-    for k, (team, items, pieces) in enumerate(zip(teams, kind, arrived, strict=True)):
-        start = 0
-        for shape, rows, columns in dict.fromkeys(items):
-            count = items.count((shape, rows, columns))
-            end = start + count * -(-rows * columns // LANES)
-            lines = pieces[:, start:end].reshape(*team.grid, count, -1, LANES)
-            pieces_of = from_lines(lines, rows, columns).transpose(2, 0, 3, 1, 4)
-            whole.append(pieces_of.reshape(count, *shape).astype(dtype))
-            places.append((k, count, rows, columns))
-            start = end
-    results: list[list[jax.Array]] = [[] for _ in teams]
-    for t, (k, count, rows, columns) in zip(compute(whole), places, strict=True):
-        cut = t.astype(arrived[k].dtype).reshape(
-            count, teams[k].grid[0], rows, teams[k].grid[1], columns
-        )
-        results[k].append(
-            to_lines(cut.transpose(1, 3, 0, 2, 4)).reshape(
-                math.prod(teams[k].grid), -1, LANES
-            )
-        )
-    for k, team in enumerate(teams):
-        missing = team.length - sum(x.shape[1] for x in results[k])
-        results[k].append(
-            jnp.zeros((math.prod(team.grid), missing, LANES), arrived[k].dtype)
-        )
-    return [jnp.concatenate(parts, axis=1) for parts in results]
+) -> list[jax.Array]:
+    """Compute the matrices in a device's buffers, those of one shape together."""
+    stacks = []
+    for team, runs, buffer in zip(route.teams, program, arrived, strict=True):
+        stacks += _assembled(team, runs, buffer)
+    new = compute([x.astype(route.computed) for x in stacks])
+    done, start = [], 0
+    for team, runs in zip(route.teams, program, strict=True):
+        end = start + len(runs)
+        done.append(_cut(team, runs, new[start:end], route.sent))
+        start = end
+    return done
+
+
+def _assembled(team: Team, runs: Sequence[Run], buffer: jax.Array) -> Stacks:
+    """Return the complete matrices in a buffer, a stack for each run."""
+    stacks, start = [], 0
+    for run in runs:
+        end = start + run.lines
+        lines = buffer[:, start:end].reshape(*team.grid, run.count, -1, LANES)
+        start = end
+        pieces = from_lines(lines, run.rows, run.columns)
+        # From (down, across, count, rows, columns) to (count, down, rows, across,
+        # columns), where down and across are those of the grid.
+        in_place = pieces.transpose(2, 0, 3, 1, 4)
+        down, across = team.grid
+        shape = (run.count, down * run.rows, across * run.columns)
+        stacks.append(in_place.reshape(shape))
+    return stacks
+
+
+def _cut(
+    team: Team, runs: Sequence[Run], stacks: Stacks, dtype: jnp.dtype
+) -> jax.Array:
+    """Invert ``_assembled``: return a padded buffer of the pieces of these matrices."""
+    down, across = team.grid
+    parts = []
+    for run, x in zip(runs, stacks, strict=True):
+        shape = (run.count, down, run.rows, across, run.columns)
+        in_place = x.astype(dtype).reshape(shape)
+        lines = to_lines(in_place.transpose(1, 3, 0, 2, 4))
+        parts.append(lines.reshape(down * across, -1, LANES))
+    missing = team.length - sum(run.lines for run in runs)
+    parts.append(jnp.zeros((down * across, missing, LANES), dtype))
+    return jnp.concatenate(parts, axis=1)
 
 
 def _to_holders(
-    team: Team, buffer: jax.Array, shards: Sequence[Shard], sizes: dict[str, int]
+    team: Team, buffer: jax.Array, shards: Sequence[Shard]
 ) -> dict[int, jax.Array]:
-    """Return results to the devices of the pieces: this device's stack of every
-    parameter of the team.
-    """
+    """Return results to the devices of the pieces, as this device's stacks."""
     buffer = _all_to_all(buffer, team)
     if team.copies:
         buffer = jax.lax.all_gather(buffer, team.copies)
-    found: dict[tuple[int, int], jax.Array] = {}
-    for lines, own in zip(
-        buffer.reshape(len(team.owned), team.length, LANES), team.owned, strict=True
-    ):
+    by_owner = buffer.reshape(len(team.owned), team.length, LANES)
+    found: dict[Matrix, jax.Array] = {}
+    for lines, own in zip(by_owner, team.owned, strict=True):
         start = 0
-        for i, j in own:
-            found[i, j], start = (
-                lines[start : start + shards[i].lines],
-                start + shards[i].lines,
-            )
-    each = {
-        i: jnp.stack([found[i, j] for j in range(shards[i].count)])
-        for i in team.members
-    }
-    return {
-        i: from_lines(x, shards[i].rows, shards[i].columns) for i, x in each.items()
-    }
+        for matrix in own:
+            end = start + shards[matrix.parameter].lines
+            found[matrix] = lines[start:end]
+            start = end
+    new = {}
+    for i in team.members:
+        shard = shards[i]
+        lines = jnp.stack([found[Matrix(i, j)] for j in range(shard.count)])
+        new[i] = from_lines(lines, shard.rows, shard.columns)
+    return new
 
 
 def to_lines(x: jax.Array) -> jax.Array:
-    """Reshape pieces ``(..., rows, columns)`` to lines ``(..., n, LANES)``, padded at
-    the end.
+    """Reshape pieces ``(..., rows, columns)`` to lines ``(..., n, LANES)``.
+
+    The last line is padded with zeros.
 
     Example:
         >>> import jax.numpy as jnp

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 import normpre_optax as npo
 from normpre_optax.linalg.platforms import on
 from normpre_optax.parameters.dims import split_axes
-from normpre_optax.sharding.exchange import Shard, exchange, plan
+from normpre_optax.sharding.exchange import exchange
+from normpre_optax.sharding.plan import Shard, plan
 from tests import cases
 
 DIMS = npo.MatrixDims(0, 1)
