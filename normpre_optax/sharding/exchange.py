@@ -5,7 +5,7 @@ Each matrix has one owner, see ``plan.py``. The owner collects the pieces by one
 all-to-all, computes, and returns the result by another one.
 
 Devices do not own equally many matrices of each shape, so they run different programs.
-Padding all of them to one program costs up to three times the work, see
+Padding all lists to equal ones costs up to 3.4 times the work, see
 ``docs/results/padded_exchange.md``.
 """
 
@@ -50,6 +50,15 @@ class _Layout(NamedTuple):
     transposed: bool  # whether rows of its matrices are inputs
     shard: Shard
 
+    def to_stack(self, x: jax.Array) -> jax.Array:
+        """Return a device's shard as pieces of matrices ``(count, rows, columns)``."""
+        return to_matrices(x, self.dims, self.transposed)
+
+    def from_stack(self, stack: jax.Array, like: jax.Array) -> jax.Array:
+        """Invert ``to_stack``: return an array of the shape and dtype of ``like``."""
+        stack = stack.astype(like.dtype)
+        return from_matrices(stack, self.dims, like.shape, self.transposed)
+
 
 class _Route(NamedTuple):
     """Which matrices are communicated, between which devices, and in which dtype."""
@@ -89,11 +98,10 @@ def exchange(
         Arrays with the shapes and shardings of ``arrays``.
     """
     sizes = dict(mesh.shape)
-    layouts = []
-    for x, d, spec in zip(arrays, dims, specs, strict=True):
-        transposed = is_stored_transposed(x.ndim, d)
-        shard = shard_of(x.shape, d, spec, transposed, sizes)
-        layouts.append(_Layout(d, transposed, shard))
+    layouts = [
+        _layout(x, d, spec, sizes)
+        for x, d, spec in zip(arrays, dims, specs, strict=True)
+    ]
     shards = [layout.shard for layout in layouts]
     teams = plan(sizes, shards)
     local = [team for team in teams if not team.communicates]
@@ -106,18 +114,11 @@ def exchange(
             return compute(stacks, operands)
 
         at = _position(sizes)
-        stacks = [
-            to_matrices(x, layout.dims, layout.transposed)
-            for x, layout in zip(parts, layouts, strict=True)
-        ]
+        stacks = [layout.to_stack(x) for x, layout in zip(parts, layouts, strict=True)]
         new = _computed_at_home(own, stacks, local)
         if moving:
             new |= _computed_by_owners(own, stacks, route, at)
-        results = []
-        for i, (x, layout) in enumerate(zip(parts, layouts, strict=True)):
-            y = new[i].astype(x.dtype)
-            results.append(from_matrices(y, layout.dims, x.shape, layout.transposed))
-        return results
+        return [layout.from_stack(new[i], parts[i]) for i, layout in enumerate(layouts)]
 
     out = list(specs)
     run = jax.shard_map(
@@ -130,6 +131,13 @@ def exchange(
         check_vma=False,
     )
     return run(list(arrays), operands)
+
+
+def _layout(
+    x: jax.Array, dims: MatrixDims, spec: PartitionSpec, sizes: Sizes
+) -> _Layout:
+    transposed = is_stored_transposed(x.ndim, dims)
+    return _Layout(dims, transposed, shard_of(x.shape, dims, spec, transposed, sizes))
 
 
 def _sent_dtype(dtype: jnp.dtype, rounded: bool) -> jnp.dtype:
@@ -171,6 +179,7 @@ def _computed_by_owners(
     branches = [
         functools.partial(_run_program, compute, program, route) for program in programs
     ]
+    # All devices run one SPMD program: each takes the branch of its own matrices.
     device = flat_index(at, route.sizes, tuple(route.sizes))
     done = jax.lax.switch(jnp.asarray(program_of)[device], branches, arrived)
     new = {}
@@ -192,6 +201,7 @@ def _to_owners(
 def _packed(team: Team, own: list[Matrix], lines: list[jax.Array]) -> jax.Array:
     """Return this device's pieces of an owner's matrices: ``(length, LANES)``."""
     parts = [lines[i][j] for i, j in own]
+    # An all-to-all sends equal amounts to all devices.
     missing = team.length - sum(len(part) for part in parts)
     dtype = lines[team.members[0]].dtype
     return jnp.concatenate([*parts, jnp.zeros((missing, LANES), dtype)])
@@ -263,6 +273,7 @@ def _to_holders(
     """Return results to the devices of the pieces, as this device's stacks."""
     buffer = _all_to_all(buffer, team)
     if team.copies:
+        # Each copy has the results of its own owners only.
         buffer = jax.lax.all_gather(buffer, team.copies)
     by_owner = buffer.reshape(len(team.owned), team.length, LANES)
     found: dict[Matrix, jax.Array] = {}

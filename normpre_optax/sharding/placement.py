@@ -3,21 +3,25 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import optax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from normpre_optax.parameters.broadcast import whole_tree
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 
+# One entry of a PartitionSpec; it may also be PartitionSpec.UNCONSTRAINED.
+Entry = str | tuple[str, ...] | None
+
 
 def mesh_of(arrays: Any) -> AbstractMesh | None:
-    """Return the mesh of a tree of arrays, or None on one device and inside
-    ``jax.shard_map`` over all mesh axes.
+    """Return the mesh of a tree of arrays, or None if the devices work separately.
+
+    It is None on one device, and inside ``jax.shard_map`` over all mesh axes.
 
     Raises:
         ValueError: if some axes of the mesh are Manual (in ``jax.shard_map``) and
@@ -44,14 +48,17 @@ def mesh_of(arrays: Any) -> AbstractMesh | None:
 
 
 def spec_of(x: jax.Array, known: PartitionSpec | None = None) -> PartitionSpec | None:
-    """Return the ``PartitionSpec`` of an array on a mesh with Explicit axes, else what
-    is known of it.
+    """Return the ``PartitionSpec`` of an array.
+
+    On a mesh with Explicit axes its type has it; else it is ``known``, or None.
     """
     own = jax.typeof(x).sharding
-    return own.spec if AxisType.Explicit in own.mesh.axis_types else known
+    if AxisType.Explicit in own.mesh.axis_types:
+        return own.spec
+    return known
 
 
-def axes_of(entry: Any) -> tuple[str, ...]:
+def axes_of(entry: Entry) -> tuple[str, ...]:
     """Return one entry of a ``PartitionSpec`` as a tuple of axis names.
 
     Example:
@@ -61,7 +68,9 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     """
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+    if isinstance(entry, str):
+        return (entry,)
+    return tuple(entry)
 
 
 def unsharded(x: jax.Array, axis: int) -> jax.Array:
@@ -69,16 +78,17 @@ def unsharded(x: jax.Array, axis: int) -> jax.Array:
     spec = spec_of(x)
     if spec is None or spec[axis] is None:
         return x
-    return jax.sharding.reshard(
-        x, NamedSharding(jax.typeof(x).sharding.mesh, without_axis(spec, axis))
-    )
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.sharding.reshard(x, NamedSharding(mesh, without_axis(spec, axis)))
 
 
 def without_axis(spec: PartitionSpec, axis: int) -> PartitionSpec:
     """Return a ``PartitionSpec`` that does not shard ``axis``."""
-    return PartitionSpec(
-        *(None if i == axis else entry for i, entry in enumerate(spec))
-    )
+    entries = list(spec)
+    # A spec may have fewer entries than the array has axes.
+    if axis < len(entries):
+        entries[axis] = None
+    return PartitionSpec(*entries)
 
 
 def sharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
@@ -86,15 +96,15 @@ def sharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
     target = jax.typeof(other).sharding
     if jax.typeof(x).sharding == target or spec_of(other) is None:
         return x
-    traced = isinstance(x, Tracer) or isinstance(other, Tracer)
-    return (
-        jax.sharding.reshard(x, target) if traced else jax.device_put(x, other.sharding)
-    )
+    if isinstance(x, Tracer) or isinstance(other, Tracer):
+        return jax.sharding.reshard(x, target)
+    return jax.device_put(x, other.sharding)
 
 
 def replicated(x: jax.Array) -> jax.Array:
-    """Return ``x``, replicated if it is on a mesh with Auto axes. XLA's own choice
-    would differ between models.
+    """Return ``x``, replicated if it is on a mesh with Auto axes.
+
+    XLA's own choice would differ between models.
     """
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
@@ -119,40 +129,53 @@ def specs_from(
             parameter.
     """
     kinds = (NamedSharding, PartitionSpec, type(None))
-    entries = whole_tree(
-        "shardings", shardings, params, kinds, "NamedSharding, PartitionSpec and None"
-    )
-    found = [
-        getattr(x, "spec", x) or PartitionSpec()
-        for x in jax.tree.leaves(entries, is_leaf=lambda x: x is None)
-    ]
-    for path, x, spec in zip(paths, jax.tree.leaves(params), found, strict=True):
+    what = "NamedSharding, PartitionSpec and None"
+    tree = whole_tree("shardings", shardings, params, kinds, what)
+    entries = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+    found = []
+    for path, x, entry in zip(paths, jax.tree.leaves(params), entries, strict=True):
+        spec = _spec_from(entry)
         if len(spec) > x.ndim:
             raise ValueError(
                 f"shardings: {tuple(spec)} has more entries than parameter {path!r} of"
                 f" shape {x.shape}"
             )
+        found.append(spec)
     return found
+
+
+def _spec_from(entry: NamedSharding | PartitionSpec | None) -> PartitionSpec:
+    if entry is None:
+        return PartitionSpec()
+    if isinstance(entry, NamedSharding):
+        return entry.spec
+    return entry
 
 
 def check_spec(
     path: str, shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]
 ) -> None:
-    """Raise a ValueError that names the parameter if ``spec`` does not fit its shape
-    and the mesh axis sizes.
+    """Raise a ValueError if a ``PartitionSpec`` does not fit its parameter and mesh.
+
+    Args:
+        path: path of the parameter, for the error.
+        shape: shape of the parameter.
+        spec: its ``PartitionSpec``.
+        sizes: number of devices along each mesh axis.
     """
     for axis, entry in enumerate(spec):
-        missing = [name for name in axes_of(entry) if name not in sizes]
-        if missing or shape[axis] % math.prod(sizes[name] for name in axes_of(entry)):
-            why = (
-                f"the mesh has no axis {missing[0]!r}"
-                if missing
-                else f"{entry!r} does not divide axis {axis}"
-            )
-            raise ValueError(
-                f"shardings: parameter {path!r} of shape {shape}: {why}; its axes are"
-                f" {sizes}"
-            )
+        names = axes_of(entry)
+        missing = [name for name in names if name not in sizes]
+        if missing:
+            why = f"the mesh has no axis {missing[0]!r}"
+        elif shape[axis] % math.prod(sizes[name] for name in names):
+            why = f"{entry!r} does not divide axis {axis}"
+        else:
+            continue
+        raise ValueError(
+            f"shardings: parameter {path!r} of shape {shape}: {why}; its axes are"
+            f" {sizes}"
+        )
 
 
 class AxesInUse(NamedTuple):
@@ -164,7 +187,7 @@ class AxesInUse(NamedTuple):
             matrix, and no batch axis. Devices along other axes have other matrices, or
             are in other slices.
         shared: for each parameter, whether its small problems are the same on all
-            devices: no batch axis is sharded.
+            devices, because no batch axis is sharded.
     """
 
     all: tuple[str, ...]
@@ -179,86 +202,111 @@ def axes_in_use(
     dims: Sequence[MatrixDims],
     specs: Sequence[PartitionSpec | None],
 ) -> AxesInUse:
-    """Return the mesh axes that share the work. If specs are unknown (None), the
-    largest axis shards all matrices.
+    """Return the mesh axes that share the work.
+
+    Args:
+        mesh: the mesh of the parameters.
+        names: names of the parameters, for errors.
+        arrays: the parameters.
+        dims: their axes.
+        specs: their shardings. If one is unknown (None), the largest mesh axis shards
+            all matrices.
+
+    Raises:
+        ValueError: if a sharding does not fit its parameter.
     """
-    sizes, matrices, batches, shared = dict(mesh.shape), set(), set(), []
-    if any(spec is None for spec in specs):
-        one = (max(sizes, key=sizes.__getitem__),)
-        return AxesInUse(
-            one,
-            one,
-            [not split_axes(x.ndim, d)[0] for x, d in zip(arrays, dims, strict=True)],
-        )
-    for name, x, d, spec in zip(names, arrays, dims, specs, strict=True):
-        assert spec is not None
+    sizes = dict(mesh.shape)
+    batch_axes = [split_axes(x.ndim, d)[0] for x, d in zip(arrays, dims, strict=True)]
+    known = [spec for spec in specs if spec is not None]
+    if len(known) < len(specs):
+        largest = max(sizes, key=sizes.__getitem__)
+        return AxesInUse((largest,), (largest,), [not axes for axes in batch_axes])
+    used, sharding_batches, shared = set(), set(), []
+    for name, x, axes, spec in zip(names, arrays, batch_axes, known, strict=True):
         check_spec(name, x.shape, spec, sizes)
-        used = [{a for a in axes_of(entry) if sizes[a] > 1} for entry in spec]
-        batch = set().union(
-            *(used[axis] for axis in split_axes(x.ndim, d)[0] if axis < len(spec))
-        )
+        # A spec may have fewer entries than the parameter has axes.
+        batch = _used_by((spec[axis] for axis in axes if axis < len(spec)), sizes)
+        used |= _used_by(spec, sizes)
+        sharding_batches |= batch
         shared.append(not batch)
-        batches |= batch
-        matrices |= set().union(*used) - batch
     return AxesInUse(
-        tuple(matrices | batches),
-        tuple(a for a in sizes if a in matrices - batches),
+        tuple(a for a in sizes if a in used),
+        tuple(a for a in sizes if a in used - sharding_batches),
         shared,
     )
 
 
-def place_state(tx: optax.GradientTransformation, state: Any, params: Any) -> Any:
-    """Place a new state where the first update leaves it, so that one compilation
-    serves all steps.
+def _used_by(entries: Iterable[Entry], sizes: dict[str, int]) -> set[str]:
+    """Return the mesh axes of more than one device in entries of a PartitionSpec."""
+    names = set()
+    for entry in entries:
+        names.update(axes_of(entry))
+    return {name for name in names if sizes[name] > 1}
 
-    State with the shape of its parameter is sharded as the parameter. Smaller state is
-    sharded along the axes of equal size, or replicated on a mesh with Auto axes (see
-    ``replicated``). Counters are replicated.
+
+def place_state(
+    tx: optax.GradientTransformation, state: optax.OptState, params: optax.Params
+) -> optax.OptState:
+    """Place a new state where the first update leaves it.
+
+    One compilation then serves all steps. State with the shape of its parameter is
+    sharded as the parameter. Smaller state is sharded along the axes of equal size, or
+    replicated on a mesh with Auto axes (see ``replicated``). Counters are replicated.
     """
-    arrays = [
-        x
-        for x in jax.tree.leaves(params)
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer)
-    ]
-    meshes = {x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding)}
-    if len(meshes) != 1:
+    mesh = _only_mesh(params)
+    if mesh is None:
         return state
-    (mesh,) = meshes
 
     def place(tree: Any, params: Any) -> Any:
         """Place a tree like the parameters, with other groups masked."""
         leaves, treedef = jax.tree.flatten(
             tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
         )
-        return treedef.unflatten(
-            [one(s, p) for s, p in zip(leaves, jax.tree.leaves(params), strict=True)]
-        )
+        placed = []
+        for x, parameter in zip(leaves, jax.tree.leaves(params), strict=True):
+            if not isinstance(x, optax.MaskedNode):
+                spec = _spec_like(x.shape, parameter, mesh)
+                x = jax.device_put(x, NamedSharding(mesh, spec))
+            placed.append(x)
+        return treedef.unflatten(placed)
 
-    def one(s: Any, p: jax.Array) -> Any:
-        if isinstance(s, optax.MaskedNode):
-            return s
-        own = (
-            p.sharding.spec
-            if isinstance(p.sharding, NamedSharding)
-            else PartitionSpec()
-        )
-        entries = (*own, *[None] * (s.ndim - len(own)))
-        spec = [
-            entry if n == m else None
-            for entry, n, m in zip(entries, s.shape, p.shape, strict=True)
-        ]
-        if AxisType.Explicit not in mesh.axis_types:
-            spec = own if s.shape == p.shape else ()
-        return jax.device_put(s, NamedSharding(mesh, PartitionSpec(*spec)))
-
-    everywhere = functools.partial(
-        jax.device_put, device=NamedSharding(mesh, PartitionSpec())
-    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
     return optax.tree.map_params(
         tx,
         place,
         state,
         params,
-        transform_non_params=everywhere,
+        transform_non_params=functools.partial(jax.device_put, device=everywhere),
         is_leaf=lambda _: True,
     )
+
+
+def _only_mesh(params: optax.Params) -> Mesh | None:
+    """Return the mesh of a tree of parameters; None if they have none, or several."""
+    meshes = set()
+    for x in jax.tree.leaves(params):
+        is_placed = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+        if is_placed and isinstance(x.sharding, NamedSharding):
+            meshes.add(x.sharding.mesh)
+    if len(meshes) != 1:
+        return None
+    return meshes.pop()
+
+
+def _spec_like(
+    shape: tuple[int, ...], parameter: jax.Array, mesh: Mesh
+) -> PartitionSpec:
+    """Return the ``PartitionSpec`` of state of this shape for a parameter."""
+    own = PartitionSpec()
+    if isinstance(parameter.sharding, NamedSharding):
+        own = parameter.sharding.spec
+    if AxisType.Explicit not in mesh.axis_types:
+        # XLA replicates smaller state, because the stages ask for it.
+        if shape == parameter.shape:
+            return own
+        return PartitionSpec()
+    entries = [*own, *[None] * (len(shape) - len(own))]
+    for axis, (n, m) in enumerate(zip(shape, parameter.shape, strict=True)):
+        if n != m:
+            entries[axis] = None
+    return PartitionSpec(*entries)
