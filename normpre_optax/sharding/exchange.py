@@ -136,6 +136,7 @@ def exchange(
 def _layout(
     x: jax.Array, dims: MatrixDims, spec: PartitionSpec, sizes: Sizes
 ) -> _Layout:
+    """Return how a parameter with this sharding is stored on a device."""
     transposed = is_stored_transposed(x.ndim, dims)
     return _Layout(dims, transposed, shard_of(x.shape, dims, spec, transposed, sizes))
 
@@ -148,6 +149,7 @@ def _sent_dtype(dtype: jnp.dtype, rounded: bool) -> jnp.dtype:
 
 
 def _position(sizes: Sizes) -> Position:
+    """Return this device's index along every mesh axis, inside ``jax.shard_map``."""
     try:
         return {a: jax.lax.axis_index(a) for a in sizes}
     except NameError as error:
@@ -208,6 +210,7 @@ def _packed(team: Team, own: list[Matrix], lines: list[jax.Array]) -> jax.Array:
 
 
 def _all_to_all(buffer: jax.Array, team: Team) -> jax.Array:
+    """Send the k-th entry of a buffer to the k-th device along ``team.pieces``."""
     if math.prod(team.grid) == 1:
         return buffer
     return jax.lax.all_to_all(

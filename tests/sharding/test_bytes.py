@@ -33,33 +33,27 @@ MESHES = {
 
 @functools.cache
 def megabytes(name, mesh_name, kind):
-    """Output bytes of collectives of one update per device, in MB; optax's Muon has
-    1,038, 1,038 and 826.
+    """Output bytes of the collectives of one update per device, in MB.
+
+    optax's Muon has 1,038, 1,038 and 826.
     """
     sizes, names, spec, _ = MESHES[mesh_name]
     options = {"adam_learning_rate": 1e-3} if name == "normpre_h" else {}
-    tx, mesh = (
-        getattr(npo, name)(1e-2, **options),
-        jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes)),
-    )
-    sharded, replicated = (
-        NamedSharding(mesh, PartitionSpec(*spec)),
-        NamedSharding(mesh, PartitionSpec()),
-    )
+    tx = getattr(npo, name)(1e-2, **options)
+    mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes))
+    sharded = NamedSharding(mesh, PartitionSpec(*spec))
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def leaf(shape):
         return {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharded)}
 
-    params = {
-        f"layer{i}": {name: leaf(shape) for name, shape in KERNELS.items()}
-        for i in range(4)
-    }
-    state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=sharded if x.size >= 768**2 else replicated
-        ),
-        jax.eval_shape(tx.init, params),
-    )
+    def placed(x):
+        sharding = sharded if x.size >= 768**2 else replicated
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    layer = {name: leaf(shape) for name, shape in KERNELS.items()}
+    params = {f"layer{i}": layer for i in range(4)}
+    state = jax.tree.map(placed, jax.eval_shape(tx.init, params))
     out = jax.tree.map(lambda x: x.sharding, params)
     lowered = jax.jit(tx.update, out_shardings=(out, None)).lower(params, state, params)
     text = lowered.compile(
@@ -82,9 +76,8 @@ CASES = [(name, mesh) for name in npo.optimizers() for mesh in MESHES]
     ),
 )
 def test_on_auto_axes_without_any_option(name, mesh):
-    assert megabytes(name, mesh, AxisType.Auto) <= (
-        12 if name == "normpre_l" else MESHES[mesh][-1]
-    )
+    bound = 12 if name == "normpre_l" else MESHES[mesh][-1]
+    assert megabytes(name, mesh, AxisType.Auto) <= bound
 
 
 @pytest.mark.parametrize(
@@ -105,9 +98,8 @@ def test_pure_data_parallel_axes_communicate_nothing_more():
         megabytes("normpre_g", mesh, AxisType.Explicit)
         for mesh in ("fsdp 8", "data 2 x fsdp 4")
     ]
-    np.testing.assert_allclose(
-        both[1] / both[0], 2, rtol=0.05
-    )  # a device holds twice as much of every matrix
+    # A device has twice as much of every matrix.
+    np.testing.assert_allclose(both[1] / both[0], 2, rtol=0.05)
 
 
 def test_factorizations_of_one_size_are_one_batched_call():

@@ -2,6 +2,7 @@
 """Which device owns which matrix, and how its pieces get there and back."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -33,33 +34,23 @@ def largest_load(sizes, shards, teams):
     total = np.zeros(tuple(sizes.values()))
     for team in teams:
         names = team.copies + team.pieces
+        owners = np.arange(len(team.owned)).reshape([sizes[a] for a in names])
         for device in np.ndindex(*sizes.values()):
             at = dict(zip(sizes, device, strict=True))
-            place = (
-                np.ravel_multi_index([at[a] for a in names], [sizes[a] for a in names])
-                if names
-                else 0
-            )
-            total[device] += sum(shards[i].work for i, _ in team.owned[place])
+            owner = owners[tuple(at[a] for a in names)]
+            total[device] += sum(shards[i].work for i, _ in team.owned[owner])
     return total.max()
 
 
 def test_every_matrix_has_one_owner_and_the_work_is_even():
-    """GPT-2 Small's 48 matrices over eight devices: at most a tenth above an even
-    share.
-    """
-    found = [
-        shard(12, *shape, ("fsdp",), (8, 1))
-        for shape in ((768, 2304), (768, 768), (768, 3072), (3072, 768))
-    ]
+    """GPT-2 Small's 48 matrices on eight devices: at most a tenth above an even share."""
+    shapes = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
+    found = [shard(12, *shape, ("fsdp",), (8, 1)) for shape in shapes]
     (team,) = plan({"fsdp": 8}, found)
-    assert sorted(item for own in team.owned for item in own) == [
-        (i, j) for i in range(4) for j in range(12)
-    ]
-    assert (
-        largest_load({"fsdp": 8}, found, [team])
-        <= 1.1 * sum(12 * s.work for s in found) / 8
-    )
+    owned = sorted(itertools.chain(*team.owned))
+    assert owned == list(itertools.product(range(4), range(12)))
+    even = sum(12 * s.work for s in found) / 8
+    assert largest_load({"fsdp": 8}, found, [team]) <= 1.1 * even
 
 
 def test_copies_share_the_work_only_along_axes_that_shard_something():
@@ -69,15 +60,14 @@ def test_copies_share_the_work_only_along_axes_that_shard_something():
     assert sorted(map(len, team.owned)) == [1] * 8
     # Sixteen matrices over eight devices, in eight copies: nothing is communicated
     # between copies.
-    sizes, found = {"data": 8, "fsdp": 8}, [shard(16, 32, 32, ("fsdp",), (8, 1))]
+    sizes = {"data": 8, "fsdp": 8}
+    found = [shard(16, 32, 32, ("fsdp",), (8, 1))]
     teams = plan(sizes, found)
     assert [team.copies for team in teams] == [()]
     assert largest_load(sizes, found, teams) == 2 * work(32, 32)
     # Four matrices that fsdp does not divide, beside eight that it does.
-    sizes, found = (
-        {"data": 2, "fsdp": 4},
-        [shard(8, 16, 16, ("fsdp",), (4, 1)), shard(4, 17, 17)],
-    )
+    sizes = {"data": 2, "fsdp": 4}
+    found = [shard(8, 16, 16, ("fsdp",), (4, 1)), shard(4, 17, 17)]
     teams = plan(sizes, found)
     assert {team.members[0]: team.copies for team in teams} == {0: (), 1: ("fsdp",)}
     assert largest_load(sizes, found, teams) == 2 * work(16, 16) + work(17, 17)
@@ -90,65 +80,50 @@ def test_copies_share_the_work_only_along_axes_that_shard_something():
 
 
 def test_ties_go_to_the_shortest_buffer():
-    """Two shardings of equal work: a device with two matrices of one has one of the
-    other.
-    """
-    teams = plan(
-        {"fsdp": 8},
-        [shard(12, 64, 32, ("fsdp",), (8, 1)), shard(12, 64, 32, ("fsdp",), (1, 8))],
-    )
-    assert [sorted(map(len, team.owned)) for team in teams] == [[1] * 4 + [2] * 4] * 2
-    assert {
-        len(a) + len(b) for a, b in zip(*(team.owned for team in teams), strict=True)
-    } == {3}
+    """Of two shardings with equal work, every device has three matrices in all."""
+    by_rows = shard(12, 64, 32, ("fsdp",), (8, 1))
+    by_columns = shard(12, 64, 32, ("fsdp",), (1, 8))
+    teams = plan({"fsdp": 8}, [by_rows, by_columns])
+    counts = [[len(own) for own in team.owned] for team in teams]
+    assert [sorted(c) for c in counts] == [[1] * 4 + [2] * 4] * 2
+    assert {a + b for a, b in zip(*counts, strict=True)} == {3}
 
 
 def test_each_matrix_arrives_whole_and_results_return():
-    """The spectral function is exact on whole matrices: here, division by the Frobenius
-    norm.
-    """
+    """A matrix is divided by its Frobenius norm, which needs all of its pieces."""
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    heads = npo.MatrixDims(0, (1, 2))
     shapes, dims, specs = zip(
-        ((16, 21), DIMS, (("data", "fsdp"), None)),  # does not fill lines
-        ((16, 256), DIMS, (None, "data")),  # whole lines, by columns
-        ((256, 24), DIMS, ("data", None)),  # and by rows
-        ((16, 24), npo.MatrixDims(1, 0), ("data", "fsdp")),
-        (
-            (8, 4, 6),
-            npo.MatrixDims(0, (1, 2)),
-            ("fsdp", "data", None),
-        ),  # flattened axes, the first one sharded
-        (
-            (8, 3, 4),
-            npo.MatrixDims(0, (1, 2)),
-            (None, None, "fsdp"),
-        ),  # and the second one
-        (
-            (4, 8, 6),
-            npo.MatrixDims(1, 2),
-            ("fsdp", "data", None),
-        ),  # a sharded batch axis
+        # does not fill lines
+        ((16, 21), DIMS, PartitionSpec(("data", "fsdp"), None)),
+        # fills lines: by columns, and by rows
+        ((16, 256), DIMS, PartitionSpec(None, "data")),
+        ((256, 24), DIMS, PartitionSpec("data", None)),
+        ((16, 24), npo.MatrixDims(1, 0), PartitionSpec("data", "fsdp")),
+        # flattened axes: the first one sharded, and the second one
+        ((8, 4, 6), heads, PartitionSpec("fsdp", "data", None)),
+        ((8, 3, 4), heads, PartitionSpec(None, None, "fsdp")),
+        # a sharded batch axis
+        ((4, 8, 6), npo.MatrixDims(1, 2), PartitionSpec("fsdp", "data", None)),
         strict=True,
     )
-    specs, arrays = (
-        [PartitionSpec(*spec) for spec in specs],
-        cases.numbers(list(shapes)),
-    )
+    arrays = cases.numbers(list(shapes))
     there = [cases.put(x, mesh, *spec) for x, spec in zip(arrays, specs, strict=True)]
 
-    def compute(stacks, one):
-        return [
-            one * s / jnp.linalg.norm(s, axis=(-2, -1), keepdims=True) for s in stacks
-        ]
+    def normalized(x, one):
+        return one * x / jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
 
-    found = cases.quick_jit(
-        lambda x: exchange(compute, 1.0, x, dims, specs, mesh.abstract_mesh)
-    )(there)
+    def compute(stacks, one):
+        return [normalized(x, one) for x in stacks]
+
+    def distributed(xs):
+        return exchange(compute, 1.0, xs, dims, specs, mesh.abstract_mesh)
+
+    found = cases.quick_jit(distributed)(there)
     for x, y, d, given in zip(arrays, found, dims, there, strict=True):
-        axes = sum(split_axes(x.ndim, d)[1:], ())
-        np.testing.assert_allclose(
-            y, x / jnp.sqrt(jnp.sum(x * x, axes, keepdims=True)), rtol=1e-6
-        )
+        _, outputs, inputs = split_axes(x.ndim, d)
+        norms = jnp.sqrt(jnp.sum(x * x, outputs + inputs, keepdims=True))
+        np.testing.assert_allclose(y, x / norms, rtol=1e-6)
         assert y.sharding.is_equivalent_to(given.sharding, x.ndim)
 
 
@@ -156,20 +131,22 @@ def test_each_matrix_arrives_whole_and_results_return():
     ("compute_dtype", "rounds"), [(None, True), (jnp.float32, False)]
 )
 def test_a_tpu_communicates_in_bfloat16_where_its_products_round(compute_dtype, rounds):
-    there = {
-        "up": cases.put(cases.numbers((64, 48)), jax.make_mesh((8,), ("fsdp",)), "fsdp")
-    }
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    there = {"up": cases.put(cases.numbers((64, 48)), mesh, "fsdp")}
     tx = npo.precondition_globally(compute_dtype=compute_dtype, matrix_dims=DIMS)
-    both = cases.quick_jit(
-        lambda x: [
-            on(kind, tx.update, x, tx.init(x))[0]["up"] for kind in ("gpu", "tpu")
-        ]
-    )
-    plain, tpu = both(there)
+
+    def on_both(x):
+        state = tx.init(x)
+        return [on(kind, tx.update, x, state)[0]["up"] for kind in ("gpu", "tpu")]
+
+    plain, tpu = cases.quick_jit(on_both)(there)
     error = float(jnp.linalg.norm(tpu - plain) / jnp.linalg.norm(plain))
     # Once each way, by at most 2^-9 of an entry; five steps on a flat spectrum hardly
     # enlarge it.
-    assert 0 < error < 2**-7 if rounds else error == 0
+    if rounds:
+        assert 0 < error < 2**-7
+    else:
+        assert error == 0
 
 
 @pytest.mark.parametrize(("kind", "gathers"), [("gpu", True), ("tpu", False)])
@@ -179,14 +156,10 @@ def test_replicated_matrices_are_shared_out_except_on_a_tpu(kind, gathers):
     tx = npo.precondition_globally(
         ns_steps=1, compute_dtype=jnp.float32, matrix_dims=DIMS
     )
-    lowered = jax.jit(functools.partial(on, kind, tx.update)).lower(
-        there, tx.init(there)
-    )
+    update = jax.jit(functools.partial(on, kind, tx.update))
+    lowered = update.lower(there, tx.init(there))
     assert ("all_gather" in lowered.as_text()) == gathers
-    found, expected = (
-        lowered.compile()(there, tx.init(there))[0],
-        tx.update(params, tx.init(params))[0],
-    )
-    cases.assert_close(
-        found, expected, atol=1e-5
-    )  # sums in another order, entries near one
+    found, _ = lowered.compile()(there, tx.init(there))
+    expected, _ = tx.update(params, tx.init(params))
+    # Sums are in another order, and entries are near one.
+    cases.assert_close(found, expected, atol=1e-5)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every optimizer on every mesh: the update of one device within rounding, sharded as
-the parameters.
+"""Every optimizer on every mesh.
+
+Updates equal those of one device within rounding, and are sharded as the parameters.
 """
 
 import functools
@@ -59,25 +60,25 @@ SPECIAL = {"query": (1, (2, 3)), "experts": (2, 3), "qkv": (0, 1, (16, 4, 4))}
 
 
 def rule(path, leaf):
-    return (
-        npo.MatrixDims(*SPECIAL.get(path.split("/")[-2], (0, 1)))
-        if path.endswith("kernel")
-        else None
-    )
+    if not path.endswith("kernel"):
+        return None
+    module = path.split("/")[-2]
+    return npo.MatrixDims(*SPECIAL.get(module, (0, 1)))
 
 
 def numbers(seed, layouts=tuple(SHAPES)):
-    return jax.tree.map(
-        lambda x: 0.2 * x, cases.numbers({name: SHAPES[name] for name in layouts}, seed)
-    )
+    shapes = {name: SHAPES[name] for name in layouts}
+    return jax.tree.map(lambda x: 0.2 * x, cases.numbers(shapes, seed))
 
 
 def spec_of(layout, mesh, x):
-    """How a parameter is sharded. A layout that does not divide an axis leaves it
-    unsharded.
+    """How a parameter is sharded.
+
+    A layout that does not divide an axis leaves it unsharded.
     """
     names = mesh.axis_names
-    data, tensor = (name if name in names else None for name in ("data", "tensor"))
+    data = "data" if "data" in names else None
+    tensor = "tensor" if "tensor" in names else None
     many = names if len(names) < 3 else ("fsdp", "tensor")
     matrix, stack = {
         "rows": (("fsdp",), (None, "fsdp")),
@@ -88,29 +89,22 @@ def spec_of(layout, mesh, x):
     }.get(layout, ((), ()))
     entries = {2: matrix, 4: stack}.get(x.ndim, ())
 
-    def size(entry):
-        return math.prod(
-            mesh.shape[axis] for axis in np.atleast_1d(entry or []).tolist()
-        )
-
-    return PartitionSpec(
-        *(
-            e if n % size(e) == 0 else None
-            for e, n in zip(entries, x.shape, strict=False)
-        )
-    )
+    spec = []
+    for entry, n in zip(entries, x.shape, strict=False):
+        axes = np.atleast_1d(entry or []).tolist()
+        divides = n % math.prod(mesh.shape[axis] for axis in axes) == 0
+        spec.append(entry if divides else None)
+    return PartitionSpec(*spec)
 
 
 @functools.cache
 def alone(name, layouts):
     """Two updates on one device."""
-    tx, params = FACTORIES[name](0.01, matrix_dims=rule), numbers(0, layouts)
-    return cases.steps(
-        cases.updater(tx),
-        tx.init(params),
-        params,
-        [numbers(step, layouts) for step in (1, 2)],
-    )[0]
+    tx = FACTORIES[name](0.01, matrix_dims=rule)
+    params = numbers(0, layouts)
+    gradients = [numbers(step, layouts) for step in (1, 2)]
+    updates, _ = cases.steps(cases.updater(tx), tx.init(params), params, gradients)
+    return updates
 
 
 def check(name, mesh_name, kind=AxisType.Explicit, known=False, layouts=tuple(SHAPES)):
@@ -146,23 +140,23 @@ def check(name, mesh_name, kind=AxisType.Explicit, known=False, layouts=tuple(SH
         ):
             assert u.sharding.is_equivalent_to(x.sharding, x.ndim)
     if kind == AxisType.Explicit:
-        for path, x in jax.tree_util.tree_leaves_with_path(state):
-            layout = next(
-                (key.key for key in path if getattr(key, "key", None) in LAYOUTS), ""
-            )
-            if layout and x.shape in (
-                (16, 32),
-                (1, 32),
-                (16, 1),
-            ):  # a momentum, a number per row, or per column
-                own = params[layout]["up"]["kernel"].sharding.spec
-                spec = [
-                    entry if size > 1 else None
-                    for entry, size in zip((*own, None, None), x.shape, strict=False)
-                ]
-                assert x.sharding.is_equivalent_to(
-                    NamedSharding(mesh, PartitionSpec(*spec)), 2
-                ), path
+        check_state(state, params, mesh)
+
+
+def check_state(state, params, mesh):
+    """State of the kernels "up" is sharded as they are."""
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        names = [getattr(key, "key", None) for key in path]
+        layout = next((name for name in names if name in LAYOUTS), "")
+        # a momentum, a number per row, or per column
+        if layout and x.shape in ((16, 32), (1, 32), (16, 1)):
+            own = params[layout]["up"]["kernel"].sharding.spec
+            spec = [
+                entry if size > 1 else None
+                for entry, size in zip((*own, None, None), x.shape, strict=False)
+            ]
+            expected = NamedSharding(mesh, PartitionSpec(*spec))
+            assert x.sharding.is_equivalent_to(expected, 2), path
 
 
 @cases.rows(
@@ -170,11 +164,8 @@ def check(name, mesh_name, kind=AxisType.Explicit, known=False, layouts=tuple(SH
     (AxisType.Explicit, "normpre_g", ("both", "columns_of_blocks")),
     (AxisType.Auto, "normpre_g", ("both", "columns_of_blocks")),
     (AxisType.Explicit, "normpre_l", ("both",)),
-    (
-        AxisType.Auto,
-        "normpre_l",
-        ("experts",),
-    ),  # draws depend on a matrix's index among layers and experts
+    # Draws depend on a matrix's index among layers and experts.
+    (AxisType.Auto, "normpre_l", ("experts",)),
     (AxisType.Explicit, "normpre_h", ("columns_of_blocks",)),
 )
 def test_a_mesh_of_two_axes_needs_no_option(kind, name, layouts):
@@ -184,17 +175,15 @@ def test_a_mesh_of_two_axes_needs_no_option(kind, name, layouts):
 @pytest.mark.every_platform
 @pytest.mark.parametrize("name", slow_but(*cases.ONE_RATE))
 def test_a_shape_may_have_several_shardings_on_every_platform(name):
-    """Traced only; what a platform stacks on one device differs from what it may stack
-    on a mesh, also of size one.
+    """What a platform stacks on a mesh differs from one device, also on a mesh of one.
+
+    The updates are only traced.
     """
-    tx, specs = (
-        FACTORIES[name](0.01),
-        {"a": ("data", "fsdp"), "b": ("fsdp", "data"), "c": (None, None)},
-    )
+    tx = FACTORIES[name](0.01)
+    specs = {"a": ("data", "fsdp"), "b": ("fsdp", "data"), "c": (None, None)}
     for sizes in ((2, 4), (1, 1)):
-        mesh = jax.make_mesh(
-            sizes, ("data", "fsdp"), devices=jax.devices()[: sizes[0] * sizes[1]]
-        )
+        devices = jax.devices()[: math.prod(sizes)]
+        mesh = jax.make_mesh(sizes, ("data", "fsdp"), devices=devices)
         shardings = {
             key: {"kernel": NamedSharding(mesh, PartitionSpec(*spec))}
             for key, spec in specs.items()
@@ -203,9 +192,8 @@ def test_a_shape_may_have_several_shardings_on_every_platform(name):
             lambda sharding: jax.device_put(jnp.ones((8, 16)), sharding), shardings
         )
         updates, _ = jax.eval_shape(tx.update, params, tx.init(params), params)
-        assert {
-            key: tuple(x["kernel"].sharding.spec) for key, x in updates.items()
-        } == specs
+        found = {key: tuple(x["kernel"].sharding.spec) for key, x in updates.items()}
+        assert found == specs
 
 
 @pytest.mark.slow
@@ -238,23 +226,20 @@ def test_auto_axes(name, known):
 
 
 def test_injected_hyperparameters_are_on_the_mesh_from_the_second_step_on():
-    here, grads = (cases.numbers({"up": {"kernel": (8, 16)}}, seed) for seed in (0, 1))
-    there = jax.device_put(
-        (here, grads),
-        NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp")),
-    )
-    inject = optax.inject_hyperparams(
-        npo.normuon, static_args=npo.static_args(npo.normuon)
-    )
-    found, expected = (
-        cases.steps(
-            cases.quick_jit(tx.update), tx.init(params), params, [gradient] * 2
-        )[0]
-        for tx, (params, gradient) in (
-            (inject(learning_rate=0.01, ns_steps=1), there),
-            (npo.normuon(0.01, ns_steps=1), (here, grads)),
-        )
-    )
+    shapes = {"up": {"kernel": (8, 16)}}
+    params, grads = (cases.numbers(shapes, seed) for seed in (0, 1))
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    there = NamedSharding(mesh, PartitionSpec("fsdp"))
+    static = npo.static_args(npo.normuon)
+    inject = optax.inject_hyperparams(npo.normuon, static_args=static)
+
+    def two_updates(tx, params, grads):
+        update = cases.quick_jit(tx.update)
+        return cases.steps(update, tx.init(params), params, [grads] * 2)[0]
+
+    injected = inject(learning_rate=0.01, ns_steps=1)
+    found = two_updates(injected, *jax.device_put((params, grads), there))
+    expected = two_updates(npo.normuon(0.01, ns_steps=1), params, grads)
     cases.assert_close(found, expected, atol=2e-8)  # a few roundings of updates of 0.01
 
 
@@ -264,10 +249,10 @@ def test_inside_shard_map_every_device_computes_its_own_update(name):
     mesh = jax.make_mesh(
         (2,), ("replica",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
     )
-    tx, first = FACTORIES[name](0.01), functools.partial(jax.tree.map, lambda x: x[0])
+    tx = FACTORIES[name](0.01)
 
     def step(params, grads):
-        params, grads = first((params, grads))
+        params, grads = jax.tree.map(lambda x: x[0], (params, grads))
         updates, _ = tx.update(grads, tx.init(params), params)
         return jax.tree.map(lambda x: x[None], updates)
 
@@ -277,13 +262,9 @@ def test_inside_shard_map_every_device_computes_its_own_update(name):
         "layers": {"up": (2, 2, 6, 6)},
     }
     params, grads = (cases.numbers(shapes, seed) for seed in (0, 1))
-    spec, second = (
-        PartitionSpec("replica"),
-        functools.partial(jax.tree.map, lambda x: x[1:]),
-    )
-    found = cases.quick_jit(
-        jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec)
-    )(params, grads)
-    cases.assert_close(
-        second(found), cases.quick_jit(step)(*second((params, grads))), atol=1e-6
-    )
+    spec = PartitionSpec("replica")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec)
+    found = cases.quick_jit(mapped)(params, grads)
+    second = jax.tree.map(lambda x: x[1:], (found, params, grads))
+    expected = cases.quick_jit(step)(*second[1:])
+    cases.assert_close(second[0], expected, atol=1e-6)
