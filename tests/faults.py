@@ -31,6 +31,7 @@ ALGORITHM = "tests/test_algorithm.py"
 RELATIVES = "tests/test_relatives.py"
 RECOMMENDED = "tests/test_recommended.py"
 MESHES = "tests/sharding/test_meshes.py"
+EXCHANGE = "tests/sharding/test_exchange.py"
 
 # name: (file, function, old, new, tests), bottom up.
 _FAULTS = {
@@ -223,35 +224,37 @@ _FAULTS = {
     "experts_count_as_layers": ("parameters/roles.py", "", "sizes[:-1]", "sizes"),
     # Meshes.
     "a_wrong_device": (
-        "sharding/exchange.py",
+        "sharding/plan.py",
         "",
         "index * sizes[a] + at[a]",
         "index + sizes[a] * at[a]",
+        EXCHANGE,
     ),
     "pieces_joined_wrong": (
         "sharding/exchange.py",
         "",
-        "from_lines(lines, rows, columns).transpose(2, 0, 3, 1, 4)",
-        "from_lines(lines, rows, columns).transpose(2, 1, 3, 0, 4)",
+        "pieces.transpose(2, 0, 3, 1, 4)",
+        "pieces.transpose(2, 1, 3, 0, 4)",
     ),
     "one_owner_for_all": (
-        "sharding/exchange.py",
+        "sharding/plan.py",
         "",
-        "int(np.lexsort((length, busiest))[0])",
+        "int(np.lexsort((draft.lines, busiest))[0])",
         "0",
+        EXCHANGE,
     ),
     "stacks_not_transposed_back": (
         "sharding/auto.py",
         "",
-        "t.mT",
-        "jnp.reshape(t, t.mT.shape)",
+        "y.mT",
+        "jnp.reshape(y, y.mT.shape)",
         MESHES,
     ),
     "state_on_every_device": (
         "sharding/placement.py",
         "",
-        "n == m",
-        "False",
+        "n != m",
+        "True",
     ),
     # Stages.
     "columns_first": (
