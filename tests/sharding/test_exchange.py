@@ -43,7 +43,7 @@ def largest_load(sizes, shards, teams):
 
 
 def test_every_matrix_has_one_owner_and_the_work_is_even():
-    """GPT-2 Small's 48 matrices on eight devices: at most a tenth above an even share."""
+    """GPT-2 Small's 48 matrices on 8 devices: at most a tenth above an even share."""
     shapes = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
     found = [shard(12, *shape, ("fsdp",), (8, 1)) for shape in shapes]
     (team,) = plan({"fsdp": 8}, found)
