@@ -36,7 +36,6 @@ NOT_COPIED = (
     ".venv*",
     ".pytest_cache",
     "__pycache__",
-    "results",
     "_build",
     "runs",
 )
@@ -56,6 +55,10 @@ class Place(NamedTuple):
 
 class NotFoundError(Exception):
     """A fault does not occur exactly once."""
+
+
+class OtherReasonError(Exception):
+    """A test fails with a fault, and without it, too."""
 
 
 # The source that a fault may change.
@@ -278,7 +281,12 @@ def run_pytest(arguments: list[str], tree: Path) -> subprocess.CompletedProcess[
 
 
 def caught_by(fault: Fault, tree: Path) -> str:
-    """The first test that fails with the fault in ``tree``; "" if all pass."""
+    """The first test that fails with the fault in ``tree``; "" if all pass.
+
+    Raises:
+        NotFoundError: if the fault cannot be made.
+        OtherReasonError: if the test does not pass without the fault.
+    """
     place = find(fault, tree / "normpre_optax")
     path = tree / "normpre_optax" / place.file
     source = path.read_text()
@@ -291,10 +299,8 @@ def caught_by(fault: Fault, tree: Path) -> str:
         return ""
 
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
-    # The test must fail because of the fault: without it, the same test passes.
     if not failed or run_pytest([failed[1]], tree).returncode:
-        output = done.stdout[-2000:] + done.stderr[-2000:]
-        raise SystemExit(f"failed for another reason:\n{output}")
+        raise OtherReasonError(done.stdout[-2000:] + done.stderr[-2000:])
     return failed[1]
 
 
@@ -312,12 +318,15 @@ def main(names: list[str]) -> int:
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*NOT_COPIED))
         for name in names:
             start = time.perf_counter()
+            caught = ""
             try:
-                test = caught_by(FAULTS[name], tree)
-                result = test or "SURVIVED"
+                caught = caught_by(FAULTS[name], tree)
+                result = caught or "SURVIVED"
             except NotFoundError as error:
-                test, result = "", f"NOT FOUND: {error}"
-            survivors += not test
+                result = f"NOT FOUND: {error}"
+            except OtherReasonError as error:
+                result = f"FAILS FOR ANOTHER REASON: {error}"
+            survivors += not caught
             seconds = time.perf_counter() - start
             print(f"{name:28} {seconds:5.0f} s  {result}", flush=True)
     print(f"{survivors} of {len(names)} survived")

@@ -2,6 +2,7 @@
 """The mutations of ``break_it``: how they are found, and that all can be made."""
 
 import ast
+import subprocess
 
 import pytest
 
@@ -96,6 +97,32 @@ def test_without_a_file_the_whole_package_is_searched(package):
 def test_a_fault_that_is_not_found_names_what_is_near(fault, message, package):
     with pytest.raises(break_it.NotFoundError, match=message.replace("*", r"\*")):
         break_it.find(Fault(*fault, "0"), package)
+
+
+def test_a_survivor_and_a_test_that_fails_anyway_are_reported(tmp_path, monkeypatch):
+    (tmp_path / "normpre_optax").mkdir()
+    (tmp_path / "normpre_optax" / "two.py").write_text("x = 2 * 3\n")
+
+    def run(returncodes):
+        """Make a fault with these results of pytest; the source is as before."""
+        left = iter(returncodes)
+
+        def run_pytest(arguments, tree):
+            failed = "FAILED test_two.py::test_x - assert"
+            return subprocess.CompletedProcess(arguments, next(left), failed, "")
+
+        monkeypatch.setattr(break_it, "run_pytest", run_pytest)
+        fault = Fault("two.py", "", "2 * 3", "7", "test_two.py")
+        try:
+            return break_it.caught_by(fault, tmp_path)
+        finally:
+            source = (tmp_path / "normpre_optax" / "two.py").read_text()
+            assert source == "x = 2 * 3\n"
+
+    assert run([1, 0]) == "test_two.py::test_x"
+    assert run([0]) == ""
+    with pytest.raises(break_it.OtherReasonError, match="test_x"):
+        run([1, 1])
 
 
 @pytest.mark.parametrize("name", FAULTS)
