@@ -40,6 +40,7 @@ def scale_by_adamuon(
     spectral = precondition_globally(
         ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
     )
+    # Second moments decay as the momentum, in the authors' code.
     moments = optax.scale_by_rms(momentum, eps=1e-8, eps_in_sqrt=False)
     return direction(
         optax.trace(momentum, nesterov, mu_dtype),

@@ -68,6 +68,7 @@ def scale_by_muon_plus(
     return direction(
         optax.trace(momentum, nesterov, mu_dtype),
         spectral,
+        # Rows that are rounding errors of the orthogonalization stay below norm one.
         normalize_successively(ORDERS[mode], eps=1e-7),
         scale_by_shape(root_aspect),
         matrix_dims=matrix_dims,

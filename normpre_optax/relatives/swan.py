@@ -32,6 +32,7 @@ def scale_by_swan(
     References:
         Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148.
     """
+    # No momentum: the rows of a single gradient are standardized.
     return direction(
         standardize_rows(),
         whiten(whitening_steps, compute_dtype, rms),
