@@ -29,7 +29,7 @@ def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
 
 
 def join(
-    items: Sequence[Any], keys: Iterable[Hashable]
+    items: Sequence[Any], keys: Sequence[Hashable]
 ) -> tuple[list[Any], list[tuple[int, int]]]:
     """Stack trees of arrays that have equal keys.
 
@@ -38,24 +38,35 @@ def join(
         keys: one per tree.
 
     Returns:
-        One stack per key, and for each tree the number of its stack and its index
-        there.
+        One stack per different key, and the ``places`` of the trees.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.batches import join
-        >>> stacks, places = join([jnp.ones(2), jnp.ones(3), jnp.ones(2)], "aba")
-        >>> [x.shape for x in stacks], places
+        >>> stacks, found = join([jnp.ones(2), jnp.ones(3), jnp.ones(2)], "aba")
+        >>> [x.shape for x in stacks], found
         ([(2, 2), (1, 3)], [(0, 0), (1, 0), (0, 1)])
     """
     stacks = []
-    places = [(0, 0)] * len(items)
-    for number, members in enumerate(grouped(keys)):
+    for members in grouped(keys):
         trees = [items[i] for i in members]
         stacks.append(jax.tree.map(lambda *xs: jnp.stack(xs), *trees))
+    return stacks, places(keys)
+
+
+def places(keys: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Return for each key the number of its group, and its index there.
+
+    Example:
+        >>> from normpre_optax.linalg.batches import places
+        >>> places("aba")
+        [(0, 0), (1, 0), (0, 1)]
+    """
+    found = [(0, 0)] * len(keys)
+    for number, members in enumerate(grouped(keys)):
         for index, i in enumerate(members):
-            places[i] = number, index
-    return stacks, places
+            found[i] = number, index
+    return found
 
 
 def separate(stacks: Sequence[Any], places: Sequence[tuple[int, int]]) -> list[Any]:

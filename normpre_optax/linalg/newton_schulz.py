@@ -8,16 +8,23 @@ functions take one matrix; ``jax.vmap`` takes a stack.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from normpre_optax.linalg.batches import one_at_a_time
-from normpre_optax.linalg.products import exact_product, inverse_root, product, rounds
+from normpre_optax.linalg.products import (
+    Operands,
+    exact_product,
+    inverse_root,
+    product,
+    rounds,
+)
 
 Triple = tuple[float, float, float]
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
     # Keller Jordan, Muon (github.com/KellerJordan/Muon); for any number of steps.
@@ -48,9 +55,12 @@ HEADROOM = {"polar_express": 1.02}
 _STEEP = 4.5
 
 
-def coefficient_table(coefficients: str | Sequence, steps: int) -> tuple[Triple, ...]:
-    """Return one triple per step: a named or given table, cut to ``steps`` or continued
-    with its last triple.
+def coefficient_table(
+    coefficients: str | Sequence[Any], steps: int
+) -> tuple[Triple, ...]:
+    """Return one triple per step, from a named or given table.
+
+    The table is cut to ``steps`` or continued with its last triple.
 
     Raises:
         ValueError: if the name is unknown, or the table does not consist of triples of
@@ -62,37 +72,38 @@ def coefficient_table(coefficients: str | Sequence, steps: int) -> tuple[Triple,
         ((2.0, -1.5, 0.5), (2.0, -1.5, 0.5))
     """
     try:
-        table: Any = (
-            COEFFICIENTS[coefficients]
-            if isinstance(coefficients, str)
-            else tuple(coefficients)
-        )
-        table = tuple(map(tuple, table)) if isinstance(table[0], Sequence) else (table,)
-        table = tuple((float(a), float(b), float(c)) for a, b, c in table)
-        if table[0][0] <= 0 or not all(
-            abs(number) < 1e3 for triple in table for number in triple
-        ):
-            raise ValueError
+        table = _triples(coefficients)
     except (KeyError, TypeError, ValueError, IndexError):
-        wanted = (
-            "a triple, or a list of triples, of numbers below 1000, the first one"
-            " positive"
-        )
         raise ValueError(
             f"ns_coefficients={coefficients!r} is not one of {sorted(COEFFICIENTS)},"
-            f" {wanted}"
+            " a triple, or a list of triples, of numbers below 1000, the first one"
+            " positive"
         ) from None
     return tuple(table[min(i, len(table) - 1)] for i in range(steps))
 
 
-@jax.jit(
-    static_argnames=("table", "headroom", "compute_dtype", "scale")
-)  # traced and lowered once per shape
+def _triples(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
+    """Return a table as triples of floats; fail in any way if it is not usable."""
+    if isinstance(coefficients, str):
+        return COEFFICIENTS[coefficients]
+    given = tuple(coefficients)
+    if not isinstance(given[0], Sequence):
+        given = (given,)
+    table = tuple((float(a), float(b), float(c)) for a, b, c in given)
+    # NaN is not below 1000 either.
+    usable = all(abs(number) < 1e3 for triple in table for number in triple)
+    if not usable or table[0][0] <= 0:
+        raise ValueError
+    return table
+
+
+# Jitted: traced and lowered once per shape.
+@jax.jit(static_argnames=("table", "headroom", "compute_dtype", "scale"))
 def newton_schulz(
     x: jax.Array,
     table: tuple[Triple, ...],
     headroom: float = 1.0,
-    compute_dtype: Any = None,
+    compute_dtype: Operands = None,
     scale: str = "frobenius",
     rms: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
@@ -120,65 +131,116 @@ def newton_schulz(
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.newton_schulz import newton_schulz
-        >>> print(
-        ...     newton_schulz(
-        ...         jnp.diag(jnp.array([1e-3, 2e-3])), ((1.5, -0.5, 0.0),) * 12
-        ...     ).round(3)
-        ... )
+        >>> x = jnp.diag(jnp.array([1e-3, 2e-3]))
+        >>> print(newton_schulz(x, ((1.5, -0.5, 0.0),) * 12).round(3))
         [[1. 0.]
          [0. 1.]]
 
     References:
         Jordan et al., Muon, 2024; Bernstein and Newhouse, arXiv 2409.20325.
     """
-    wide = x.shape[0] <= x.shape[1]
     times = functools.partial(product, dtype=compute_dtype)
-    gram = max(x.shape) >= 1.5 * min(x.shape) and not (
-        rounds(compute_dtype) and table[0][0] > _STEEP
-    )
-    # The steps between which the Gram matrix is recomputed.
-    size = 3 if len(table) <= 5 else 2
-    later = [table[i : i + size] for i in range(2, len(table), size)]
-    parts = [table[:2], *later] if gram else [(triple,) for triple in table]
-    full = (
-        None if rms is None else rms * math.sqrt(x.size)
-    )  # the Frobenius norm of the result
-    for part in parts:
+    wide = x.shape[0] <= x.shape[1]
+    norm = None  # the Frobenius norm of the result
+    if rms is not None:
+        norm = rms * math.sqrt(x.size)
+    parts = _parts(x.shape, table, compute_dtype)
+    last = len(parts) - 1
+    for number, part in enumerate(parts):
         r = times(x, x.T) if wide else times(x.T, x)
-        start = (
-            inverse_root(jnp.trace(r), x.size) / headroom if part is parts[0] else 1.0
-        )
-        if (
-            scale == "schatten" and part is parts[0]
-        ):  # in two steps, or the squares overflow
-            start = start * inverse_root(
-                jnp.linalg.norm(r * jnp.square(start * headroom))
-            )
-        r = first = r * jnp.square(start)
+        start = 1.0
+        if number == 0:
+            start = _start(r, x.size, headroom, scale)
+        r = r * jnp.square(start)
+        own_norm = norm if number == last else None
         if len(part) == 1:
-            ((a, b, c),) = part
-            z = start * (b * r + c * times(r, r))
-            x = (a * start) * x + (times(z, x) if wide else times(x, z))
-            if part is parts[-1] and full is not None:
-                x = x * (full * inverse_root(jnp.sum(x * x)))
-            continue
-        q = jnp.eye(len(r), dtype=r.dtype)
-        for i, (a, b, c) in enumerate(part):
-            z = b * r + c * times(r, r)
-            q = a * q + (times(q, z) if i else z)
-            if i < len(part) - 1:
-                rz = a * r + times(r, z)
-                r = a * rz + times(z, rz)
-        last = start
-        if part is parts[-1] and full is not None:  # ||q x||^2 from small matrices
-            last = start * full * inverse_root(jnp.sum(times(q, first) * q))
-        x = times(q * last, x) if wide else times(x, q * last)
+            x = _plain_step(x, r, start, part[0], times, own_norm)
+        else:
+            x = _gram_steps(x, r, start, part, times, own_norm)
     return x
 
 
+def _parts(
+    shape: tuple[int, ...], table: tuple[Triple, ...], compute_dtype: Operands
+) -> list[tuple[Triple, ...]]:
+    """Return the steps between which the Gram matrix is recomputed.
+
+    Those of the plain form are single steps.
+    """
+    is_oblong = max(shape) >= 1.5 * min(shape)
+    is_inaccurate = rounds(compute_dtype) and table[0][0] > _STEEP
+    if not is_oblong or is_inaccurate:
+        return [(triple,) for triple in table]
+    size = 3 if len(table) <= 5 else 2
+    return [table[:2], *[table[i : i + size] for i in range(2, len(table), size)]]
+
+
+def _start(r: jax.Array, size: int, headroom: float, scale: str) -> jax.Array:
+    """Return the factor of a matrix that brings its singular values below one.
+
+    Args:
+        r: its Gram matrix.
+        size: its number of elements.
+        headroom: it is divided by this times its norm.
+        scale: which norm, "frobenius" or "schatten".
+    """
+    start = inverse_root(jnp.trace(r), size) / headroom
+    if scale == "schatten":
+        # In two steps, or the squares overflow.
+        unit = r * jnp.square(start * headroom)
+        start = start * inverse_root(jnp.linalg.norm(unit))
+    return start
+
+
+def _plain_step(
+    x: jax.Array,
+    r: jax.Array,
+    start: jax.Array | float,
+    triple: Triple,
+    times: Product,
+    norm: jax.typing.ArrayLike | None,
+) -> jax.Array:
+    """Return one step from ``start x``, with ``r`` its Gram matrix, at a norm."""
+    a, b, c = triple
+    z = start * (b * r + c * times(r, r))
+    wide = x.shape[0] <= x.shape[1]
+    x = (a * start) * x + (times(z, x) if wide else times(x, z))
+    if norm is None:
+        return x
+    return x * (norm * inverse_root(jnp.sum(x * x)))
+
+
+def _gram_steps(
+    x: jax.Array,
+    r: jax.Array,
+    start: jax.Array | float,
+    part: tuple[Triple, ...],
+    times: Product,
+    norm: jax.typing.ArrayLike | None,
+) -> jax.Array:
+    """Return several steps from ``start x``, with ``r`` its Gram matrix.
+
+    The factors ``z`` of the steps, polynomials of ``r``, are multiplied to ``q``; ``x``
+    is multiplied once.
+    """
+    first = r
+    q = jnp.eye(len(r), dtype=r.dtype)
+    for i, (a, b, c) in enumerate(part):
+        z = b * r + c * times(r, r)
+        q = a * q + (z if i == 0 else times(q, z))
+        if i < len(part) - 1:
+            rz = a * r + times(r, z)
+            r = a * rz + times(z, rz)
+    scale = start
+    if norm is not None:
+        # ||q x||^2 from small matrices.
+        scale = start * norm * inverse_root(jnp.sum(times(q, first) * q))
+    wide = x.shape[0] <= x.shape[1]
+    return times(q * scale, x) if wide else times(x, q * scale)
+
+
 def exact_msign(x: jax.Array, rms: jax.typing.ArrayLike | None = None) -> jax.Array:
-    """Return ``U V^T`` over the nonzero singular values, by a singular value
-    decomposition.
+    """Return ``U V^T`` over the nonzero singular values, by an SVD.
 
     Example:
         >>> import jax.numpy as jnp
@@ -187,16 +249,18 @@ def exact_msign(x: jax.Array, rms: jax.typing.ArrayLike | None = None) -> jax.Ar
         [[0. 1.]
          [1. 0.]]
     """
-    u, s, vt = one_at_a_time(lambda y: tuple(jnp.linalg.svd(y, full_matrices=False)))(x)
-    kept = (s > max(x.shape) * jnp.finfo(x.dtype).eps * s[0]).astype(
-        x.dtype
-    )  # the others are rounding
+    u, s, vt = one_at_a_time(_svd)(x)
+    # Smaller singular values are rounding errors.
+    is_nonzero = s > max(x.shape) * jnp.finfo(x.dtype).eps * s[0]
+    kept = is_nonzero.astype(x.dtype)
     t = exact_product(u * kept[None], vt)
-    return (
-        t
-        if rms is None
-        else t * (rms * math.sqrt(x.size) * inverse_root(jnp.sum(t * t)))
-    )
+    if rms is None:
+        return t
+    return t * (rms * math.sqrt(x.size) * inverse_root(jnp.sum(t * t)))
+
+
+def _svd(x: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(jnp.linalg.svd(x, full_matrices=False))
 
 
 # Polar Express for eigenvalues above 1e-3, then the classical step, which converges to
@@ -205,21 +269,17 @@ _CONVERGING = (*COEFFICIENTS["polar_express"], *[(1.875, -1.25, 0.375)] * 3)
 
 
 def clipping_factor(gram: jax.Array) -> jax.Array:
-    """Return ``min(gram^(-1/2), 1) - 1`` of a symmetric positive semidefinite matrix,
-    by products alone.
+    """Return ``min(gram^(-1/2), 1) - 1`` of a Gram matrix, by products alone.
 
-    The sign of ``I - gram`` selects the eigenvalues above one; their inverse root is
-    the factor that Newton-Schulz multiplies a matrix with that Gram matrix by.
+    ``gram`` is symmetric and positive semidefinite. The sign of ``I - gram`` selects
+    the eigenvalues above one; their inverse root is the factor that Newton-Schulz
+    multiplies a matrix with that Gram matrix by.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.newton_schulz import clipping_factor
-        >>> print(
-        ...     (
-        ...         1
-        ...         + jnp.diag(clipping_factor(jnp.diag(jnp.array([16.0, 4.0, 0.25]))))
-        ...     ).round(3)
-        ... )
+        >>> gram = jnp.diag(jnp.array([16.0, 4.0, 0.25]))
+        >>> print((1 + jnp.diag(clipping_factor(gram))).round(3))
         [0.25 0.5  1.  ]
 
     References:
@@ -228,20 +288,17 @@ def clipping_factor(gram: jax.Array) -> jax.Array:
     identity = jnp.eye(len(gram), dtype=gram.dtype)
     sign = identity - gram
     largest = jnp.max(jnp.abs(sign))
-    sign = sign / jnp.where(
-        largest == 0, 1, largest
-    )  # or the squares of large values overflow
+    # In two steps, or the squares of large values overflow.
+    sign = sign / jnp.where(largest == 0, 1, largest)
     sign = sign * inverse_root(jnp.sum(sign * sign))
     start = inverse_root(jnp.trace(gram))
-    factor, rest = identity * start, gram * start**2
+    factor = identity * start
+    rest = gram * start**2
     for a, b, c in _CONVERGING:
         square = exact_product(sign, sign)
-        sign = a * sign + exact_product(
-            b * square + c * exact_product(square, square), sign
-        )
+        polynomial = b * square + c * exact_product(square, square)
+        sign = a * sign + exact_product(polynomial, sign)
         step = a * identity + b * rest + c * exact_product(rest, rest)
-        factor, rest = (
-            exact_product(step, factor),
-            exact_product(step, exact_product(step, rest)),
-        )
+        factor = exact_product(step, factor)
+        rest = exact_product(step, exact_product(step, rest))
     return exact_product((identity - sign) / 2, factor - identity)

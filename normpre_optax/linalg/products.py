@@ -5,13 +5,14 @@
 usual float32 product: one bfloat16 pass on a TPU, TF32 on a GPU, float32 on a CPU.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from normpre_optax.linalg.platforms import platform
+
+# The dtype of the operands of products, see `product`; may be "narrow".
+Operands = DTypeLike | None
 
 
 def at_least_float32(x: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
@@ -39,7 +40,7 @@ def at_least_float32(x: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
     return x
 
 
-def product(a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:
+def product(a: jax.Array, b: jax.Array, dtype: Operands = None) -> jax.Array:
     """Return ``a b`` with sums in at least float32 and operands rounded to ``dtype``.
 
     Args:
@@ -74,14 +75,14 @@ def product(a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:
     return jnp.matmul(a, b, precision=precision, preferred_element_type=sums)
 
 
-def rounds(dtype: Any) -> bool:
+def rounds(dtype: Operands) -> bool:
     """Return whether ``product`` rounds float32 operands."""
     if dtype in (None, "narrow"):
         return platform() != "cpu"
     return jnp.dtype(dtype).itemsize < 4
 
 
-def narrowed(xs: list[jax.Array], dtype: Any) -> tuple[list[jax.Array], Any]:
+def narrowed(xs: list[jax.Array], dtype: Operands) -> tuple[list[jax.Array], Operands]:
     """Return matrices for many thin products, and the ``dtype`` of these.
 
     On a GPU, reading the matrices is the cost of the products: they are rounded to

@@ -29,24 +29,25 @@ def unit_rows(x: jax.Array, along: Axes) -> jax.Array:
 
 
 def unit_rows_and_columns(x: jax.Array, along: Axes, across: Axes) -> jax.Array:
-    """Divide every entry by the norms of its row and its column: ``x_ij max_k r_k /
-    (r_i c_j)``, both norms of ``x``.
+    """Divide every entry by the norms of its row and its column.
 
-    The norm of the largest row keeps the result independent of the scale of ``x``. Zero
-    rows and columns stay zero.
+    The result is ``x_ij max_k r_k / (r_i c_j)``, with both norms of ``x``. The norm of
+    the largest row keeps it independent of the scale of ``x``. Zero rows and columns
+    stay zero.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.rows import unit_rows_and_columns
-        >>> print(
-        ...     unit_rows_and_columns(jnp.array([[2e-8, 0.0], [0.0, 1e-8]]), (1,), (0,))
-        ... )
+        >>> x = jnp.array([[2e-8, 0.0], [0.0, 1e-8]])
+        >>> print(unit_rows_and_columns(x, (1,), (0,)))
         [[1. 0.]
          [0. 2.]]
     """
-    rows, columns = inverse_norm(x, along), inverse_norm(x, across)
+    rows = inverse_norm(x, along)
+    columns = inverse_norm(x, across)
     largest = jnp.min(jnp.where(rows == 0, jnp.inf, rows), across, keepdims=True)
-    return x * (jnp.where(rows == 0, 0, rows / largest) * columns)
+    relative = jnp.where(rows == 0, 0, rows / largest)
+    return x * (relative * columns)
 
 
 def tangent_rows(
@@ -71,12 +72,14 @@ def tangent_rows(
     return jnp.where(left == 0, 0, m - radial * w)
 
 
-@jax.jit(static_argnames=("along", "tangent"))  # traced and lowered once per shape
+# Jitted: traced and lowered once per shape.
+@jax.jit(static_argnames=("along", "tangent"))
 def unit_tangent_factors(
     m: jax.Array, w: jax.Array | None, along: Axes, tangent: str = "relaxed"
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ``(a, b)`` with ``unit_rows(tangent_rows(m, w)) = a m - b w``, from one
-    pass over ``m`` and ``w``.
+    """Return ``(a, b)`` with ``unit_rows(tangent_rows(m, w)) = a m - b w``.
+
+    It is one pass over ``m`` and ``w``.
 
     Args:
         m: momentum.
@@ -91,9 +94,8 @@ def unit_tangent_factors(
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.linalg.rows import unit_tangent_factors
-        >>> a, b = unit_tangent_factors(
-        ...     jnp.array([[3.0, 4.0]]), jnp.array([[0.0, 0.5]]), (1,), "strict"
-        ... )
+        >>> m, w = jnp.array([[3.0, 4.0]]), jnp.array([[0.0, 0.5]])
+        >>> a, b = unit_tangent_factors(m, w, (1,), "strict")
         >>> print(a.round(4), b.round(4))
         [[0.3333]] [[2.6667]]
     """
@@ -108,17 +110,21 @@ def unit_tangent_factors(
 def _radial(
     m: jax.Array, w: jax.Array, along: Axes, tangent: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return ``||m||^2``, ``r`` with ``x = m - r w``, and ``||x||^2 / ||m||^2``: 0
-    where ``x`` is rounding error.
+    """Return ``||m||^2``, ``r`` with ``x = m - r w``, and ``||x||^2 / ||m||^2``.
+
+    The last is 0 where ``x`` is rounding error.
     """
-    mm, mw, ww = (jnp.sum(x, along, keepdims=True) for x in (m * m, m * w, w * w))
-    along_w = jnp.where(
-        ww == 0, 0, mw / jnp.where(ww == 0, 1, ww)
-    )  # the radial part of m is along_w w
-    share = jnp.where(
-        mm == 0, 0, along_w * (mw / jnp.where(mm == 0, 1, mm))
-    )  # of ||m||^2 along w
-    kept = 1 - ww if tangent == "relaxed" else jnp.zeros_like(ww)
+    mm = jnp.sum(m * m, along, keepdims=True)
+    mw = jnp.sum(m * w, along, keepdims=True)
+    ww = jnp.sum(w * w, along, keepdims=True)
+    # The radial part of m is along_w w.
+    along_w = jnp.where(ww == 0, 0, mw / jnp.where(ww == 0, 1, ww))
+    # Its share of ||m||^2.
+    share = jnp.where(mm == 0, 0, along_w * (mw / jnp.where(mm == 0, 1, mm)))
+    kept = jnp.zeros_like(ww)
+    if tangent == "relaxed":
+        kept = 1 - ww
     eps = jnp.finfo(mm.dtype).eps
-    left = jnp.where(1 - share < 16 * eps, 0, 1 - share) + kept * (kept * share)
+    tangential = jnp.where(1 - share < 16 * eps, 0, 1 - share)
+    left = tangential + kept * (kept * share)
     return mm, (1 - kept) * along_w, jnp.where(left <= (8 * eps) ** 2, 0, left)

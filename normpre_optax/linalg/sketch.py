@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clip the leading singular values of matrices, found by a randomized sketch (Algorithm
-2) or exactly.
+"""Clip the leading singular values of matrices.
+
+They are found by a randomized sketch (Algorithm 2) or exactly.
 
 With ``Q`` an orthonormal basis of a subspace of rows of ``Psi^T`` and ``B = Q Psi``,
 clipping adds ``Q^T F B`` to ``Psi``: ``F`` is a small matrix, computed from the Gram
@@ -16,10 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from normpre_optax.linalg.batches import one_at_a_time, solve_together
 from normpre_optax.linalg.newton_schulz import clipping_factor
 from normpre_optax.linalg.products import (
+    Operands,
     at_least_float32,
     exact_product,
     inverse_root,
@@ -28,7 +31,9 @@ from normpre_optax.linalg.products import (
 
 
 class Clipping(NamedTuple):
-    """The ``rank`` leading singular values are clipped to ``level^2 = max(least, share
+    """How many leading singular values are clipped, and to which level.
+
+    The ``rank`` largest are clipped to ``level``, with ``level^2 = max(least, share
     (total - their squares))``.
 
     All are arrays ``(..., 1, 1)``; ``total`` is the sum of the squares of all singular
@@ -41,15 +46,25 @@ class Clipping(NamedTuple):
     rank: jax.Array
 
 
-def to_threshold(
-    total: jax.Array, rank: int, threshold: jax.typing.ArrayLike = 1.0
-) -> Clipping:
-    """Return the clipping of ``rank`` singular values to a threshold, for matrices with
-    this sum of squares.
+class Clipped(NamedTuple):
+    """The clipped matrix is ``psi + left^T right``.
+
+    ``squares`` is its sum of squares, ``(..., 1, 1)``.
     """
+
+    left: jax.Array
+    right: jax.Array
+    squares: jax.Array
+
+
+def to_threshold(total: jax.Array, rank: int, threshold: ArrayLike = 1.0) -> Clipping:
+    """Return the clipping to a threshold, for matrices with this sum of squares."""
     one = jnp.ones_like(total)
     return Clipping(
-        total, one * jnp.square(threshold), jnp.zeros_like(total), one * rank
+        total=total,
+        least=one * jnp.square(threshold),
+        share=jnp.zeros_like(total),
+        rank=one * rank,
     )
 
 
@@ -59,9 +74,9 @@ def clip_by_sketch(
     clippings: Sequence[Clipping],
     power_iterations: int = 1,
     products: bool = False,
-    compute_dtype: Any = None,
+    compute_dtype: Operands = None,
     solve: Callable[..., list[Any]] | None = None,
-) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+) -> list[Clipped]:
     """Find what clips the leading singular values of wide matrices: Algorithm 2.
 
     ``Y = Psi Omega``; ``p`` times ``Y = Psi Psi^T Y``, with the basis orthonormalized
@@ -81,8 +96,7 @@ def clip_by_sketch(
             have to be communicated.
 
     Returns:
-        ``(left, right, squares)`` for each: the clipped matrix is ``psi + left^T
-        right``, and ``squares`` is its sum of squares, ``(..., 1, 1)``.
+        What clips each of them.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -91,13 +105,10 @@ def clip_by_sketch(
         ...     sum_of_squares,
         ...     to_threshold,
         ... )
-        >>> psi, omega = (
-        ...     jnp.diag(jnp.array([5.0, 3.0, 1.0])),
-        ...     jax.random.normal(jax.random.key(0), (2, 3)),
-        ... )
-        >>> ((left, right, _),) = clip_by_sketch(
-        ...     [psi], [omega], [to_threshold(sum_of_squares(psi), rank=1)], 4
-        ... )
+        >>> psi = jnp.diag(jnp.array([5.0, 3.0, 1.0]))
+        >>> omega = jax.random.normal(jax.random.key(0), (2, 3))
+        >>> clipping = to_threshold(sum_of_squares(psi), rank=1)
+        >>> ((left, right, _),) = clip_by_sketch([psi], [omega], [clipping], 4)
         >>> print(jnp.diag(psi + left.T @ right).round(2))
         [1. 3. 1.]
 
@@ -105,41 +116,41 @@ def clip_by_sketch(
         Halko, Martinsson and Tropp, arXiv 0909.4061.
     """
     times = functools.partial(product, dtype=compute_dtype)
-    factor = solve_together if solve is None else functools.partial(solve, axes=())
+    factor = solve_together
+    if solve is None:
+        solve = solve_together
+    else:
+        factor = functools.partial(solve, axes=())
+
+    def times_psi(ys: list[jax.Array]) -> list[jax.Array]:
+        return [times(y, psi) for y, psi in zip(ys, psis, strict=True)]
+
+    def times_psi_transposed(ys: Sequence[jax.Array]) -> list[jax.Array]:
+        return [times(y, psi.mT) for y, psi in zip(ys, psis, strict=True)]
 
     def orthonormalized(ys: list[jax.Array]) -> list[jax.Array]:
-        inverses = factor(_inverse_cholesky, [(exact_product(y, y.mT),) for y in ys])
-        return [
-            exact_product(inverse, y) for inverse, y in zip(inverses, ys, strict=True)
-        ]
+        grams = [(exact_product(y, y.mT),) for y in ys]
+        inverses = factor(_inverse_cholesky, grams)
+        return [exact_product(l, y) for l, y in zip(inverses, ys, strict=True)]
 
-    ys = [times(omega, psi.mT) for omega, psi in zip(omegas, psis, strict=True)]
+    ys = times_psi_transposed(omegas)
     for _ in range(power_iterations):
-        back = [times(y, psi) for y, psi in zip(orthonormalized(ys), psis, strict=True)]
-        ys = [
-            times(b, psi.mT) for b, psi in zip(orthonormalized(back), psis, strict=True)
-        ]
+        back = times_psi(orthonormalized(ys))
+        ys = times_psi_transposed(orthonormalized(back))
     qs = orthonormalized(ys)
-    bs = [times(q, psi) for q, psi in zip(qs, psis, strict=True)]
-    grams = [
-        (exact_product(q, q.mT), exact_product(b, b.mT))
-        for q, b in zip(qs, bs, strict=True)
-    ]
-    problems = [
-        (*pair, *clipping) for pair, clipping in zip(grams, clippings, strict=True)
-    ]
-    solved = (solve or solve_together)(
-        _factor_by_products if products else _factor_by_eigenvectors, problems
-    )
-    return [
-        (q, exact_product(factor, b), squares)
-        for q, b, (factor, squares) in zip(qs, bs, solved, strict=True)
-    ]
+    bs = times_psi(qs)
+    problems = []
+    for q, b, clipping in zip(qs, bs, clippings, strict=True):
+        grams = exact_product(q, q.mT), exact_product(b, b.mT)
+        problems.append((*grams, *clipping))
+    solver = _factor_by_products if products else _factor_by_eigenvectors
+    found = []
+    for q, b, (f, squares) in zip(qs, bs, solve(solver, problems), strict=True):
+        found.append(Clipped(q, exact_product(f, b), squares))
+    return found
 
 
-def clip_exactly(
-    psi: jax.Array, clipping: Clipping
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def clip_exactly(psi: jax.Array, clipping: Clipping) -> Clipped:
     """The same by an eigendecomposition of ``Psi Psi^T``, for one wide matrix.
 
     Example:
@@ -150,9 +161,8 @@ def clip_exactly(
         ...     to_threshold,
         ... )
         >>> psi = jnp.diag(jnp.array([3.0, 2.0, 0.5]))
-        >>> left, right, squares = clip_exactly(
-        ...     psi, to_threshold(sum_of_squares(psi), rank=1)
-        ... )
+        >>> clipping = to_threshold(sum_of_squares(psi), rank=1)
+        >>> left, right, squares = clip_exactly(psi, clipping)
         >>> print(jnp.diag(psi + left.T @ right).round(3), squares.round(2))
         [1.  2.  0.5] [[5.25]]
     """
@@ -160,7 +170,7 @@ def clip_exactly(
     factor, squares = _factor_by_eigenvectors(
         identity, exact_product(psi, psi.mT), *clipping
     )
-    return identity, exact_product(factor, psi), squares
+    return Clipped(identity, exact_product(factor, psi), squares)
 
 
 def _factor_by_eigenvectors(
@@ -171,23 +181,28 @@ def _factor_by_eigenvectors(
     share: jax.Array,
     rank: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """``F`` and the sum of squares of the clipped matrix, from the Gram matrices of Q
-    and B: the ``rank`` largest.
+    """Return ``F``, and the sum of squares of the clipped matrix.
+
+    ``gram`` and ``interaction`` are the Gram matrices of Q and B; ``total``, ``least``,
+    ``share`` and ``rank`` are those of ``Clipping``.
     """
     inverse, interaction = _orthonormal(gram, interaction)
-    values, vectors = one_at_a_time(lambda x: tuple(jnp.linalg.eigh(x)))(interaction)
-    among = (
-        jnp.arange(len(values), dtype=rank.dtype) >= len(values) - rank[0]
-    )  # eigh sorts in ascending order
+    values, vectors = one_at_a_time(_eigh)(interaction)
+    # eigh sorts in ascending order.
+    index = jnp.arange(len(values), dtype=rank.dtype)
+    among = index >= len(values) - rank[0]
     level = jnp.maximum(least, share * (total - jnp.sum(jnp.where(among, values, 0))))
     clipped = among & (values > level[0])
     gains = jnp.where(clipped, jnp.sqrt(level[0] / jnp.where(clipped, values, 1)), 1)
     gains = jnp.where(jnp.isnan(values), values, gains)
     z = exact_product(vectors.T, inverse)
     factor = exact_product(z.T * (gains - 1)[None], z)
-    return factor, _squares(
-        total, jnp.sum(jnp.where(clipped, values - level[0], 0)), level
-    )
+    removed = jnp.sum(jnp.where(clipped, values - level[0], 0))
+    return factor, _squares(total, removed, level)
+
+
+def _eigh(x: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(jnp.linalg.eigh(x))
 
 
 def _factor_by_products(
@@ -201,28 +216,24 @@ def _factor_by_products(
     """The same for all modes of the subspace, by products alone."""
     inverse, interaction = _orthonormal(gram, interaction)
     level = jnp.maximum(least, share * (total - jnp.trace(interaction)))
-    change = clipping_factor(
-        interaction / jnp.where(level == 0, 1, level)
-    )  # zero stays zero, NaN stays NaN
+    # Zero stays zero, NaN stays NaN.
+    change = clipping_factor(interaction / jnp.where(level == 0, 1, level))
     moved = exact_product(change, interaction)
     removed = -2 * jnp.trace(moved) - jnp.sum(moved * change)
-    return exact_product(inverse.T, exact_product(change, inverse)), _squares(
-        total, removed, level
-    )
+    factor = exact_product(inverse.T, exact_product(change, inverse))
+    return factor, _squares(total, removed, level)
 
 
 def _squares(total: jax.Array, removed: jax.Array, level: jax.Array) -> jax.Array:
-    """Return what is left of the squares; rounding may not make it less than one
-    clipped mode has.
-    """
+    """Return what is left of the squares."""
+    # Rounding may not make it less than one clipped mode has.
     return jnp.maximum(total - removed, jnp.minimum(total, level))
 
 
 def _orthonormal(
     gram: jax.Array, interaction: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """What orthonormalizes a basis with that Gram matrix, and the interaction matrix in
-    the new basis.
+    """Return what orthonormalizes a basis, and the interaction matrix in the new one.
 
     Rows much shorter than one are rounding error of dependent rows: their interactions
     are noise and are left out.
@@ -233,7 +244,7 @@ def _orthonormal(
 
 
 def _inverse_cholesky(g: jax.Array) -> jax.Array:
-    """``L^-1`` of ``g = L L^T``, finite for every positive semidefinite matrix.
+    """Return ``L^-1`` of ``g = L L^T``, finite for positive semidefinite matrices.
 
     ``g`` is scaled to a unit diagonal and its other entries are reduced by ``2 l eps``,
     more than rounding can make the matrix indefinite. Directions with less than that
@@ -244,22 +255,24 @@ def _inverse_cholesky(g: jax.Array) -> jax.Array:
     unit = scale[:, None] * g * scale[None] / (1 + 2 * len(g) * jnp.finfo(g.dtype).eps)
     unit = jnp.where(identity == 1, jnp.where(jnp.isnan(g), g, 1), unit)
 
-    def solved(x: jax.Array) -> jax.Array:
-        lower = jax.lax.linalg.cholesky(x, symmetrize_input=False)
-        # Not `identity`: under vmap, a function of one matrix may not close over traced
-        # arrays.
-        return jax.lax.linalg.triangular_solve(
-            lower, jnp.eye(len(x), dtype=x.dtype), left_side=True, lower=True
-        )
+    return one_at_a_time(_inverse_factor)(unit) * scale[None]
 
-    return one_at_a_time(solved)(unit) * scale[None]
+
+def _inverse_factor(x: jax.Array) -> jax.Array:
+    lower = jax.lax.linalg.cholesky(x, symmetrize_input=False)
+    identity = jnp.eye(len(x), dtype=x.dtype)
+    return jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
 
 
 def draws(
-    seed: int, step: jax.typing.ArrayLike, ids: jax.Array, shape: tuple[int, int]
+    seed: int,
+    step: ArrayLike,
+    ids: ArrayLike,
+    shape: tuple[int, int],
 ) -> jax.Array:
-    """Draw ``Omega^T`` for every matrix; it depends on seed, step, parameter and batch
-    index, and on nothing else.
+    """Draw ``Omega^T`` for every matrix.
+
+    It depends on seed, step, parameter and batch index, and on nothing else.
 
     Args:
         seed: of the optimizer.
@@ -279,25 +292,23 @@ def draws(
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
 
     def draw(own: jax.Array) -> jax.Array:
-        return jax.random.normal(
-            jax.random.fold_in(jax.random.fold_in(key, own[0]), own[1]),
-            shape,
-            jnp.float32,
-        )
+        of_parameter = jax.random.fold_in(key, own[0])
+        of_matrix = jax.random.fold_in(of_parameter, own[1])
+        return jax.random.normal(of_matrix, shape, jnp.float32)
 
     return jnp.vectorize(draw, signature="(i)->(l,n)")(ids)
 
 
 def matrix_ids(path: str, batch: tuple[int, ...]) -> np.ndarray:
-    """Return uint32 ``(*batch, 2)``: crc32 of a parameter's path, and the index of each
-    of its matrices.
+    """Return uint32 ``(*batch, 2)``, which identifies the matrices of a parameter.
+
+    That is crc32 of the parameter's path, and the index of each of its matrices.
     """
     index = np.arange(np.prod(batch, dtype=int), dtype=np.uint32).reshape(batch)
-    return np.stack([np.full_like(index, zlib.crc32(path.encode())), index], axis=-1)
+    parameter = np.full_like(index, zlib.crc32(path.encode()))
+    return np.stack([parameter, index], axis=-1)
 
 
 def sum_of_squares(x: jax.Array) -> jax.Array:
-    """Return the squared Frobenius norm of every matrix, ``(..., 1, 1)``, in at least
-    float32.
-    """
+    """Return the squared Frobenius norm of every matrix, ``(..., 1, 1)``."""
     return jnp.sum(jnp.square(at_least_float32(x)), axis=(-2, -1), keepdims=True)

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where and how spectral functions are executed. ``MOVES`` and ``WAYS`` are the tables;
-the first condition decides.
+"""Where and how spectral functions are executed: ``_run`` decides.
 
-The spectral stage is the only one that works on whole matrices. On a mesh, a move
-``(job)`` passes parameters to other devices or another kind of axes, and decides there
-again. A way ``(f, stacks, job)`` computes stacks of matrices: in a loop, by shape, or
-parameter by parameter. The spectral functions are in ``spectral.py``.
+The spectral stage is the only one that works on whole matrices. On one device, matrices
+are computed in a loop, by shape, or parameter by parameter. On a mesh, they are passed
+to other devices or to another kind of axes. The spectral functions are in
+``spectral.py``.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, PartitionSpec
+from jax.typing import ArrayLike
 
-from normpre_optax.linalg.batches import join
+from normpre_optax.linalg.batches import join, separate
 from normpre_optax.linalg.platforms import by_platform, platform
 from normpre_optax.linalg.sketch import matrix_ids
 from normpre_optax.parameters.dims import (
@@ -28,9 +29,19 @@ from normpre_optax.parameters.dims import (
 )
 from normpre_optax.sharding.auto import in_auto_axes, over_devices, solve_shared
 from normpre_optax.sharding.exchange import exchange
-from normpre_optax.sharding.placement import axes_in_use, mesh_of, spec_of
+from normpre_optax.sharding.placement import (
+    AxesInUse,
+    axes_in_use,
+    mesh_of,
+    spec_of,
+)
 from normpre_optax.stages.blocks import split_blocks
 from normpre_optax.stages.stage import CountState, init_count, init_empty
+
+# Solves small problems together, see ``batches.solve_together``.
+Solve = Callable[..., list[Any]]
+# A spectral function with its step and numbers.
+OfStacks = Callable[..., list[jax.Array]]
 
 
 @jax.tree_util.register_dataclass
@@ -54,218 +65,273 @@ class Stack:
     placed: Any = dataclasses.field(default=None, metadata={"static": True})
 
 
-class Job(NamedTuple):
-    """A spectral function, the blocks of parameters that it is applied to, and where
-    they are.
+class SpectralFunction(Protocol):
+    """A function of matrices that commutes with transposition.
+
+    It is hashable: two equal ones share compiled code. If ``whole_matrices``, it also
+    commutes with permutations of rows and columns, and does not use
+    ``Stack.transposed``.
     """
 
-    f: Any
-    blocks: list[jax.Array]
-    each: tuple  # name, dims and sharding of every block, static to start again
-    dims: Sequence[MatrixDims]
-    specs: Sequence[Any]  # shardings; None is unknown
-    known: bool  # whether all shardings are known
-    mesh: Any  # None is one device
-    used: Any  # ``AxesInUse`` of the mesh; None without
-    operands: tuple[Any, dict]  # the step, and numbers such as ``rms``
+    @property
+    def whole_matrices(self) -> bool:
+        """Whether a device needs whole matrices, which are exchanged on a mesh.
+
+        Otherwise XLA shards its products.
+        """
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether it is random: it then needs the step and ``Stack.ids``.
+
+        Exchanged matrices have no ids.
+        """
+        ...
+
+    @property
+    def rounded(self) -> bool:
+        """Whether a TPU may exchange matrices and results in bfloat16."""
+        ...
+
+    def __call__(
+        self,
+        stacks: list[Stack],
+        step: ArrayLike | None,
+        solve: Solve | None = None,
+        rms: ArrayLike | None = None,
+    ) -> list[jax.Array]:
+        """Compute the function of every matrix.
+
+        Args:
+            stacks: the matrices; there may be no stack, and stacks of single matrices.
+            step: number of updates before this one; None unless ``draws``.
+            solve: is passed on a mesh only and replaces ``batches.solve_together``, see
+                ``sketch.clip_by_sketch``.
+            rms: if given, the root mean square of every result. Other numbers are
+                passed by name, too.
+
+        Returns:
+            An array for each stack.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class EachMatrix:
     """A function ``f(x, rms=..., **options)`` of one matrix, applied to all."""
 
-    f: Callable
+    f: Callable[..., jax.Array]
     options: tuple[tuple[str, Any], ...] = ()
     rounded: bool = False  # whether a TPU rounds its operands to bfloat16 by default
     whole_matrices = True
     draws = False
 
     def __call__(
-        self, stacks: list[Stack], step: Any, solve: Any = None, rms: Any = None
+        self,
+        stacks: list[Stack],
+        step: ArrayLike | None,
+        solve: Solve | None = None,
+        rms: ArrayLike | None = None,
     ) -> list[jax.Array]:
         """Compute the function of every matrix."""
         f = functools.partial(self.f, rms=rms, **dict(self.options))
-        return [jnp.vectorize(f, signature="(m,n)->(m,n)")(stack.x) for stack in stacks]
+        of_stack = jnp.vectorize(f, signature="(m,n)->(m,n)")
+        return [of_stack(stack.x) for stack in stacks]
+
+
+class Source(NamedTuple):
+    """Where matrices come from: a parameter or one of its output blocks."""
+
+    name: str
+    dims: MatrixDims
+    sharding: PartitionSpec | None  # None is unknown
 
 
 def spectral(
-    f: Any, *, matrix_dims: Any = None, **numbers: Any
+    f: SpectralFunction, *, matrix_dims: Any = None, **numbers: ArrayLike | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the stage that applies a spectral function to the matrices of all
-    parameters.
+    """Return the stage that applies a spectral function to all matrices.
 
     Args:
-        f: hashable function ``(stacks, step, solve, **numbers)`` that returns an array
-            per ``Stack``, also of no stack and of single matrices. It commutes with
-            transposition; two equal ones share compiled code. ``solve`` is passed on a
-            mesh only and replaces ``batches.solve_together``, see
-            ``sketch.clip_by_sketch``. Attributes: ``whole_matrices``: whether a device
-            needs whole matrices, which are then exchanged; else XLA shards its
-            products. It then commutes with permutations of rows and columns, too, does
-            not use ``Stack.transposed``, and has ``rounded``: whether a TPU may
-            exchange matrices and results in bfloat16. ``draws``: whether it is random;
-            it then gets the step, and stacks with ``ids``, which exchanged matrices do
-            not have.
+        f: the function.
         matrix_dims: see ``normpre_g``; ``direction`` overrides it.
         **numbers: are passed to ``f`` and may be traced, such as ``rms``.
+
+    Returns:
+        The stage. Its state is a step counter if ``f`` draws.
     """
 
     def update(updates, state, params=None, *, matrix_dims=matrix_dims, **_):
         blocks, rebuilt = split_blocks(updates, params, matrix_dims)
-        run = functools.partial(
-            _run, f, tuple((block.name, block.dims, block.sharding) for block in blocks)
-        )
-        args = [block.u for block in blocks], state.count if f.draws else None, numbers
+        sources = tuple(Source(x.name, x.dims, x.sharding) for x in blocks)
+        run = functools.partial(_run, f, sources)
+        step = state.count if f.draws else None
+        args = [block.u for block in blocks], step, numbers
         new = by_platform(run, *args)(*args) if blocks else []
-        return rebuilt(new), (
-            CountState(optax.safe_increment(state.count)) if f.draws else state
-        )
+        if f.draws:
+            state = CountState(optax.safe_increment(state.count))
+        return rebuilt(new), state
 
-    return optax.GradientTransformationExtraArgs(
-        init_count if f.draws else init_empty, update
-    )
+    init = init_count if f.draws else init_empty
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
+# Jitted for updates outside of jit.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _run(
-    f: Any, each: tuple, blocks: list[jax.Array], step: Any, numbers: dict
+    f: SpectralFunction,
+    sources: tuple[Source, ...],
+    xs: list[jax.Array],
+    step: jax.Array | None,
+    numbers: dict[str, Any],
 ) -> list[jax.Array]:
-    """Apply ``f`` to blocks; ``each`` has their names, dims and shardings. Jitted for
-    updates outside of jit.
-    """
-    names, dims, specs = zip(*each, strict=True)
-    mesh = mesh_of(blocks)
-    used = None if mesh is None else axes_in_use(mesh, names, blocks, dims, specs)
-    job = Job(
-        f, blocks, each, dims, specs, None not in specs, mesh, used, (step, numbers)
-    )
-    for condition, move in MOVES if mesh is not None else ():
-        if condition(job):
-            return move(job)
-    transposed = [
-        is_stored_transposed(x.ndim, d) for x, d in zip(blocks, dims, strict=True)
-    ]
-    stacks = []
-    for x, d, t, name in zip(blocks, dims, transposed, names, strict=True):
-        matrices = to_matrices(x, d, t, flat=False)
-        ids = matrix_ids(name, matrices.shape[:-2])[..., None, :] if f.draws else None
-        stacks.append(Stack(matrices, ids, t))
-    way = next(way for condition, way in WAYS if condition(job))
-    new = way(functools.partial(f, step=step, **numbers), stacks, job)
-    return [
-        from_matrices(y, d, x.shape, t)
-        for y, d, x, t in zip(new, dims, blocks, transposed, strict=True)
-    ]
+    """Apply ``f`` to parameters or their blocks, where and how it costs least."""
+    of_stacks = functools.partial(f, step=step, **numbers)
+    mesh = mesh_of(xs)
+    if mesh is None:
+        stacks = _stacks(sources, xs, f.draws)
+        return _parameters(_on_one_device(of_stacks, stacks), stacks, sources, xs)
 
+    names, dims, specs = zip(*sources, strict=True)
+    used = axes_in_use(mesh, names, xs, dims, specs)
+    known = None not in specs
+    if f.whole_matrices and known and _exchange_pays(used, mesh):
+        # Each device collects whole matrices, and computes its share of them.
+        return _on_owners(f, dims, specs, mesh, xs, (step, numbers))
 
-def _on_owners(job: Job) -> list[jax.Array]:
-    def compute(xs: list[jax.Array], operands: Any) -> list[jax.Array]:
-        f = functools.partial(job.f, step=operands[0], **operands[1])
-        here = job._replace(mesh=None)  # an owner is one device
-        way = next(way for condition, way in WAYS if condition(here))
-        return way(f, [Stack(x) for x in xs], here)
+    if spec_of(xs[0]) is not None:
+        # Explicit axes, which all parameters have or none: start again with Auto ones
+        # (of one device: no mesh). With Explicit ones, JAX would ask for the sharding
+        # of every result.
+        again = in_auto_axes(functools.partial(_run, f, sources), mesh, list(specs))
+        return again(xs, step, numbers)
 
-    return exchange(
-        compute, job.operands, job.blocks, job.dims, job.specs, job.mesh, job.f.rounded
-    )
-
-
-def _with_auto_axes(job: Job) -> list[jax.Array]:
-    return in_auto_axes(
-        functools.partial(_run, job.f, job.each), job.mesh, list(job.specs)
-    )(job.blocks, *job.operands)
-
-
-MOVES: tuple[tuple[Callable[[Job], Any], Callable[[Job], list[jax.Array]]], ...] = (
-    # Known shardings: each device collects whole matrices, and computes its share of
-    # them.
-    (lambda job: job.f.whole_matrices and job.known and job.used.all, _on_owners),
-    # The same with copies of all parameters; but a TPU computes all matrices in less
-    # time than it gathers them. On a mesh of one device, there is nothing to share.
-    (
-        lambda job: (
-            job.f.whole_matrices
-            and job.known
-            and job.mesh.size > 1
-            and platform() != "tpu"
-        ),
-        _on_owners,
-    ),
-    # Explicit axes, which all parameters have or none: start again with Auto ones (of
-    # one device: no mesh). With Explicit ones, JAX would ask for the sharding of every
-    # result.
-    (lambda job: spec_of(job.blocks[0]) is not None, _with_auto_axes),
-)
-
-
-def _unstacked(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]:
-    return f(stacks)
-
-
-def _by_shape(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]:
-    keys = [
-        (stack.x.shape, stack.x.dtype, stack.transposed, stack.placed)
-        for stack in stacks
-    ]
-    joined, places = join(stacks, keys)
-    if job.mesh is None and platform() == "cpu":
-        flat = jax.tree.map(
-            functools.partial(jax.lax.collapse, start_dimension=0, stop_dimension=-2),
-            joined,
-        )
-        new = [
-            jax.lax.map(f, [x])[0].reshape(stack.x.shape)
-            for x, stack in zip(flat, joined, strict=True)
-        ]
+    stacks = _stacks(sources, xs, f.draws)
+    if not f.whole_matrices:
+        # Matrices stay sharded; thin factors are communicated, and the small problems
+        # of sketches shared.
+        new = _sharded(of_stacks, specs, used, stacks)
+    elif not known:
+        # The stack of a shape is sharded over its matrices.
+        new = _over_devices(of_stacks, mesh, stacks)
     else:
-        new = f(joined)
-    return [new[number][k] for number, k in places]
+        # TPUs with copies of all parameters: each computes all.
+        new = of_stacks(stacks)
+    return _parameters(new, stacks, sources, xs)
 
 
-def _sharded(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]:
+def _exchange_pays(used: AxesInUse, mesh: AbstractMesh) -> bool:
+    """Return whether devices compute a share of the matrices each.
+
+    If all have copies of all parameters, a TPU computes all matrices in less time than
+    it gathers them. On a mesh of one device, there is nothing to share.
+    """
+    if used.all:
+        return True
+    return mesh.size > 1 and platform() != "tpu"
+
+
+def _stacks(
+    sources: tuple[Source, ...], xs: list[jax.Array], draws: bool
+) -> list[Stack]:
+    """Return parameters as stacks of matrices, in the order they are stored in."""
+    stacks = []
+    for source, x in zip(sources, xs, strict=True):
+        transposed = is_stored_transposed(x.ndim, source.dims)
+        matrices = to_matrices(x, source.dims, transposed, flat=False)
+        ids = None
+        if draws:
+            ids = matrix_ids(source.name, matrices.shape[:-2])[..., None, :]
+        stacks.append(Stack(matrices, ids, transposed))
+    return stacks
+
+
+def _parameters(
+    new: list[jax.Array],
+    stacks: list[Stack],
+    sources: tuple[Source, ...],
+    xs: list[jax.Array],
+) -> list[jax.Array]:
+    """Invert ``_stacks`` for new matrices."""
+    found = []
+    for y, stack, source, x in zip(new, stacks, sources, xs, strict=True):
+        found.append(from_matrices(y, source.dims, x.shape, stack.transposed))
+    return found
+
+
+def _on_one_device(of_stacks: OfStacks, stacks: list[Stack]) -> list[jax.Array]:
+    if platform() == "tpu":
+        # No stacks, so that a matrix stays on the chip (see ``tpu_groups``).
+        return of_stacks(stacks)
+    joined, places = _joined(stacks)
+    if platform() == "cpu":
+        # A CPU multiplies a matrix faster than a stack of one.
+        new = [_in_a_loop(of_stacks, stack) for stack in joined]
+    else:
+        # One stack per shape, because a GPU pays for every kernel.
+        new = of_stacks(joined)
+    return separate(new, places)
+
+
+def _joined(stacks: list[Stack]) -> tuple[list[Stack], list[tuple[int, int]]]:
+    """Return one stack per shape, and the place of each given one in them."""
+    keys = [(s.x.shape, s.x.dtype, s.transposed, s.placed) for s in stacks]
+    return join(stacks, keys)
+
+
+def _in_a_loop(of_stacks: OfStacks, stack: Stack) -> jax.Array:
+    """Compute one matrix after the other."""
+    flat = jax.tree.map(lambda x: jax.lax.collapse(x, 0, -2), stack)
+    (new,) = jax.lax.map(of_stacks, [flat])
+    return new.reshape(stack.x.shape)
+
+
+def _on_owners(
+    f: SpectralFunction,
+    dims: Sequence[MatrixDims],
+    specs: Sequence[PartitionSpec],
+    mesh: AbstractMesh,
+    xs: list[jax.Array],
+    operands: tuple[jax.Array | None, dict[str, Any]],
+) -> list[jax.Array]:
+    """Compute each matrix on one device, its owner."""
+
+    def compute(stacks, operands):
+        step, numbers = operands
+        of_stacks = functools.partial(f, step=step, **numbers)
+        return _on_one_device(of_stacks, [Stack(x) for x in stacks])
+
+    return exchange(compute, operands, xs, dims, specs, mesh, f.rounded)
+
+
+def _sharded(
+    of_stacks: OfStacks,
+    specs: Sequence[PartitionSpec | None],
+    used: AxesInUse,
+    stacks: list[Stack],
+) -> list[jax.Array]:
+    """Compute sharded stacks, one per shape; small problems are shared by devices."""
     # A parameter whose sharding is unknown is in a place of its own.
-    places = zip(
-        job.specs if job.known else range(len(stacks)), job.used.shared, strict=True
-    )
+    shardings = range(len(stacks)) if None in specs else specs
+    placed = zip(shardings, used.shared, strict=True)
     stacks = [
-        dataclasses.replace(stack, placed=placed)
-        for stack, placed in zip(stacks, places, strict=True)
+        dataclasses.replace(stack, placed=place)
+        for stack, place in zip(stacks, placed, strict=True)
     ]
-
-    def solved(joined: list[Stack]) -> list[jax.Array]:
-        return f(
-            joined,
-            solve=functools.partial(
-                solve_shared, [s.placed[1] for s in joined], axes=job.used.matrices
-            ),
-        )
-
-    return _by_shape(solved, stacks, job)
+    joined, places = _joined(stacks)
+    shared = [stack.placed[1] for stack in joined]
+    solve = functools.partial(solve_shared, shared, axes=used.matrices)
+    return separate(of_stacks(joined, solve=solve), places)
 
 
-def _over_devices(f: Callable, stacks: list[Stack], job: Job) -> list[jax.Array]:
-    return over_devices(
-        lambda x: f([Stack(x)])[0], [stack.x for stack in stacks], job.mesh
-    )
+def _over_devices(
+    of_stacks: OfStacks, mesh: AbstractMesh, stacks: list[Stack]
+) -> list[jax.Array]:
+    """Compute stacks that are sharded over their matrices."""
 
+    def of_one(x):
+        (new,) = of_stacks([Stack(x)])
+        return new
 
-WAYS: tuple[
-    tuple[
-        Callable[[Job], Any], Callable[[Callable, list[Stack], Job], list[jax.Array]]
-    ],
-    ...,
-] = (
-    # One TPU: no stacks, so that a matrix stays on the chip (see ``tpu_groups``).
-    # An owner has those that arrived.
-    (lambda job: job.mesh is None and platform() == "tpu", _unstacked),
-    # One GPU: one stack per shape, because it pays for every kernel. One CPU: a loop
-    # over the stack.
-    (lambda job: job.mesh is None, _by_shape),
-    # Matrices stay sharded; thin factors are communicated, and the small problems of
-    # sketches shared.
-    (lambda job: not job.f.whole_matrices, _sharded),
-    # Unknown shardings: the stack of a shape is sharded over its matrices.
-    (lambda job: not job.known, _over_devices),
-    # TPUs with copies of all parameters: each computes all.
-    (lambda job: True, _unstacked),
-)
+    return over_devices(of_one, [stack.x for stack in stacks], mesh)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metric of rows and columns in which a spectral stage computes."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +26,7 @@ from normpre_optax.stages.stage import (
 
 
 class MetricState(NamedTuple):
-    """Averages of mean squares of rows and columns, and the state of the spectral
-    stage.
+    """Averages of mean squares, and the state of the spectral stage.
 
     ``rows`` and ``columns`` are trees like the parameters. The arrays of ``rows`` have
     size one along the inputs, those of ``columns`` along the outputs (one entry per
@@ -77,11 +77,11 @@ def with_metric(
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from normpre_optax import with_metric
-        >>> tx, g = with_metric(optax.identity()), jnp.diag(jnp.array([3.0, 1.0]))
+        >>> tx = with_metric(optax.identity())
+        >>> g = jnp.diag(jnp.array([3.0, 1.0]))
         >>> _, state = tx.update(g, tx.init(g))
-        >>> print(
-        ...     tx.update(g, state)[0].round(3)
-        ... )  # 3 / 1.8, and 1 / 0.25 because of the clip
+        >>> updates, _ = tx.update(g, state)
+        >>> print(updates.round(3))  # 3 / 1.8, and 1 / 0.25 because of the clip
         [[1.667 0.   ]
          [0.    4.   ]]
 
@@ -93,58 +93,63 @@ def with_metric(
     check_transformation("spectral", spectral)
     inner = optax.with_extra_args_support(spectral)
 
-    def scaled(
-        u: jax.Array, w: Any, dims: MatrixDims, rows: jax.Array, columns: jax.Array
-    ) -> jax.Array:
-        mean = jnp.mean(
-            rows, split_axes(u.ndim, dims)[1], keepdims=True
-        )  # that of the columns is the same
-        for squares in (rows, columns):
-            relative = jnp.sqrt(
-                jnp.where(mean == 0, 1, squares / jnp.where(mean == 0, 1, mean))
-            )
-            u = u * jnp.clip(relative, 1 / clip, clip) ** -jnp.asarray(
-                strength, u.dtype
-            )
-        return u
+    scaled = functools.partial(_in_metric, strength, clip)
 
     def init(params, *, matrix_dims=matrix_dims):
         found = assigned(params, None, matrix_dims)
         rows, columns = mean_squares(optax.tree.zeros_like(params), found)
         return MetricState(rows, columns, init_stage(inner, params, found))
 
-    def update(
-        updates,
-        state,
-        params=None,
-        *,
-        matrix_dims=matrix_dims,
-        gradients=None,
-        **extra_args,
-    ):
+    def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
+        gradients = extra_args.pop("gradients", None)
+        if gradients is None:
+            gradients = updates
+
         def run(updates, state, params, gradients):
-            dims = assigned(updates, params, matrix_dims)
-            check_state_axes(state.rows, updates, dims)
+            found = assigned(updates, params, matrix_dims)
+            check_state_axes(state.rows, updates, found)
 
-            def within_metric(u):
-                return map_matrices(scaled, u, params, dims, *state[:2], stacked=True)
+            def in_metric(u):
+                averages = state.rows, state.columns
+                return map_matrices(scaled, u, params, found, *averages, stacked=True)
 
-            u = within_metric(updates)
-            t, new = inner.update(
-                u,
+            new, spectral_state = inner.update(
+                in_metric(updates),
                 state.spectral,
                 params,
-                matrix_dims=dims,
+                matrix_dims=found,
                 gradients=gradients,
                 **extra_args,
             )
-            rows, columns = average(state[:2], mean_squares(gradients, dims), decay)
-            return within_metric(t), MetricState(rows, columns, new)
+            new_rows, new_columns = mean_squares(gradients, found)
+            rows = average(state.rows, new_rows, decay)
+            columns = average(state.columns, new_columns, decay)
+            return in_metric(new), MetricState(rows, columns, spectral_state)
 
-        args = updates, state, params, updates if gradients is None else gradients
+        args = updates, state, params, gradients
         return by_platform(run, *args)(*args)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _in_metric(
+    strength: jax.typing.ArrayLike,
+    clip: float,
+    u: jax.Array,
+    w: jax.Array | None,
+    dims: MatrixDims,
+    rows: jax.Array,
+    columns: jax.Array,
+) -> jax.Array:
+    """Return ``diag(a) U diag(b)``, from the mean squares of rows and columns."""
+    _, outputs, _ = split_axes(u.ndim, dims)
+    mean = jnp.mean(rows, outputs, keepdims=True)  # that of the columns is the same
+    for squares in (rows, columns):
+        ratio = squares / jnp.where(mean == 0, 1, mean)
+        relative = jnp.sqrt(jnp.where(mean == 0, 1, ratio))
+        clipped = jnp.clip(relative, 1 / clip, clip)
+        u = u * clipped ** -jnp.asarray(strength, u.dtype)
+    return u
 
 
 def average(old: Any, new: Any, decay: jax.typing.ArrayLike) -> Any:
@@ -153,49 +158,60 @@ def average(old: Any, new: Any, decay: jax.typing.ArrayLike) -> Any:
 
 
 def without_boxes(tree: Any) -> Any:
-    """Return the tree with each box replaced by its array, or by ``MaskedNode`` if it
-    has none.
+    """Return the tree with each box replaced by its array.
+
+    A box without an array is replaced by ``MaskedNode``.
     """
 
     def array(node):
-        return (
-            next(iter(jax.tree.leaves(node)), optax.MaskedNode())
-            if is_box(node)
-            else node
-        )
+        if is_box(node):
+            return next(iter(jax.tree.leaves(node)), optax.MaskedNode())
+        return node
 
     return jax.tree.map(array, tree, is_leaf=is_box)
 
 
 def mean_squares(gradients: Any, found: Assignment) -> tuple[Any, Any]:
-    """Return trees of the mean squares of the rows of every parameter, and of the
-    columns of each output block.
+    """Return trees of the mean squares of rows and of columns of every parameter.
+
+    Args:
+        gradients: tree of the gradients.
+        found: their axes.
+
+    Returns:
+        Two trees of arrays of size one along the inputs, and along the outputs; of
+        the columns, one entry per output block.
     """
     leaves, treedef = jax.tree.flatten(without_boxes(gradients))
     each: Any = zip(leaves, found.values(), strict=True)
-    new = by_shape(
-        _mean_squares,
-        [Block(s.path, s.dims, spec_of(g, s.sharding), g, None, []) for g, s in each],
-    )
-    return treedef.unflatten([rows for rows, _ in new]), treedef.unflatten(
-        [columns for _, columns in new]
-    )
+    blocks = []
+    for g, spec in each:
+        sharding = spec_of(g, spec.sharding)
+        blocks.append(Block(spec.path, spec.dims, sharding, g, None, []))
+    rows = []
+    columns = []
+    for of_rows, of_columns in by_shape(_mean_squares, blocks):
+        rows.append(of_rows)
+        columns.append(of_columns)
+    return treedef.unflatten(rows), treedef.unflatten(columns)
 
 
 def _mean_squares(
-    g: jax.Array, w: Any, dims: MatrixDims
+    g: jax.Array, w: jax.Array | None, dims: MatrixDims
 ) -> tuple[jax.Array, jax.Array]:
     _, outputs, inputs = split_axes(g.ndim, dims)
-    squares, places = jnp.square(at_least_float32(g)), blocks_of(g.shape, dims)
-    rows, axis = jnp.mean(squares, inputs, keepdims=True), outputs[0]
+    squares = jnp.square(at_least_float32(g))
+    rows = jnp.mean(squares, inputs, keepdims=True)
+    places = blocks_of(g.shape, dims)
     if len(places) == 1:
         return rows, jnp.mean(squares, outputs, keepdims=True)
-    index = jnp.arange(g.shape[axis]).reshape(
-        [-1 if i == axis else 1 for i in range(g.ndim)]
-    )
-    inside = [
-        (index >= at.start) & (index < at.stop) for at, *_ in places
-    ]  # slices would gather a sharded axis
-    return rows, jnp.concatenate(
-        [jnp.mean(squares, outputs, keepdims=True, where=x) for x in inside], axis
-    )
+    axis = outputs[0]
+    shape = [1] * g.ndim
+    shape[axis] = -1
+    index = jnp.arange(g.shape[axis]).reshape(shape)
+    columns = []
+    for at, *_ in places:
+        # A mask, because a slice would gather a sharded axis.
+        inside = (index >= at.start) & (index < at.stop)
+        columns.append(jnp.mean(squares, outputs, keepdims=True, where=inside))
+    return rows, jnp.concatenate(columns, axis)

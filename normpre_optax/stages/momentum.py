@@ -12,8 +12,9 @@ from normpre_optax.checks import check_numbers
 
 
 class TwoMomentaState(NamedTuple):
-    """Number of updates so far, int32 ``()``, and two averages of the updates, trees
-    like the parameters.
+    """Number of updates so far, int32 ``()``, and two averages of the updates.
+
+    ``fast`` and ``slow`` are trees like the parameters.
     """
 
     count: jax.typing.ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -71,32 +72,29 @@ def two_momenta(
         def zeros():
             return optax.tree.zeros_like(params, accumulator_dtype)
 
-        return TwoMomentaState(jnp.zeros((), jnp.int32), zeros(), zeros())
+        return TwoMomentaState(jnp.zeros((), jnp.int32), fast=zeros(), slow=zeros())
 
     def update(updates, state, params=None, **_):
         count = optax.safe_increment(state.count)
         t = jnp.asarray(count, float)
-        w: Any = (
-            slow_weight(state.count)
-            if callable(slow_weight)
-            else slow_weight * (1 - slow**t) ** 4
-        )
-        m1, m2 = (
-            optax.tree.update_moment(updates, m, b, 1)
-            for m, b in ((state.fast, fast), (state.slow, slow))
-        )
-        s1, s2 = (
-            (1 - gradient_share) * share / (1 - b**t)
-            for share, b in ((1 - w, fast), (w, slow))
-        )
-        new = jax.tree.map(
-            lambda g, a, b: (gradient_share * g + s1 * a + s2 * b).astype(g.dtype),
-            updates,
-            m1,
-            m2,
-        )
+        if callable(slow_weight):
+            weight = slow_weight(state.count)
+        else:
+            weight = slow_weight * (1 - slow**t) ** 4
+        m1 = optax.tree.update_moment(updates, state.fast, fast, 1)
+        m2 = optax.tree.update_moment(updates, state.slow, slow, 1)
+        # The divisors are Adam's bias corrections.
+        share1 = (1 - gradient_share) * (1 - weight) / (1 - fast**t)
+        share2 = (1 - gradient_share) * weight / (1 - slow**t)
+
+        def mixed(g, a, b):
+            return (gradient_share * g + share1 * a + share2 * b).astype(g.dtype)
+
+        new = jax.tree.map(mixed, updates, m1, m2)
         return new, TwoMomentaState(
-            count, *(optax.tree.cast(m, accumulator_dtype) for m in (m1, m2))
+            count,
+            optax.tree.cast(m1, accumulator_dtype),
+            optax.tree.cast(m2, accumulator_dtype),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -3,21 +3,23 @@
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from normpre_optax.checks import PASS_PARAMS, check_choice, check_function
 from normpre_optax.linalg import rows
-from normpre_optax.linalg.batches import grouped
+from normpre_optax.linalg.batches import join, places, separate
 from normpre_optax.linalg.platforms import platform
+from normpre_optax.linalg.rows import Axes
 from normpre_optax.parameters.dims import MatrixDims, split_axes
-from normpre_optax.sharding.placement import mesh_of
-from normpre_optax.stages.blocks import split_blocks
+from normpre_optax.stages.blocks import Block, split_blocks
 from normpre_optax.stages.directions import per_parameter
+from normpre_optax.stages.mapping import stacks_pay
 from normpre_optax.stages.stage import CountState, init_count, stage
 
 Tangent = Literal["relaxed", "strict", "none"]
@@ -58,10 +60,8 @@ def normalize_tangent(
         >>> import jax.numpy as jnp
         >>> from normpre_optax import normalize_tangent
         >>> tx = normalize_tangent()
-        >>> w, m = (
-        ...     jnp.array([[0.0, 0.0], [0.5, 0.0]]),
-        ...     jnp.array([[1.0, 0.0], [1.0, 2.0]]),
-        ... )  # (in, out)
+        >>> w = jnp.array([[0.0, 0.0], [0.5, 0.0]])  # (in, out)
+        >>> m = jnp.array([[1.0, 0.0], [1.0, 2.0]])
         >>> print(tx.update(m, tx.init(w), w)[0].T)
         [[0.8 0.6]
          [0.  1. ]]
@@ -75,86 +75,152 @@ def normalize_tangent(
     check_choice("first", first, get_args(Side))
     check_function("norm", norm, "(entries) -> number")
 
+    passes: tuple = ("rows", "columns") if orientation == "both" else (orientation,)
+
     def step(updates, state, params, matrix_dims):
-        if params is None and tangent != "none":
+        if tangent == "none":
+            params = None
+        elif params is None:
             raise ValueError(NO_PARAMS)
-        sides: tuple = ("rows", "columns") if orientation == "both" else (orientation,)
         by_rows = (state.count % 2 == 0) == (first == "rows")
-        for side in sides:
-            blocks, rebuilt = split_blocks(
-                updates, None if tangent == "none" else params, matrix_dims
+        for side in passes:
+            blocks, rebuilt = split_blocks(updates, params, matrix_dims)
+            rule = _Rule(
+                axes=tuple(_row_axes(block) for block in blocks),
+                shardings=tuple(block.sharding for block in blocks),
+                norm=norm,
+                tangent=tangent,
             )
-            axes = tuple(
-                split_axes(block.u.ndim, block.dims)[:0:-1] for block in blocks
-            )  # (inputs, outputs)
-            specs = tuple(block.sharding for block in blocks)
-            us, ws = [block.u for block in blocks], [block.w for block in blocks]
-            updates = rebuilt(
-                _unit_tangents(axes, specs, norm, side, tangent, us, ws, by_rows)
-            )
+            ms = [block.u for block in blocks]
+            ws = [block.w for block in blocks]
+            updates = rebuilt(_unit_tangents(rule, side, ms, ws, by_rows))
         return updates, CountState(optax.safe_increment(state.count))
 
     return stage(step, init_count, matrix_dims)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), inline=True)
+class _RowAxes(NamedTuple):
+    """The axes along which a row runs, and those along which a column runs."""
+
+    rows: Axes
+    columns: Axes
+
+
+class _Rule(NamedTuple):
+    """What is static of a normalization of matrices; jit recognizes equal ones."""
+
+    axes: tuple[_RowAxes, ...]  # of each matrix
+    shardings: tuple[PartitionSpec | None, ...]  # of each matrix; None is unknown
+    norm: Callable[[int], float]
+    tangent: Tangent
+
+
+# Factors (a, b) of the rows or columns in one stack of matrices.
+_Factors = tuple[jax.Array, jax.Array]
+_Weights = Sequence[jax.Array | None]
+
+
+def _row_axes(block: Block) -> _RowAxes:
+    _, outputs, inputs = split_axes(block.u.ndim, block.dims)
+    return _RowAxes(rows=inputs, columns=outputs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _unit_tangents(
-    axes, specs, norm, side, tangent, ms, ws, by_rows
+    rule: _Rule,
+    side: Orientation,
+    ms: Sequence[jax.Array],
+    ws: _Weights,
+    by_rows: jax.Array,
 ) -> list[jax.Array]:
-    """Normalized tangents, by rows, by columns, or by whichever ``by_rows`` selects.
+    """Return tangents that are normalized by rows or by columns.
 
-    A TPU computes the sums of rows and of columns in one pass and selects. A CPU and a
-    GPU branch around the sums; a GPU computes those of one shape in one kernel.
+    If ``side`` is "alternating", ``by_rows`` selects one of them.
     """
-    # On a mesh with unknown shardings, those of a stack could differ.
-    stacked = platform() == "gpu" and (None not in specs or mesh_of(ms) is None)
-    groups = grouped(
-        (m.shape, axes[i], specs[i]) if stacked else i for i, m in enumerate(ms)
-    )
-
-    def factors(
-        ms: list[jax.Array], ws: list, k: int
-    ) -> list[tuple[jax.Array, jax.Array]]:
-        found = []
-        for group in groups:
-            m = jnp.stack([ms[i] for i in group])
-            w = None if ws[group[0]] is None else jnp.stack([ws[i] for i in group])
-            along = tuple(axis + 1 for axis in axes[group[0]][k])
-            a, b = rows.unit_tangent_factors(m, w, along, tangent)
-            size = norm(math.prod(m.shape[axis] for axis in along))
-            found.append((size * a, size * b))
-        return found
-
-    if side != "alternating":
-        found = factors(ms, ws, 0 if side == "rows" else 1)
-    elif platform() == "tpu":
-        found = jax.tree.map(
-            lambda r, c: jnp.where(by_rows, r, c),
-            factors(ms, ws, 0),
-            factors(ms, ws, 1),
-        )
+    # Matrices with equal keys are one stack.
+    if stacks_pay(ms, rule.shardings):
+        shapes = [m.shape for m in ms]
+        keys = list(zip(rule.axes, shapes, rule.shardings, strict=True))
     else:
-        # Zeros with the type that sums have on a mesh; XLA drops the sums.
-        zeros = [
-            jax.tree.map(lambda x: jnp.where(False, x, 0), factors(ms, ws, k))
-            for k in (0, 1)
-        ]
+        keys = list(zip(rule.axes, range(len(ms)), strict=True))
+    if side == "rows" or side == "columns":
+        factors = _factors(rule, keys, side, ms, ws)
+    elif platform() == "tpu":
+        factors = _factors_selected(rule, keys, ms, ws, by_rows)
+    else:
+        factors = _factors_branched(rule, keys, ms, ws, by_rows)
+    new = []
+    for m, w, (a, b) in zip(ms, ws, separate(factors, places(keys)), strict=True):
+        new.append(a * m if w is None else a * m - b * w)
+    return new
 
-        # Without the barrier, XLA moves the sums out of the branches and computes both.
-        def own(k, ms, ws):
-            return factors(*map(jax.lax.optimization_barrier, (ms, ws)), k=k)
 
-        by_row, by_column = (
-            lambda ms, ws: (own(0, ms, ws), zeros[1]),
-            lambda ms, ws: (zeros[0], own(1, ms, ws)),
-        )
-        both = jax.lax.cond(by_rows, by_row, by_column, ms, ws)
-        found = jax.tree.map(lambda r, c: jnp.where(by_rows, r, c), *both)
-    new = dict[int, jax.Array]()
-    for group, (a, b) in zip(groups, found, strict=True):
-        for k, i in enumerate(group):
-            new[i] = a[k] * ms[i] if ws[i] is None else a[k] * ms[i] - b[k] * ws[i]
-    return [new[i] for i in range(len(ms))]
+def _factors(
+    rule: _Rule, keys: list[tuple], side: Side, ms: Sequence[jax.Array], ws: _Weights
+) -> list[_Factors]:
+    """Return ``a`` and ``b`` of ``a M - b W``, for one stack per key."""
+    stacks, _ = join(list(zip(ms, ws, strict=True)), keys)
+    found = []
+    for (axes, *_), (m, w) in zip(dict.fromkeys(keys), stacks, strict=True):
+        own = axes.rows if side == "rows" else axes.columns
+        along = tuple(axis + 1 for axis in own)  # axis 0 is that of the stack
+        a, b = rows.unit_tangent_factors(m, w, along, rule.tangent)
+        size = rule.norm(math.prod(m.shape[axis] for axis in along))
+        found.append((size * a, size * b))
+    return found
+
+
+def _factors_selected(
+    rule: _Rule,
+    keys: list[tuple],
+    ms: Sequence[jax.Array],
+    ws: _Weights,
+    by_rows: jax.Array,
+) -> list[_Factors]:
+    """Return the factors of rows or columns, selected from both.
+
+    For a TPU, which computes the sums of rows and of columns in one pass.
+    """
+    of_rows = _factors(rule, keys, "rows", ms, ws)
+    of_columns = _factors(rule, keys, "columns", ms, ws)
+    return _selected(by_rows, of_rows, of_columns)
+
+
+def _factors_branched(
+    rule: _Rule,
+    keys: list[tuple],
+    ms: Sequence[jax.Array],
+    ws: _Weights,
+    by_rows: jax.Array,
+) -> list[_Factors]:
+    """Return the factors of rows or columns, from a branch that computes only one."""
+    # Zeros with the type that sums have on a mesh; XLA drops the sums.
+    no_rows = _zeros_like(_factors(rule, keys, "rows", ms, ws))
+    no_columns = _zeros_like(_factors(rule, keys, "columns", ms, ws))
+
+    # Without the barriers, XLA moves the sums out of the branches and computes both.
+    def row_branch(ms, ws):
+        ms = jax.lax.optimization_barrier(ms)
+        ws = jax.lax.optimization_barrier(ws)
+        return _factors(rule, keys, "rows", ms, ws), no_columns
+
+    def column_branch(ms, ws):
+        ms = jax.lax.optimization_barrier(ms)
+        ws = jax.lax.optimization_barrier(ws)
+        return no_rows, _factors(rule, keys, "columns", ms, ws)
+
+    of_rows, of_columns = jax.lax.cond(by_rows, row_branch, column_branch, ms, ws)
+    return _selected(by_rows, of_rows, of_columns)
+
+
+def _zeros_like(factors: list[_Factors]) -> list[_Factors]:
+    return jax.tree.map(lambda x: jnp.where(False, x, 0), factors)
+
+
+def _selected(
+    by_rows: jax.Array, of_rows: list[_Factors], of_columns: list[_Factors]
+) -> list[_Factors]:
+    return jax.tree.map(lambda r, c: jnp.where(by_rows, r, c), of_rows, of_columns)
 
 
 def project_to_tangent(
@@ -181,10 +247,8 @@ def project_to_tangent(
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import project_to_tangent
-        >>> w, m = (
-        ...     jnp.array([[0.0, 0.0], [0.5, 0.0]]),
-        ...     jnp.array([[1.0, 0.0], [1.0, 2.0]]),
-        ... )  # (in, out)
+        >>> w = jnp.array([[0.0, 0.0], [0.5, 0.0]])  # (in, out)
+        >>> m = jnp.array([[1.0, 0.0], [1.0, 2.0]])
         >>> print(project_to_tangent().update(m, (), w)[0].T)
         [[1.   0.75]
          [0.   2.  ]]
@@ -194,14 +258,13 @@ def project_to_tangent(
     """
     check_choice("tangent", mode, rows.TANGENTS)
 
-    def project(m: jax.Array, w: Any, dims: MatrixDims) -> jax.Array:
+    def project(m: jax.Array, w: jax.Array | None, dims: MatrixDims) -> jax.Array:
         if w is None and mode != "none":
             raise ValueError(NO_PARAMS)
-        return (
-            m
-            if w is None
-            else rows.tangent_rows(m, w, split_axes(m.ndim, dims)[2], mode)
-        )
+        if w is None:
+            return m
+        _, _, inputs = split_axes(m.ndim, dims)
+        return rows.tangent_rows(m, w, inputs, mode)
 
     return per_parameter(project, matrix_dims)
 
@@ -225,9 +288,7 @@ def normalize_rows(
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax import normalize_rows
-        >>> kernel = jnp.array(
-        ...     [[3.0, 0.0], [4.0, 0.0]]
-        ... )  # (in, out): two rows, one of them zero
+        >>> kernel = jnp.array([[3.0, 0.0], [4.0, 0.0]])  # (in, out)
         >>> print(normalize_rows().update(kernel, ())[0])
         [[0.6 0. ]
          [0.8 0. ]]
@@ -242,6 +303,7 @@ def normalize_rows(
         _, outputs, inputs = split_axes(x.ndim, dims)
         if side == "both":
             return rows.unit_rows_and_columns(x, inputs, outputs)
-        return rows.unit_rows(x, inputs if side == "rows" else outputs)
+        along = inputs if side == "rows" else outputs
+        return rows.unit_rows(x, along)
 
     return per_parameter(normalize, matrix_dims)

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages that scale: to a root mean square, by a factor of the shape, by second moments
-of rows.
-"""
+"""Stages that scale: to an RMS, by a factor of the shape, by second moments of rows."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,17 +64,18 @@ def scale_to_rms(
     check_numbers(rms=rms)
     if rms is None:
         return optax.with_extra_args_support(optax.identity())
-    return per_parameter(lambda t, w, dims: with_rms(t, dims, rms), matrix_dims)
+
+    def scaled(t, w, dims):
+        return with_rms(t, dims, rms)
+
+    return per_parameter(scaled, matrix_dims)
 
 
 def with_rms(t: jax.Array, dims: MatrixDims, rms: jax.typing.ArrayLike) -> jax.Array:
     """Return the matrices of a parameter scaled to a root mean square."""
     _, outputs, inputs = split_axes(t.ndim, dims)
-    return t * (
-        rms
-        * math.prod(matrix_shape(t.shape, dims)[1:]) ** 0.5
-        * inverse_norm(t, outputs + inputs)
-    )
+    _, m, n = matrix_shape(t.shape, dims)
+    return t * (rms * (m * n) ** 0.5 * inverse_norm(t, outputs + inputs))
 
 
 def scale_by_shape(
@@ -101,14 +99,18 @@ def scale_by_shape(
          [2. 2. 2. 2. 2. 2. 2. 2.]]
     """
     check_function("factor", factor, "(outputs, inputs) -> number")
-    return per_parameter(
-        lambda t, w, dims: t * factor(*matrix_shape(t.shape, dims)[1:]), matrix_dims
-    )
+
+    def scaled(t, w, dims):
+        _, outputs, inputs = matrix_shape(t.shape, dims)
+        return t * factor(outputs, inputs)
+
+    return per_parameter(scaled, matrix_dims)
 
 
 class RowMomentState(NamedTuple):
-    """Averages of the mean squares of all rows: a tree like the parameters', of size
-    one along the inputs.
+    """Averages of the mean squares of all rows.
+
+    ``moment`` is a tree like the parameters; its arrays have size one along the inputs.
     """
 
     moment: optax.Updates
@@ -133,10 +135,8 @@ def scale_by_row_moment(
     Example:
         >>> import jax.numpy as jnp
         >>> from normpre_optax.stages import scale_by_row_moment
-        >>> tx, o = (
-        ...     scale_by_row_moment(),
-        ...     jnp.array([[3.0, 1.0], [3.0, 1.0]]),
-        ... )  # (in, out)
+        >>> tx = scale_by_row_moment()
+        >>> o = jnp.array([[3.0, 1.0], [3.0, 1.0]])  # (in, out)
         >>> print(tx.update(o, tx.init(o))[0].round(4))
         [[2.2361 2.2361]
          [2.2361 2.2361]]
@@ -151,12 +151,11 @@ def scale_by_row_moment(
         moment, _ = mean_squares(optax.tree.zeros_like(params), found)
         return RowMomentState(moment)
 
-    def scaled(o: jax.Array, w: Any, dims: MatrixDims, moment: jax.Array) -> jax.Array:
+    def scaled(o, w, dims, moment):
         _, outputs, inputs = split_axes(o.ndim, dims)
         new = o / (jnp.sqrt(moment) + eps)
-        before, after = (
-            jnp.sum(x * x, outputs + inputs, keepdims=True) for x in (o, new)
-        )
+        before = jnp.sum(o * o, outputs + inputs, keepdims=True)
+        after = jnp.sum(new * new, outputs + inputs, keepdims=True)
         return new * jnp.sqrt(before) * inverse_root(after)
 
     def step(updates, state, params, matrix_dims):

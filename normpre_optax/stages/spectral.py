@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spectral stages: what is computed of a matrix. ``execution`` says where, and how
-matrices are combined.
+"""Spectral stages: what is computed of a matrix.
 
+``execution`` says where it is computed, and how matrices are combined.
 Spectral functions commute with transposition, so matrices are not transposed:
 ``Stack.transposed`` says how they are stored.
 """
@@ -13,23 +13,25 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from normpre_optax.checks import check_choice, check_numbers, static_int
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg import sketch
 from normpre_optax.linalg.batches import batched
-from normpre_optax.linalg.products import inverse_root, narrowed, product
-from normpre_optax.stages.execution import EachMatrix, Stack, spectral
+from normpre_optax.linalg.products import Operands, inverse_root, narrowed, product
+from normpre_optax.stages.execution import EachMatrix, Solve, Stack, spectral
 
-# of the root mean square of all singular values: least relative level, for matrices of
-# low rank
+# Least relative level for matrices of low rank, of the root mean square of all singular
+# values.
 _LEAST = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class ClipLeading:
-    """The leading singular values clipped to a threshold, or to a multiple of the RMS
-    of the remaining ones.
+    """Clip the leading singular values to a threshold.
+
+    If ``relative``, it is a multiple of the root mean square of the remaining ones.
     """
 
     rank: int | float
@@ -37,105 +39,143 @@ class ClipLeading:
     power_iterations: int
     method: str
     seed: int
-    compute_dtype: Any
+    compute_dtype: Operands
     relative: bool
     whole_matrices = False
     draws = True
+    rounded = False
 
     def __call__(
         self,
         stacks: list[Stack],
         step: Any,
-        solve: Any = None,
-        rms: Any = None,
-        threshold: Any = 1.0,
+        solve: Solve | None = None,
+        rms: ArrayLike | None = None,
+        threshold: ArrayLike = 1.0,
     ) -> list[jax.Array]:
         """Clip every matrix; the small problems of sketches are solved together."""
-        xs, dtype = (
-            [s.x for s in stacks],
-            None if self.compute_dtype == "narrow" else self.compute_dtype,
-        )
-        if self.method != "exact":
-            xs, dtype = narrowed(
-                xs, dtype
-            )  # where None is narrow; the rounded Psi is also what is added below
-        # The smaller dimension is worked on; for a square matrix, the outputs.
-        tall = [
-            (x.shape[-2], s.transposed) > (x.shape[-1], False)
-            for x, s in zip(xs, stacks, strict=True)
-        ]
+        xs, dtype = self._operands([stack.x for stack in stacks])
+        tall = [_is_tall(x, s.transposed) for x, s in zip(xs, stacks, strict=True)]
         wide = [x.mT if is_tall else x for x, is_tall in zip(xs, tall, strict=True)]
         totals = [sketch.sum_of_squares(x) for x in xs]
-        each = (
-            self.clipping(x.shape[-2], total, threshold)
-            for x, total in zip(wide, totals, strict=True)
-        )
-        clippings, sizes = zip(*each, strict=True)
+        clippings = []
+        sizes = []
+        for x, total in zip(wide, totals, strict=True):
+            clipping, size = self.clipping(x.shape[-2], total, threshold)
+            clippings.append(clipping)
+            sizes.append(size)
         if self.method == "exact":
-            found = [
-                batched(sketch.clip_exactly, x.ndim)(x, c)
-                for x, c in zip(wide, clippings, strict=True)
-            ]
+            found = _clip_exactly(wide, clippings)
         else:
-            omegas = [
-                sketch.draws(
-                    self.seed, step, s.ids[..., 0, :], (size, x.shape[-1])
-                ).astype(total.dtype)
-                for s, x, size, total in zip(stacks, wide, sizes, totals, strict=True)
-            ]
-            products = self.method == "products"
+            omegas = []
+            for stack, x, size, total in zip(stacks, wide, sizes, totals, strict=True):
+                shape = size, x.shape[-1]
+                omega = sketch.draws(self.seed, step, stack.ids[..., 0, :], shape)
+                omegas.append(omega.astype(total.dtype))
             found = sketch.clip_by_sketch(
-                wide, omegas, clippings, self.power_iterations, products, dtype, solve
+                wide,
+                omegas,
+                clippings,
+                self.power_iterations,
+                self.method == "products",
+                dtype,
+                solve,
             )
         new = []
-        for x, is_tall, total, (left, right, kept) in zip(
-            xs, tall, totals, found, strict=True
-        ):
-            a, b = (right, left) if is_tall else (left, right)
-            t = x.astype(total.dtype) + product(
-                a.mT, b, total.dtype if self.method == "exact" else dtype
-            )
-            if rms is not None:  # ||T||^2 is known from small matrices
-                t = t * (rms * (x.shape[-2] * x.shape[-1]) ** 0.5 * inverse_root(kept))
-            new.append(t)
+        for x, is_tall, clipped in zip(xs, tall, found, strict=True):
+            operands = x.dtype if self.method == "exact" else dtype
+            t = _add(clipped, x, is_tall, operands)
+            new.append(t if rms is None else _with_rms(t, clipped.squares, rms))
         return new
 
-    def clipping(
-        self, side: int, total: jax.Array, threshold: Any
-    ) -> tuple[sketch.Clipping, int]:
-        """Return what is clipped of matrices with this smaller side and sum of squares,
-        and their sketch's size.
+    def _operands(self, xs: list[jax.Array]) -> tuple[list[jax.Array], Operands]:
+        """Return the matrices, and the dtype of the operands of products with them."""
+        if self.method == "exact":
+            return xs, None
+        dtype = self.compute_dtype
+        if dtype == "narrow":  # as None, for which `narrowed` decides
+            dtype = None
+        # The rounded Psi is also what is added to.
+        return narrowed(xs, dtype)
 
-        The rank is how many singular values may be clipped, the size how many
-        directions the sketch has.
+    def clipping(
+        self, side: int, total: jax.Array, threshold: ArrayLike
+    ) -> tuple[sketch.Clipping, int]:
+        """Return what is clipped of matrices, and the size of their sketch.
+
+        Args:
+            side: smaller side of the matrices.
+            total: their sums of squares.
+            threshold: level of the clipping, or its multiple if ``relative``.
+
+        Returns:
+            The clipping, whose rank is how many singular values may be clipped, and how
+            many directions the sketch has.
         """
-        rank = (
-            min(self.rank, side)
-            if isinstance(self.rank, int)
-            else max(1, round(self.rank * side))
-        )
-        most = max(1, side - 1) if self.relative else side  # one remains
-        rank, products = min(rank, most), self.method == "products"
-        size = min(rank + self.oversample, most if products else side)
-        rank = size if products else rank
+        most = side
+        if self.relative:  # one remains
+            most = max(1, side - 1)
+        rank = min(self._rank(side), most)
+        size = min(rank + self.oversample, side)
+        if self.method == "products":  # all directions of the sketch may be clipped
+            size = min(size, most)
+            rank = size
         found = sketch.to_threshold(total, rank, threshold)
-        if (
-            self.relative and side == rank
-        ):  # one singular value, none remains: its level is itself
-            found = found._replace(least=total)
-        elif self.relative:  # ``least`` is the square of the multiple here
-            found = found._replace(
-                least=found.least * total * (_LEAST**2 / side),
-                share=found.least / (side - rank),
-            )
-        return found, size
+        if not self.relative:
+            return found, size
+        if side == rank:  # one singular value, none remains: its level is itself
+            return found._replace(least=total), size
+        squared_multiple = found.least
+        least = squared_multiple * total * (_LEAST**2 / side)
+        share = squared_multiple / (side - rank)
+        return found._replace(least=least, share=share), size
+
+    def _rank(self, side: int) -> int:
+        """Return how many singular values are clipped at most."""
+        if isinstance(self.rank, int):
+            return self.rank
+        return max(1, round(self.rank * side))
+
+
+def _is_tall(x: jax.Array, transposed: bool) -> bool:
+    """Return whether to transpose matrices, so that rows are the smaller dimension.
+
+    For a square matrix, rows are the outputs.
+    """
+    rows, columns = x.shape[-2:]
+    return rows > columns or (rows == columns and transposed)
+
+
+def _clip_exactly(
+    wide: list[jax.Array], clippings: list[sketch.Clipping]
+) -> list[sketch.Clipped]:
+    found = []
+    for x, clipping in zip(wide, clippings, strict=True):
+        found.append(batched(sketch.clip_exactly, x.ndim)(x, clipping))
+    return found
+
+
+def _add(
+    clipped: sketch.Clipped, x: jax.Array, is_tall: bool, dtype: Operands
+) -> jax.Array:
+    """Return the clipped matrices in the order in which they are stored."""
+    left, right, squares = clipped
+    if is_tall:
+        left, right = right, left
+    return x.astype(squares.dtype) + product(left.mT, right, dtype)
+
+
+def _with_rms(t: jax.Array, squares: jax.Array, rms: ArrayLike) -> jax.Array:
+    """Return matrices scaled to a root mean square; their squares are known."""
+    rows, columns = t.shape[-2:]
+    return t * (rms * (rows * columns) ** 0.5 * inverse_root(squares))
 
 
 def precondition_globally(
     ns_steps: int | None = 5,
     ns_coefficients: str | Sequence[Any] = "muon",
-    compute_dtype: Any = None,
-    rms: jax.typing.ArrayLike | None = None,
+    compute_dtype: Operands = None,
+    rms: ArrayLike | None = None,
     ns_scale: Literal["frobenius", "schatten"] = "frobenius",
     *,
     matrix_dims: Any = None,
@@ -181,28 +221,23 @@ def precondition_globally(
     """
     check_numbers(rms=rms, compute_dtype=compute_dtype)
     check_choice("ns_scale", ns_scale, ("frobenius", "schatten"))
-    steps = (
-        1 if ns_steps is None else static_int("ns_steps", ns_steps, least=1, below=1000)
-    )  # unrolled
-    table = ns.coefficient_table(ns_coefficients, steps)
     if ns_steps is None:
+        ns.coefficient_table(ns_coefficients, steps=1)  # raises if it is not a table
         return spectral(EachMatrix(ns.exact_msign), rms=rms, matrix_dims=matrix_dims)
-    headroom = (
-        ns.HEADROOM.get(ns_coefficients, 1.0)
-        if isinstance(ns_coefficients, str)
-        else 1.0
-    )
+    # The iterations are unrolled: their number is limited.
+    steps = static_int("ns_steps", ns_steps, least=1, below=1000)
+    table = ns.coefficient_table(ns_coefficients, steps)
+    headroom = 1.0
+    if isinstance(ns_coefficients, str):
+        headroom = ns.HEADROOM.get(ns_coefficients, 1.0)
     options = (
         ("table", table),
         ("headroom", headroom),
         ("compute_dtype", compute_dtype),
         ("scale", ns_scale),
     )
-    f = EachMatrix(
-        ns.newton_schulz,
-        options,
-        rounded=compute_dtype is None or compute_dtype == "narrow",
-    )
+    rounded = compute_dtype is None or compute_dtype == "narrow"
+    f = EachMatrix(ns.newton_schulz, options, rounded)
     return spectral(f, rms=rms, matrix_dims=matrix_dims)
 
 
@@ -212,9 +247,9 @@ def precondition_locally(
     power_iterations: int = 1,
     method: Literal["sketch", "products", "exact"] = "sketch",
     seed: int = 0,
-    compute_dtype: Any = None,
-    relative_threshold: jax.typing.ArrayLike | None = None,
-    rms: jax.typing.ArrayLike | None = None,
+    compute_dtype: Operands = None,
+    relative_threshold: ArrayLike | None = None,
+    rms: ArrayLike | None = None,
     *,
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -274,16 +309,19 @@ def precondition_locally(
         )
     if not isinstance(rank, float | np.floating):
         rank = static_int("rank", rank, least=1)
+    oversample = static_int("oversample", oversample, least=0)
+    # The iterations are unrolled: their number is limited.
+    power_iterations = static_int(
+        "power_iterations", power_iterations, least=0, below=1000
+    )
     f = ClipLeading(
-        rank,
-        static_int("oversample", oversample, least=0),
-        static_int(
-            "power_iterations", power_iterations, least=0, below=1000
-        ),  # unrolled
-        method,
-        static_int("seed", seed, least=0, below=2**32),
-        compute_dtype,
-        relative_threshold is not None,
+        rank=rank,
+        oversample=oversample,
+        power_iterations=power_iterations,
+        method=method,
+        seed=static_int("seed", seed, least=0, below=2**32),
+        compute_dtype=compute_dtype,
+        relative=relative_threshold is not None,
     )
     threshold = 1.0 if relative_threshold is None else relative_threshold
     return spectral(f, rms=rms, threshold=threshold, matrix_dims=matrix_dims)
