@@ -16,7 +16,7 @@ from normpre_optax.sharding.placement import (
     unsharded,
     without_axis,
 )
-from normpre_optax.stages.stage import assigned
+from normpre_optax.stages.stage import DimsTree, PyTree, assigned
 
 
 class Block(NamedTuple):
@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 
 def split_blocks(
-    updates: Any, params: Any, matrix_dims: Any, *trees: Any
+    updates: PyTree, params: PyTree, matrix_dims: DimsTree, *trees: PyTree
 ) -> tuple[list[Block], Callable[[list[jax.Array]], Any]]:
     """Split a tree of updates into blocks.
 

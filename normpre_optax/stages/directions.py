@@ -3,7 +3,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
@@ -17,6 +16,8 @@ from normpre_optax.sharding.auto import in_auto_axes
 from normpre_optax.sharding.placement import mesh_of, spec_of
 from normpre_optax.stages.mapping import map_matrices
 from normpre_optax.stages.stage import (
+    DimsTree,
+    PyTree,
     assigned,
     check_transformation,
     init_empty,
@@ -27,7 +28,7 @@ from normpre_optax.stages.tpu_groups import update_in_groups
 
 
 def per_parameter(
-    f: Callable[..., jax.Array], matrix_dims: Any = None
+    f: Callable[..., jax.Array], matrix_dims: DimsTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Return the stateless stage of a function ``f(update, weight, dims)``.
 
@@ -60,7 +61,7 @@ def per_parameter(
 
 
 def direction(
-    *stages: optax.GradientTransformation, matrix_dims: Any = None
+    *stages: optax.GradientTransformation, matrix_dims: DimsTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Chain stages to the direction of matrices, before decay and learning rate.
 
@@ -113,12 +114,14 @@ def direction(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_traced(tree: Any) -> bool:
+def _is_traced(tree: PyTree) -> bool:
     """Return whether the arrays of a tree are traced, as inside of jit."""
     return isinstance(jax.tree.leaves(tree)[0], Tracer)
 
 
-def _without_explicit_axes(run: Callable, mesh: AbstractMesh, results: Any) -> Callable:
+def _without_explicit_axes(
+    run: Callable, mesh: AbstractMesh, results: PyTree
+) -> Callable:
     """Return ``run`` for the Explicit axes of one device: Auto ones are no mesh.
 
     Only inside of jit: outside, this would compile at every call.

@@ -36,7 +36,7 @@ from normpre_optax.sharding.placement import (
     spec_of,
 )
 from normpre_optax.stages.blocks import split_blocks
-from normpre_optax.stages.stage import CountState, init_count, init_empty
+from normpre_optax.stages.stage import CountState, DimsTree, init_count, init_empty
 
 # Solves small problems together, see ``batches.solve_together``.
 Solve = Callable[..., list[Any]]
@@ -149,7 +149,7 @@ class Source(NamedTuple):
 
 
 def spectral(
-    f: SpectralFunction, *, matrix_dims: Any = None, **numbers: ArrayLike | None
+    f: SpectralFunction, *, matrix_dims: DimsTree = None, **numbers: ArrayLike | None
 ) -> optax.GradientTransformationExtraArgs:
     """Return the stage that applies a spectral function to all matrices.
 

@@ -13,6 +13,7 @@ from normpre_optax.linalg.platforms import platform
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.sharding.placement import mesh_of
 from normpre_optax.stages.blocks import Block, split_blocks
+from normpre_optax.stages.stage import DimsTree, PyTree
 
 # f(update, weight, dims, *rest) of one matrix or block.
 OfBlock = Callable[..., Any]
@@ -20,10 +21,10 @@ OfBlock = Callable[..., Any]
 
 def map_matrices(
     f: OfBlock,
-    updates: Any,
-    params: Any,
-    matrix_dims: Any,
-    *trees: Any,
+    updates: PyTree,
+    params: PyTree,
+    matrix_dims: DimsTree,
+    *trees: PyTree,
     stacked: bool = False,
 ) -> Any:
     """Apply ``f`` to every parameter, or to each of its output blocks.

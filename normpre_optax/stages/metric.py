@@ -18,6 +18,8 @@ from normpre_optax.sharding.placement import replicated, spec_of
 from normpre_optax.stages.blocks import Block
 from normpre_optax.stages.mapping import by_shape, map_matrices
 from normpre_optax.stages.stage import (
+    DimsTree,
+    PyTree,
     assigned,
     check_state_axes,
     check_transformation,
@@ -44,7 +46,7 @@ def with_metric(
     clip: float = 2.0,
     decay: jax.typing.ArrayLike = 0.95,
     *,
-    matrix_dims: Any = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Scale rows and columns around a spectral stage, by their gradients.
 
@@ -152,12 +154,12 @@ def _in_metric(
     return u
 
 
-def average(old: Any, new: Any, decay: jax.typing.ArrayLike) -> Any:
+def average(old: PyTree, new: PyTree, decay: jax.typing.ArrayLike) -> Any:
     """Return ``decay old + (1 - decay) new`` of two trees."""
     return jax.tree.map(lambda o, n: replicated(decay * o + (1 - decay) * n), old, new)
 
 
-def without_boxes(tree: Any) -> Any:
+def without_boxes(tree: PyTree) -> Any:
     """Return the tree with each box replaced by its array.
 
     A box without an array is replaced by ``MaskedNode``.
@@ -171,7 +173,7 @@ def without_boxes(tree: Any) -> Any:
     return jax.tree.map(array, tree, is_leaf=is_box)
 
 
-def mean_squares(gradients: Any, found: Assignment) -> tuple[Any, Any]:
+def mean_squares(gradients: PyTree, found: Assignment) -> tuple[Any, Any]:
     """Return trees of the mean squares of rows and of columns of every parameter.
 
     Args:

@@ -2,7 +2,7 @@
 """Momentum of two ages."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def two_momenta(
     slow: jax.typing.ArrayLike = 0.98,
     slow_weight: jax.typing.ArrayLike | Callable = 0.56,
     gradient_share: jax.typing.ArrayLike = 0.05,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Mix a fast and a slow average of the gradients with the gradient.
 

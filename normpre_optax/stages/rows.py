@@ -4,7 +4,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.stages.blocks import Block, split_blocks
 from normpre_optax.stages.directions import per_parameter
 from normpre_optax.stages.mapping import stacks_pay
-from normpre_optax.stages.stage import CountState, init_count, stage
+from normpre_optax.stages.stage import CountState, DimsTree, init_count, stage
 
 Tangent = Literal["relaxed", "strict", "none"]
 Orientation = Literal["alternating", "rows", "columns", "both"]
@@ -36,7 +36,7 @@ def normalize_tangent(
     *,
     first: Side = "rows",
     norm: Callable[[int], float] = lambda entries: 1.0,
-    matrix_dims: Any = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Project to the tangent and normalize, by rows and columns in turn.
 
@@ -224,7 +224,7 @@ def _selected(
 
 
 def project_to_tangent(
-    mode: Tangent = "relaxed", *, matrix_dims: Any = None
+    mode: Tangent = "relaxed", *, matrix_dims: DimsTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Reduce the part of every row of the update along the same row of the weights.
 
@@ -270,7 +270,7 @@ def project_to_tangent(
 
 
 def normalize_rows(
-    side: Literal["rows", "columns", "both"] = "rows", *, matrix_dims: Any = None
+    side: Literal["rows", "columns", "both"] = "rows", *, matrix_dims: DimsTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Divide every row by its norm: ``Psi = Diag(diag(X X^T))^(-1/2) X``.
 

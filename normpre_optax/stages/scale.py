@@ -2,7 +2,7 @@
 """Stages that scale: to an RMS, by a factor of the shape, by second moments of rows."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from normpre_optax.parameters.dims import MatrixDims, matrix_shape, split_axes
 from normpre_optax.stages.directions import per_parameter
 from normpre_optax.stages.mapping import map_matrices
 from normpre_optax.stages.metric import average, mean_squares
-from normpre_optax.stages.stage import assigned, check_state_axes, stage
+from normpre_optax.stages.stage import DimsTree, assigned, check_state_axes, stage
 
 
 def moonlight_scale(m: int, n: int) -> float:
@@ -35,7 +35,7 @@ CONVENTIONS: dict[str, Callable[[int, int], float]] = {
 
 
 def scale_to_rms(
-    rms: jax.typing.ArrayLike | None = 0.2, *, matrix_dims: Any = None
+    rms: jax.typing.ArrayLike | None = 0.2, *, matrix_dims: DimsTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Scale every matrix to a root mean square: ``R(T) = rms T / RMS(T)``.
 
@@ -79,7 +79,7 @@ def with_rms(t: jax.Array, dims: MatrixDims, rms: jax.typing.ArrayLike) -> jax.A
 
 
 def scale_by_shape(
-    factor: Callable[[int, int], float], *, matrix_dims: Any = None
+    factor: Callable[[int, int], float], *, matrix_dims: DimsTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Multiply every matrix by a factor of its shape: the scale conventions of Muon.
 
@@ -117,7 +117,7 @@ class RowMomentState(NamedTuple):
 
 
 def scale_by_row_moment(
-    b2: jax.typing.ArrayLike = 0.95, eps: float = 1e-10, *, matrix_dims: Any = None
+    b2: jax.typing.ArrayLike = 0.95, eps: float = 1e-10, *, matrix_dims: DimsTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Divide rows by the roots of their second moments; keep the matrix's norm.
 

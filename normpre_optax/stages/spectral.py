@@ -21,6 +21,7 @@ from normpre_optax.linalg import sketch
 from normpre_optax.linalg.batches import batched
 from normpre_optax.linalg.products import Operands, inverse_root, narrowed, product
 from normpre_optax.stages.execution import EachMatrix, Solve, Stack, spectral
+from normpre_optax.stages.stage import DimsTree
 
 # Least relative level for matrices of low rank, of the root mean square of all singular
 # values.
@@ -178,7 +179,7 @@ def precondition_globally(
     rms: ArrayLike | None = None,
     ns_scale: Literal["frobenius", "schatten"] = "frobenius",
     *,
-    matrix_dims: Any = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Bring singular values near one: ``T = msign(Psi)`` by Newton-Schulz.
 
@@ -251,7 +252,7 @@ def precondition_locally(
     relative_threshold: ArrayLike | None = None,
     rms: ArrayLike | None = None,
     *,
-    matrix_dims: Any = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip leading singular values to a threshold: ``T = P Psi`` of NormPre-L.
 

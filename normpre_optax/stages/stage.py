@@ -17,8 +17,10 @@ from normpre_optax.linalg.platforms import by_platform
 from normpre_optax.parameters.dims import split_axes
 from normpre_optax.parameters.rules import Assignment, assign
 
+PyTree = Any
+DimsTree = Any  # of MatrixDims, or a rule (path, leaf) -> MatrixDims | None
 # step(updates, state, params, matrix_dims) -> (updates, state)
-Step = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+Step = Callable[[PyTree, PyTree, PyTree, DimsTree], tuple[PyTree, PyTree]]
 
 
 class CountState(NamedTuple):
@@ -42,7 +44,7 @@ def init_empty(params: optax.Params) -> optax.EmptyState:
 
 
 def stage(
-    step: Step, init: Callable[..., Any], matrix_dims: Any
+    step: Step, init: Callable[..., Any], matrix_dims: DimsTree
 ) -> optax.GradientTransformationExtraArgs:
     """Return the stage that updates by ``step``.
 
@@ -77,7 +79,7 @@ def init_stage(
     return stage.init(params)
 
 
-def assigned(updates: Any, params: Any, matrix_dims: Any) -> Any:
+def assigned(updates: PyTree, params: PyTree, matrix_dims: DimsTree) -> Any:
     """Return the ``Assignment`` of a tree of matrices: no ``dims`` in it are None.
 
     Args:
@@ -123,7 +125,7 @@ def refuse_complete_optimizer() -> None:
     )
 
 
-def check_state_axes(rows: Any, updates: Any, found: Assignment) -> None:
+def check_state_axes(rows: PyTree, updates: PyTree, found: Assignment) -> None:
     """Raise a ValueError if state of one number per row is of rows along other axes.
 
     A direction passes its axes to ``init``, but ``optax.chain`` and other wrappers do

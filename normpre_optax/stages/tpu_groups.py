@@ -16,6 +16,7 @@ import optax
 from normpre_optax.linalg.platforms import platform
 from normpre_optax.linalg.products import at_least_float32
 from normpre_optax.sharding.placement import mesh_of
+from normpre_optax.stages.stage import PyTree
 
 # Of parameters that a TPU computes together: what its vector memory holds.
 GROUP_BYTES = 96 * 2**20
@@ -88,7 +89,7 @@ def _one_group_after_the_other(
     )
 
 
-def _masked(members: list[bool], tree: Any) -> Any:
+def _masked(members: list[bool], tree: PyTree) -> Any:
     """Return a tree like the parameters with those outside of the group masked."""
     leaves, treedef = jax.tree.flatten(tree)
     kept = []
