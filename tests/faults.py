@@ -91,7 +91,7 @@ _FAULTS = {
     "part_of_the_squares_is_lost": (
         "linalg/newton_schulz.py",
         "",
-        "inverse_root(jnp.trace(r), x.size)",
+        "inverse_root(jnp.trace(r), size)",
         "inverse_root(jnp.trace(r))",
     ),
     "three_steps_after_the_fifth": (
@@ -153,8 +153,8 @@ _FAULTS = {
     "draws_without_the_batch_index": (
         "linalg/sketch.py",
         "",
-        "jax.random.fold_in(jax.random.fold_in(key, own[0]), own[1])",
-        "jax.random.fold_in(key, own[0])",
+        "jax.random.fold_in(of_parameter, own[1])",
+        "of_parameter",
     ),
     # Axes.
     "axes_not_restored": (
@@ -274,8 +274,8 @@ _FAULTS = {
     "size_of_a_row": (
         "stages/scale.py",
         "with_rms",
-        "matrix_shape(t.shape, dims)[1:]",
-        "matrix_shape(t.shape, dims)[2:]",
+        "(m * n) ** 0.5",
+        "n**0.5",
         ALGORITHM,
     ),
     "the_slow_average_at_once": (
@@ -288,21 +288,21 @@ _FAULTS = {
     "no_bias_correction": (
         "stages/momentum.py",
         "",
-        "1 - b**t",
+        "1 - fast**t",
         "1",
         RECOMMENDED,
     ),
     "the_metric_before_only": (
         "stages/metric.py",
         "",
-        "within_metric(t)",
-        "t",
+        "in_metric(new)",
+        "new",
         RECOMMENDED,
     ),
     "the_metric_of_all_blocks": (
         "stages/metric.py",
         "",
-        "jnp.mean(squares, outputs, keepdims=True, where=x)",
+        "jnp.mean(squares, outputs, keepdims=True, where=inside)",
         "jnp.mean(squares, outputs, keepdims=True)",
         LAYOUTS,
     ),

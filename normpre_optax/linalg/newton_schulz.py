@@ -172,7 +172,8 @@ def _parts(
     if not is_oblong or is_inaccurate:
         return [(triple,) for triple in table]
     size = 3 if len(table) <= 5 else 2
-    return [table[:2], *[table[i : i + size] for i in range(2, len(table), size)]]
+    later = [table[i : i + size] for i in range(2, len(table), size)]
+    return [table[:2], *later]
 
 
 def _start(r: jax.Array, size: int, headroom: float, scale: str) -> jax.Array:
