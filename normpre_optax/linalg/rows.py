@@ -121,10 +121,7 @@ def _radial(
     along_w = jnp.where(ww == 0, 0, mw / jnp.where(ww == 0, 1, ww))
     # Its share of ||m||^2.
     share = jnp.where(mm == 0, 0, along_w * (mw / jnp.where(mm == 0, 1, mm)))
-    if tangent == "relaxed":
-        kept = 1 - ww
-    else:
-        kept = jnp.zeros_like(ww)
+    kept = 1 - ww if tangent == "relaxed" else jnp.zeros_like(ww)
     eps = jnp.finfo(mm.dtype).eps
     tangential = jnp.where(1 - share < 16 * eps, 0, 1 - share)
     left = tangential + kept * (kept * share)
