@@ -8,7 +8,7 @@ words themselves are in ``vocabulary.py``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -96,8 +96,8 @@ class NameRule(NamedTuple):
 
     kind: Kind
     where: Where
-    words: Set[str] = frozenset()
-    unless: Mapping[Where, Set[str]] = MappingProxyType({})
+    words: frozenset[str] | set[str] = frozenset()
+    unless: Mapping[Where, set[str]] = MappingProxyType({})
     pattern: re.Pattern[str] | None = None
     when: Callable[[Named], bool] | None = None
     ndim: int | None = None
@@ -252,17 +252,17 @@ def kind_by_name(named: Named, rows: Sequence[NameRule] = NAMES) -> ByName | Non
     path = "/".join(named.parts)
     places = _words_by_place(named)
     nearest = ""
-    if not places["anywhere"].isdisjoint(_NEAREST_WORDS):
+    if not _NEAREST_WORDS.isdisjoint(places["anywhere"]):
         nearest = _nearest_name(named)
-        places["nearest"].update(words(nearest))
+        places["nearest"] = words(nearest)
     for row in rows:
         if row.pattern is not None:
             applies = row.pattern.search(path) is not None
         else:
-            applies = not places[row.where].isdisjoint(row.words)
+            applies = not row.words.isdisjoint(places[row.where])
         if not applies or row.ndim not in (None, named.ndim):
             continue
-        if any(not places[at].isdisjoint(unless) for at, unless in row.unless.items()):
+        if any(not unless.isdisjoint(places[at]) for at, unless in row.unless.items()):
             continue
         if row.when is not None and not row.when(named):
             continue
@@ -276,7 +276,7 @@ def kind_by_name(named: Named, rows: Sequence[NameRule] = NAMES) -> ByName | Non
     return None
 
 
-def _words_by_place(named: Named) -> dict[Where, set[str]]:
+def _words_by_place(named: Named) -> dict[Where, tuple[str, ...]]:
     """Return the words at all places but the nearest name, which is rarely needed."""
     parts = named.parts
     depth = layer_depth(parts)
@@ -285,18 +285,18 @@ def _words_by_place(named: Named) -> dict[Where, set[str]]:
     above = words(parts[depth - 2]) if depth > 1 else ()
     module = words(parts[-2]) if len(parts) > 1 else ()
     of_class = words(named.class_name)
-    anywhere = {*of_class}
+    anywhere = of_class
     for name in (*parts, *named.axes):
-        anywhere.update(words(str(name)))
+        anywhere += words(str(name))
     return {
-        "last": {*last},
-        "module": {*module},
-        "owner": {*module, *of_class},
-        "layer": {*layer},
-        "layer_name": {parts[depth - 1].lower()},
-        "layer_or_above": {*layer, *above},
-        "layer_or_below": {*layer, *last},
-        "nearest": set(),
+        "last": last,
+        "module": module,
+        "owner": module + of_class,
+        "layer": layer,
+        "layer_name": (parts[depth - 1].lower(),),
+        "layer_or_above": layer + above,
+        "layer_or_below": layer + last,
+        "nearest": (),
         "anywhere": anywhere,
     }
 
@@ -315,10 +315,10 @@ def _nearest_name(named: Named) -> str:
         if v.INNER.intersection(words(part)):
             break
     for part in (*inside, *parts[depth:]):
-        found = {*words(part)}
+        found = words(part)
         for row in NEAREST:
             unless = row.unless["nearest"]
-            if not found.isdisjoint(row.words) and found.isdisjoint(unless):
+            if not row.words.isdisjoint(found) and unless.isdisjoint(found):
                 return part
     return ""
 

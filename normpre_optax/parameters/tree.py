@@ -300,13 +300,13 @@ def leaves(params: PyTree) -> dict[str, Leaf]:
         if keys and isinstance(keys[-1], tree_util.GetAttrKey):
             class_name = _class_name(params, keys)
         parts = path.split("/")
-        for depth in range(len(parts)):
-            tree.below.setdefault("/".join(parts[:depth]), {})
-        near = tree.below["/".join(parts[: layer_depth(parts) - 1])]
+        prefixes = ["/".join(parts[:depth]) for depth in range(len(parts))]
+        groups = [tree.below.setdefault(prefix, {}) for prefix in prefixes]
+        near = groups[layer_depth(parts) - 1]  # leaves that follow are added to it
         leaf = Leaf(shape, array.dtype, names, class_name, near, tree)
         tree.leaves[path] = leaf
-        for depth in range(len(parts)):
-            tree.below["/".join(parts[:depth])][path] = leaf
+        for group in groups:
+            group[path] = leaf
     # The names beside a bias count, so all leaves have to be there.
     for path, leaf in tree.leaves.items():
         parts = path.split("/")
