@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that continue a run exactly: parameters, optimizer state, position in the
-data, step.
+"""Checkpoints that continue a run exactly.
 
-There is no random state to store: initialization, data order and sampling are functions
-of the seed, which is part of the run's configuration, and of the step. A checkpoint is
+They hold parameters, optimizer state, position in the data, and step. There is no
+random state to store: initialization, data order and sampling are functions of the
+seed, which is part of the run's configuration, and of the step. A checkpoint is
 complete or absent on disk: Orbax renames a finished folder. It is written in the
 background while training continues.
 """
@@ -25,14 +25,14 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from .config import RunError
+from .config import RunError, one_line
 from .mesh import by_name
-from .prepare.sources import one_line
 
 
 class Checkpoints:
-    """The checkpoints of one run, the last ``keep`` of them; None: they are read only,
-    while the run may continue.
+    """The checkpoints of one run, the last ``keep`` of them.
+
+    With None they are read only, while the run may continue.
     """
 
     def __init__(self, folder: Path, keep: int | None = None):
@@ -52,8 +52,12 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, data_state: dict[str, Any], **trees: Any) -> None:
-        """Start to write ``trees`` after ``step`` updates, with the data iterator's;
-        they may be donated afterwards.
+        """Start to write ``trees`` after ``step`` updates, which may then be donated.
+
+        Args:
+            step: number of updates.
+            data_state: state of the data iterator.
+            trees: pytrees of arrays, by name.
 
         Raises:
             OSError: if it, or the one before, cannot be written.
@@ -64,12 +68,9 @@ class Checkpoints:
             trees = jax.tree.map(jnp.copy, trees)
         facts = {"data": data_state, "leaves": leaves_of(trees)}
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        arguments = ocp.args.Composite(facts=ocp.args.JsonSave(facts), **items)
         with writing(self.folder):
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(facts=ocp.args.JsonSave(facts), **items),
-                force=True,
-            )
+            self._manager.save(step, args=arguments, force=True)
 
     def restore(self, step: int, **like: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The trees of these names and the data position stored at ``step``.
@@ -81,34 +82,38 @@ class Checkpoints:
         """
         folder = self.folder / str(step)
         try:
-            facts = self._manager.restore(
-                step, args=ocp.args.Composite(facts=ocp.args.JsonRestore())
-            )["facts"]
-            leaves = {
-                path: x
-                for path, x in facts["leaves"].items()
-                if path.split("/")[0] in like
+            facts = self._restore_facts(step)
+            stored = {
+                path: leaf
+                for path, leaf in facts["leaves"].items()
+                if path.partition("/")[0] in like
             }
-            different = difference(leaves, leaves_of(like))
+            different = difference(stored, leaves_of(like))
             if not different:
-                abstract = jax.tree.map(
-                    ocp.utils.to_shape_dtype_struct, like
-                )  # keeps the sharding
-                items = {
-                    name: ocp.args.StandardRestore(tree)
-                    for name, tree in abstract.items()
-                }
-                found = self._manager.restore(step, args=ocp.args.Composite(**items))
-                return dict(found.items()), facts["data"]
+                return self._restore_trees(step, like), facts["data"]
         except Exception as error:  # Orbax, Tensorstore and JSON each have their own
-            way_out = "delete it to use the checkpoint before"
             raise RunError(
-                f"{folder} is damaged ({first_line(error)}): {way_out}"
+                f"{folder} is damaged ({first_line(error)}): delete it to use the"
+                " checkpoint before"
             ) from error
         raise RunError(
             f"cannot restore {folder}, which belongs to another model or optimizer:"
             f" {different}"
         )
+
+    def _restore_facts(self, step: int) -> dict[str, Any]:
+        """Position in the data, and dtypes and shapes of all arrays."""
+        arguments = ocp.args.Composite(facts=ocp.args.JsonRestore())
+        return self._manager.restore(step, args=arguments)["facts"]
+
+    def _restore_trees(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+        """The trees of these names, with the shardings of ``like``."""
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        items = {
+            name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()
+        }
+        found = self._manager.restore(step, args=ocp.args.Composite(**items))
+        return dict(found.items())
 
     def close(self) -> None:
         """Wait until everything is written.
@@ -120,40 +125,38 @@ class Checkpoints:
             self._manager.close()
 
 
-def leaves_of(state: Any) -> dict[str, str]:
-    """Path -> dtype and shape of every array."""
+def leaves_of(tree: Any) -> dict[str, str]:
+    """Dtype and shape of every array of a tree, by its path."""
     return {
-        path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in by_name(state).items()
+        path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in by_name(tree).items()
     }
 
 
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     """The first entry that differs, in words; "" if there is none."""
     for name in dict.fromkeys([*there, *here]):
-        if there.get(name) != here.get(name):
-            return (
-                f"{name} is {there.get(name, 'absent')} there,"
-                f" {here.get(name, 'absent')} here"
-            )
+        stored = there.get(name, "absent")
+        own = here.get(name, "absent")
+        if stored != own:
+            return f"{name} is {stored} there, {own} here"
     return ""
 
 
 @functools.cache
 def quiet() -> None:
-    """Silence what Orbax logs besides what it raises, and Tensorstore's complaints
-    about reads that were given up.
+    """Silence what Orbax logs besides what it raises.
+
+    And Tensorstore's complaints about reads that were given up.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
+        closed = str(unraisable.exc_value) == "Event loop is closed"
         coroutine = getattr(unraisable.object, "cr_code", None)
-        if str(
-            unraisable.exc_value
-        ) != "Event loop is closed" and "orbax" not in getattr(
-            coroutine, "co_filename", ""
-        ):
+        file = getattr(coroutine, "co_filename", "")
+        if not closed and "orbax" not in file:
             before(unraisable)
 
     sys.unraisablehook = hook
@@ -161,28 +164,27 @@ def quiet() -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """While inside, whatever Orbax and Tensorstore raise is an OSError with the reason
-    of the operating system.
+    """While inside, whatever Orbax and Tensorstore raise is an OSError.
+
+    Its message has the reason of the operating system.
     """
     try:
         yield
     except Exception as error:  # each has its own
-        atexit.register(
-            gc.collect
-        )  # writes given up, which complain where they outlive the interpreter
-        code = re.search(r"os_error_code='(\d+)'", str(error))
-        reason = (
-            os.strerror(int(code[1]))
-            if code
-            else getattr(error, "strerror", None) or first_line(error)
-        )
-        raise OSError(f"cannot write {folder} ({reason})") from error
+        # Writes given up complain where they outlive the interpreter.
+        atexit.register(gc.collect)
+        raise OSError(f"cannot write {folder} ({system_error(error)})") from error
+
+
+def system_error(error: Exception) -> str:
+    """What the operating system says of a failed write, else the error's first line."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code:
+        return os.strerror(int(code[1]))
+    return getattr(error, "strerror", None) or first_line(error)
 
 
 def first_line(error: Exception) -> str:
     """The message of an error, in one short line."""
-    return textwrap.shorten(
-        one_line(error).partition(" See full TensorStore details")[0],
-        240,
-        placeholder=" ...",
-    )
+    line, _, _ = one_line(error).partition(" See full TensorStore details")
+    return textwrap.shorten(line, 240, placeholder=" ...")

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's model is used for, finished or not: to be scored, to continue a text, to
-be exported.
+"""What the model of a run is used for, finished or not.
+
+It is scored, continues a text, or is exported.
 """
 
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from .checks import check_ranges
 from .config import Config, Evaluate, Export, Generate, RunError
 from .flat import from_dict
 from .mesh import make_layout
-from .prepare.token_files import end_of_text
+from .prepare.tokenizer import end_of_text
 from .train import evaluation, initialize, vocabulary_of
 
 EXPORTED = ("model.safetensors", "config.json", "tokenizer.json")
@@ -40,8 +42,9 @@ class Trained(NamedTuple):
 def read_run(
     folder: Path, tokens: Path | None = None
 ) -> tuple[dict[str, Any], Config, data.Dataset]:
-    """``run.json`` of the run in ``folder``, its configuration, and the data it was
-    trained on, or ``tokens``.
+    """``run.json`` of the run in ``folder``, its configuration and its data.
+
+    The data are what it was trained on, or ``tokens``.
 
     Raises:
         RunError: if there is no such run, or its token files are gone or have changed.
@@ -49,16 +52,17 @@ def read_run(
     try:
         run: dict[str, Any] = json.loads((folder / "run.json").read_text())
         config = from_dict(run["config"])
-        fingerprint, where = run["fingerprint"], Path(run["data"]["folder"])
+        fingerprint = run["fingerprint"]
+        trained_on = Path(run["data"]["folder"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
             f"{folder} is not the folder of a run: its run.json is missing or damaged"
         ) from error
-    dataset = data.load(tokens or where)
+    dataset = data.load(tokens or trained_on)
     if tokens is None and dataset.manifest["fingerprint"] != fingerprint:
         raise RunError(
-            f"{where} is not the text that {folder} was trained on: pass the folder to"
-            " use as --tokens"
+            f"{trained_on} is not the text that {folder} was trained on: pass the"
+            " folder to use as --tokens"
         )
     if dataset.manifest["tokenizer_sha256"] != run["data"].get("tokenizer_sha256"):
         raise RunError(f"{dataset.folder} has another tokenizer than {folder}")
@@ -66,29 +70,40 @@ def read_run(
 
 
 def load(folder: Path, step: int | None = None, tokens: Path | None = None) -> Trained:
-    """The model of the run in ``folder`` after ``step`` updates, on the first device,
-    and its data, or ``tokens``.
+    """The model of the run in ``folder`` after ``step`` updates, on the first device.
+
+    With its data, or ``tokens``.
 
     Raises:
         RunError: as ``read_run``, and if there is no such checkpoint.
     """
     _, config, dataset = read_run(folder, tokens)
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, attention="xla")
-    )  # on any device
+    # XLA's attention runs on any device.
+    network = dataclasses.replace(config.model, attention="xla")
+    config = dataclasses.replace(config, model=network)
     graphdef, params = initialize(config, dataset)
     params = make_layout().parameters(params)
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        there = checkpoints.steps()
-        if not there or step not in (None, *there):
-            which = "" if step is None else f" of step {step}"
-            raise RunError(
-                f"no checkpoint{which} in {folder}: there are"
-                f" {', '.join(map(str, there)) or 'none'}"
-            )
-        chosen = there[-1] if step is None else step
+        chosen = chosen_step(folder, checkpoints.steps(), step)
         found, _ = checkpoints.restore(chosen, params=params)
     return Trained(config, dataset, graphdef, found["params"], chosen)
+
+
+def chosen_step(folder: Path, there: Sequence[int], step: int | None) -> int:
+    """``step``, or the newest of those that have a checkpoint.
+
+    Raises:
+        RunError: if there is no such checkpoint.
+    """
+    if step is None and there:
+        return there[-1]
+    if step is not None and step in there:
+        return step
+    which = ""
+    if step is not None:
+        which = f" of step {step}"
+    steps = ", ".join(map(str, there)) or "none"
+    raise RunError(f"no checkpoint{which} in {folder}: there are {steps}")
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -102,25 +117,21 @@ def next_logits(
 def continuation(
     model: Trained, prompt: str, *, new_tokens: int, temperature: float, seed: int
 ) -> str:
-    """``prompt`` and its continuation by at most ``new_tokens`` tokens; stops at the
-    end of a file.
+    """``prompt`` and its continuation by at most ``new_tokens`` tokens.
+
+    It stops at the end of a document.
     """
-    tokenizer, context = model.dataset.tokenizer, model.config.model.context
+    tokenizer = model.dataset.tokenizer
+    context = model.config.model.context
     end = end_of_text(tokenizer, model.dataset.manifest.get("end_token"))
     start = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
     tokens = list(start)
     for key in jax.random.split(jax.random.key(seed), new_tokens):
         seen = np.array(tokens[-context:], np.int32)
-        window = np.resize(
-            seen, context
-        )  # of fixed length: one compilation; what follows ``seen`` has no effect
+        # Of fixed length: one compilation. What follows ``seen`` has no effect.
+        window = np.resize(seen, context)
         logits = next_logits(model.graphdef, model.params, window, len(seen) - 1)
-        # Divided by less than 1e-6, logits could overflow.
-        token = int(
-            jax.random.categorical(key, logits / temperature)
-            if temperature > 1e-6
-            else jnp.argmax(logits)
-        )
+        token = int(draw(key, logits, temperature))
         if token == end:
             break
         tokens.append(token)
@@ -129,20 +140,25 @@ def continuation(
     return prompt + tokenizer.decode(tokens)[len(tokenizer.decode(start)) :]
 
 
+def draw(key: jax.Array, logits: jax.Array, temperature: float) -> jax.Array:
+    """A token; the likeliest one without a temperature."""
+    if temperature > 1e-6:
+        return jax.random.categorical(key, logits / temperature)
+    return jnp.argmax(logits)  # divided by less, logits could overflow
+
+
 def evaluate(options: Evaluate) -> None:
     """Print the score of a run's model."""
     check_ranges(vars(options))
     trained = load(options.run, options.step, options.tokens)
     count = options.validation_tokens or trained.config.validation_tokens
     config = dataclasses.replace(trained.config, validation_tokens=count)
-    score = evaluation(config, trained.dataset, trained.graphdef, make_layout())(
-        trained.params
-    )
-    losses = (
-        f"loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte"
-    )
+    score_of = evaluation(config, trained.dataset, trained.graphdef, make_layout())
+    score = score_of(trained.params)
     print(
-        f"step {trained.step:,}: {losses} (validation text of {trained.dataset.folder})"
+        f"step {trained.step:,}: loss {score.loss:.4f} nats per token,"
+        f" {score.bits_per_byte:.4f} bits per byte (validation text of"
+        f" {trained.dataset.folder})"
     )
 
 
@@ -150,10 +166,14 @@ def generate(options: Generate) -> None:
     """Print a continuation of a text."""
     check_ranges(vars(options))
     trained = load(options.run, options.step, options.tokens)
-    how = {"temperature": options.temperature, "seed": options.seed}
-    print(
-        continuation(trained, options.prompt, new_tokens=options.sample_tokens, **how)
+    text = continuation(
+        trained,
+        options.prompt,
+        new_tokens=options.sample_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
     )
+    print(text)
 
 
 def export(options: Export) -> None:
@@ -168,9 +188,8 @@ def export(options: Export) -> None:
         )
     trained = load(options.run, options.step, options.tokens)
     vocabulary = vocabulary_of(trained.config, trained.dataset)
-    hugging_face.save_hf(
-        options.output, trained.config.model, vocabulary, jax.device_get(trained.params)
-    )
+    params = jax.device_get(trained.params)
+    hugging_face.save_hf(options.output, trained.config.model, vocabulary, params)
     trained.dataset.tokenizer.save(str(options.output / "tokenizer.json"))
     print(
         f"step {trained.step:,} of {options.run}:"

@@ -24,6 +24,11 @@ class Diverged(RunError):
     """The loss is NaN or infinite."""
 
 
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The network."""
@@ -69,8 +74,8 @@ class ModelConfig:
 class Common:
     """Train a language model.
 
-    These are the options that most runs need; every option not given has the value of
-    --config. All others are the fields of Config and ModelConfig in
+    These are the options that most runs need; every option not given has the value
+    of --config. All others are the fields of Config and ModelConfig in
     examples/pretrain/config.py, such as --evaluate-every 50 and --model.width 256.
     """
 
@@ -193,7 +198,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Evaluate(Stored):
-    """Score the model of a run on its validation set or that of other token files."""
+    """Score the model of a run on its validation set, or on that of other token
+    files.
+    """
 
     # Predictions to score, spread evenly over the validation split; None: as many as
     # the run does.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token files to batches: memory-mapped tokens, cut into sequences, shuffled by grain
-anew in every epoch.
+"""Token files to batches.
 
+Memory-mapped tokens are cut into sequences, which grain shuffles anew in every epoch.
 The order depends on the seed alone, so every optimizer sees the same batches. Hosts
 share each batch. The iterator's state, a small dictionary, is part of the checkpoint.
 Shape letters: N sequences, B batch, T context, S = T + 1: a sequence holds the inputs
@@ -23,22 +23,22 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from .config import Config, RunError
+from .config import Config, RunError, one_line
 from .prepare.command import CORPORA, prepare
-from .prepare.sources import one_line
-from .prepare.token_files import SPLITS, load_tokenizer, sha256
+from .prepare.token_files import SPLITS, sha256
+from .prepare.tokenizer import load_tokenizer
 
 PADDING = -1
-PART, PARTS = (
-    2**20,
-    64,
-)  # tokens of a file that are checked: a fraction of a second, whatever its size
+# Tokens of a file that are checked: a fraction of a second, whatever its size.
+PART = 2**20
+PARTS = 64
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A folder of token files, opened; offsets of documents where sequences are padded,
-    else none.
+    """A folder of token files, opened.
+
+    With offsets of documents where sequences are padded.
     """
 
     folder: Path
@@ -50,19 +50,21 @@ class Dataset:
 
 
 def open_corpus(config: Config, console: Console) -> Dataset:
-    """The prepared corpus that ``config`` names, else Python source, prepared on first
-    use.
+    """The prepared corpus that ``config`` names, else Python source.
+
+    Python source is prepared on first use.
 
     Raises:
         RunError: if the folder is missing or damaged.
     """
     if config.tokens:
         return load(config.tokens)
-    options = {
-        "installed_packages": config.installed_packages,
-        "vocabulary": config.vocabulary,
-    }
-    corpus = dataclasses.replace(CORPORA["python"][1], **options)
+    _, python = CORPORA["python"]
+    corpus = dataclasses.replace(
+        python,
+        installed_packages=config.installed_packages,
+        vocabulary=config.vocabulary,
+    )
     if not (corpus.folder / "manifest.json").exists():
         console.print(f"Preparing {corpus.folder}, once")
         prepare(corpus, console)
@@ -77,71 +79,89 @@ def load(folder: Path) -> Dataset:
             belongs to another tokenizer.
     """
     if not (folder / "manifest.json").exists():
-        known = next(
-            (name for name in CORPORA if folder.name.startswith(name)), "CORPUS"
-        )
-        command = f"python -m examples.pretrain prepare {known} --output {folder}"
+        names = (name for name in CORPORA if folder.name.startswith(name))
+        corpus = next(names, "CORPUS")
+        command = f"python -m examples.pretrain prepare {corpus} --output {folder}"
         raise RunError(
             f"there are no token files in {folder} (no manifest.json): run `{command}`"
         )
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        documents, largest = (
-            manifest["layout"] == "documents",
-            manifest["largest_token"],
-        )
-        files = {
-            f"{split}.bin": (manifest["dtype"], manifest[split]["tokens"])
-            for split in SPLITS
-        }
-        files |= {
-            f"{split}.offsets": ("<i8", manifest[split]["documents"] + 1)
-            for split in SPLITS
-            if documents
-        }
-        maps = {
-            name: np.memmap(folder / name, dtype=dtype, mode="r")
-            for name, (dtype, _) in files.items()
-        }
-        for name, (_, expected) in files.items():
-            if len(maps[name]) != expected:
-                raise ValueError(
-                    f"{name} has {len(maps[name])} entries, its manifest says"
-                    f" {expected}"
-                )
-            if name.endswith(".bin") and (found := largest_id(maps[name])) > largest:
-                raise ValueError(
-                    f"{name} has the token {found}, its manifest says at most {largest}"
-                )
-        if (
-            sha256(folder / "tokenizer.json") != manifest["tokenizer_sha256"]
-            or largest >= manifest["vocabulary"]
-        ):
-            raise ValueError("tokenizer.json is not the tokenizer of the token files")
-        tokenizer = load_tokenizer(folder / "tokenizer.json")
+        return read(folder)
     except Exception as error:  # `tokenizers` raises bare Exception
-        way_out = "delete the folder and prepare them again"
         raise RunError(
-            f"cannot read the token files in {folder} ({one_line(error)}): {way_out}"
+            f"cannot read the token files in {folder} ({one_line(error)}): delete the"
+            " folder and prepare them again"
         ) from error
-    offsets: dict[str, np.ndarray] | None = (
-        {split: maps[f"{split}.offsets"] for split in SPLITS} if documents else None
-    )
+
+
+def read(folder: Path) -> Dataset:
+    """Map the token files of ``folder``.
+
+    Raises:
+        ValueError: where a file is not what its manifest says.
+    """
+    manifest = json.loads((folder / "manifest.json").read_text())
+    files = read_files(folder, manifest)
+    digest = sha256(folder / "tokenizer.json")
+    own = digest == manifest["tokenizer_sha256"]
+    if not own or manifest["largest_token"] >= manifest["vocabulary"]:
+        raise ValueError("tokenizer.json is not the tokenizer of the token files")
+    offsets = None
+    if manifest["layout"] == "documents":
+        offsets = {split: files[f"{split}.offsets"] for split in SPLITS}
     return Dataset(
-        folder, manifest, maps["train.bin"], maps["validation.bin"], tokenizer, offsets
+        folder=folder,
+        manifest=manifest,
+        train=files["train.bin"],
+        validation=files["validation.bin"],
+        tokenizer=load_tokenizer(folder / "tokenizer.json"),
+        offsets=offsets,
     )
+
+
+def read_files(folder: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Map the token files of ``folder``, and the offsets of documents if it has them.
+
+    Raises:
+        ValueError: where a file is not what the manifest says.
+    """
+    layout = manifest["layout"]
+    largest = manifest["largest_token"]
+    files: dict[str, np.ndarray] = {}
+    entries: dict[str, int] = {}
+    for split in SPLITS:
+        name = f"{split}.bin"
+        files[name] = np.memmap(folder / name, dtype=manifest["dtype"], mode="r")
+        entries[name] = manifest[split]["tokens"]
+    if layout == "documents":
+        for split in SPLITS:
+            name = f"{split}.offsets"
+            files[name] = np.memmap(folder / name, dtype="<i8", mode="r")
+            entries[name] = manifest[split]["documents"] + 1
+    for name, file in files.items():
+        if len(file) != entries[name]:
+            raise ValueError(
+                f"{name} has {len(file)} entries, its manifest says {entries[name]}"
+            )
+        if name.endswith(".bin") and (found := largest_id(file)) > largest:
+            raise ValueError(
+                f"{name} has the token {found}, its manifest says at most {largest}"
+            )
+    return files
 
 
 def largest_id(tokens: np.ndarray) -> int:
     """The largest token of a file; of a large one, in ``PARTS`` evenly spread parts."""
     count = min(math.ceil(len(tokens) / PART), PARTS)
-    starts = np.linspace(0, max(len(tokens) - PART, 0), count).astype(int)
+    last = max(len(tokens) - PART, 0)
+    starts = np.linspace(0, last, count).astype(int)
     return max((int(tokens[start : start + PART].max()) for start in starts), default=0)
 
 
 class Sequences:
-    """A random-access source of int32 sequences (T + 1,) of a split: packed ones
-    overlap by one token.
+    """A random-access source of int32 sequences (T + 1,) of a split.
+
+    Packed ones overlap by one token.
 
     Raises:
         RunError: where the documents were cut to less than ``context``.
@@ -149,36 +169,44 @@ class Sequences:
 
     def __init__(self, dataset: Dataset, split: str, context: int):
         self.tokens: np.ndarray = getattr(dataset, split)
-        self.offsets = dataset.offsets[split] if dataset.offsets else None
         self.context = context
-        if self.offsets is not None and context > dataset.manifest["context"]:
-            longest = (
-                f"the {dataset.manifest['context']} tokens that the documents of"
-                f" {dataset.folder} were cut to"
-            )
-            raise RunError(
-                f"--model.context {context} is longer than {longest}: prepare them with"
-                f" --context {context}"
-            )
+        self.offsets: np.ndarray | None = None
+        if dataset.offsets:
+            self.offsets = dataset.offsets[split]
+            check_context(dataset, context)
 
     def __len__(self) -> int:
-        return (
-            max(len(self.tokens) - 1, 0) // self.context
-            if self.offsets is None
-            else len(self.offsets) - 1
-        )
+        if self.offsets is not None:
+            return len(self.offsets) - 1
+        return max(len(self.tokens) - 1, 0) // self.context
 
     def __getitem__(self, index: int) -> np.ndarray:
-        index, offsets = int(index), self.offsets
-        start, end = (
-            (index * self.context, None)
-            if offsets is None
-            else map(int, offsets[index : index + 2])
-        )
-        tokens = self.tokens[start:end][: self.context + 1]
+        tokens = self._tokens_from(int(index))[: self.context + 1]
         sequence = np.full(self.context + 1, PADDING, np.int32)
         sequence[: len(tokens)] = tokens
         return sequence
+
+    def _tokens_from(self, index: int) -> np.ndarray:
+        """The tokens from the start of a sequence to the end of its document."""
+        if self.offsets is None:
+            return self.tokens[index * self.context :]
+        start, end = self.offsets[index : index + 2]
+        return self.tokens[start:end]
+
+
+def check_context(dataset: Dataset, context: int) -> None:
+    """Refuse sequences that are longer than the documents were cut to.
+
+    Raises:
+        RunError: naming --model.context.
+    """
+    longest = dataset.manifest["context"]
+    if context > longest:
+        raise RunError(
+            f"--model.context {context} is longer than the {longest} tokens that the"
+            f" documents of {dataset.folder} were cut to: prepare them with --context"
+            f" {context}"
+        )
 
 
 def training_batches(
@@ -190,11 +218,10 @@ def training_batches(
     host: int = 0,
     hosts: int = 1,
 ) -> grain.DatasetIterator:
-    """An endless iterator over int32 batches (B / hosts, T + 1), with ``get_state`` and
-    ``set_state``.
+    """An endless iterator over int32 batches (B / hosts, T + 1).
 
-    Host h of H takes the h-th part of every batch: the parts together are the batch of
-    one host, in its order.
+    It has ``get_state`` and ``set_state``. Host h of H takes the h-th part of every
+    batch: the parts together are the batch of one host, in its order.
 
     Raises:
         RunError: where the hosts cannot share a batch, or the text does not fill one.
@@ -206,31 +233,27 @@ def training_batches(
             f" {hosts}"
         )
     if len(source) < batch_size:
-        held = (
-            f"{len(source)} training documents"
-            if dataset.offsets
-            else f"{len(dataset.train)} training tokens"
-        )
+        held = f"{len(dataset.train)} training tokens"
+        if dataset.offsets:
+            held = f"{len(source)} training documents"
         raise RunError(
             f"--batch-size {batch_size} x --model.context {context} needs more than the"
             f" {held} there are"
         )
     endless = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
-    parts = endless.batch(
-        batch_size // hosts, drop_remainder=True
-    )  # else grain's length overflows at one sequence
-    own = parts[host::hosts] if hosts > 1 else parts
-    return iter(
-        own.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
-    )
+    # Without `drop_remainder` grain's length overflows at one sequence.
+    parts = endless.batch(batch_size // hosts, drop_remainder=True)
+    if hosts > 1:
+        parts = parts[host::hosts]
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)
+    return iter(parts.to_iter_dataset(options))
 
 
 def validation_sequences(dataset: Dataset, *, context: int, count: int) -> np.ndarray:
-    """The fixed validation set: about ``count`` predictions as sequences (N, T + 1),
-    evenly spread over the split.
+    """The fixed validation set: about ``count`` predictions as sequences (N, T + 1).
 
-    The same for every seed, batch size and optimizer. Padding counts as if it were
-    predicted.
+    They are evenly spread over the split, and the same for every seed, batch size and
+    optimizer. Padding counts as if it were predicted.
 
     Raises:
         RunError: where the split is shorter than one sequence.
@@ -241,9 +264,6 @@ def validation_sequences(dataset: Dataset, *, context: int, count: int) -> np.nd
             f"{len(dataset.validation)} validation tokens are too few for"
             f" --model.context {context}"
         )
-    chosen = (
-        np.linspace(0, len(source) - 1, min(max(count // context, 1), len(source)))
-        .round()
-        .astype(int)
-    )
+    wanted = min(max(count // context, 1), len(source))
+    chosen = np.linspace(0, len(source) - 1, wanted).round().astype(int)
     return np.stack([source[index] for index in chosen])

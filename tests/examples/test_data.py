@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 
 from examples.pretrain import data
 from examples.pretrain.config import Config
-from examples.pretrain.prepare import sources
+from examples.pretrain.prepare import python_source
 from tests.examples.conftest import refuses
 
 TOKENS = np.arange(1001, dtype="<u2")
@@ -101,13 +101,10 @@ def test_the_validation_set_is_fixed_and_spread_over_the_split():
     )
     assert len(np.unique(chosen[:, 0])) == 20
     assert (chosen[0, 0], chosen[-1, -1]) == (0, 1000)
-    assert (
-        np.diff(chosen[:, 0]).max() <= 60
-    )  # 99 gaps of 10 over 19 steps: 52 on average, in whole sequences
-    assert data.validation_sequences(packed(), context=10, count=10**6).shape == (
-        100,
-        11,
-    )
+    # 99 gaps of 10 over 19 steps: 52 on average, in whole sequences.
+    assert np.diff(chosen[:, 0]).max() <= 60
+    every = data.validation_sequences(packed(), context=10, count=10**6)
+    assert every.shape == (100, 11)
 
 
 @pytest.mark.parametrize("hosts", [2, 6])
@@ -197,7 +194,7 @@ def test_python_source_is_prepared_on_first_use(
     corpus, dataset, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(corpus))
+    monkeypatch.setattr(python_source.sysconfig, "get_path", lambda name: str(corpus))
     config = Config(vocabulary=300)
     first, second = (data.open_corpus(config, Console()) for _ in range(2))
     assert first.manifest == second.manifest

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from examples.pretrain import data
-from examples.pretrain.prepare import command, sources, token_files
+from examples.pretrain.prepare import command, python_source, token_files
 from examples.pretrain.prepare.sources import sample
-from examples.pretrain.prepare.token_files import (
+from examples.pretrain.prepare.tokenizer import (
     END_OF_TEXT,
     byte_lengths,
     end_of_text,
@@ -31,13 +31,15 @@ def splits_of(
 ) -> list[list[str]]:
     return [
         list(stream)
-        for stream in sources.python_streams(folders, installed, percent, {})
+        for stream in python_source.python_streams(folders, installed, percent, {})
     ]
 
 
 def test_no_file_is_in_both_splits_and_none_is_lost(corpus):
     train, validation = splits_of(corpus)
-    found = map(sources.read_source, sources.python_files(corpus, set(), {}))
+    found = map(
+        python_source.read_source, python_source.python_files(corpus, set(), {})
+    )
     assert sorted(train + validation) == sorted(found)
     assert not set(train) & set(validation)
     assert min(len(train), len(validation)) >= 5
@@ -60,12 +62,15 @@ def test_sources_leave_out_tests_packages_copies_and_other_encodings(tmp_path):
     put(tmp_path, "test/test_a.py", b"assert 1\n")
     put(tmp_path, "site-packages/p.py", b"y = 1\n")
     put(tmp_path, "_sysconfigdata_x.py", b"z = 1\n")
-    files = list(sources.python_files(tmp_path, set(), {}))
+    files = list(python_source.python_files(tmp_path, set(), {}))
     assert [path.relative_to(tmp_path).as_posix() for path in files] == [
         "a/copy.py",
         "a/kept.py",
     ]
-    assert [sources.read_source(path) for path in files] == ["x = 1\n", "ü = 2\r\n"]
+    assert [python_source.read_source(path) for path in files] == [
+        "x = 1\n",
+        "ü = 2\r\n",
+    ]
 
 
 def test_installed_packages_add_their_programs_and_not_their_tables(
@@ -83,20 +88,18 @@ def test_installed_packages_add_their_programs_and_not_their_tables(
     put(site, "package/line.py", b"data = '" + b"a" * 5_000 + b"'\n")
     put(site, "package/numbers.py", b"[\n" + b"123, 456,\n" * 100 + b"]\n")
     put(site, "package/copy.py", (corpus / "json" / "scanner.py").read_bytes())
-    monkeypatch.setattr(sources, "site_packages", lambda: [site])
+    monkeypatch.setattr(python_source, "site_packages", lambda: [site])
     added = set().union(*splits_of(corpus, installed=True)) - set().union(
         *splits_of(corpus)
     )
     assert {text.split("(")[0] for text in added} == {
         f"def function_{number}" for number in range(20)
     }
-    read = [
-        path
-        for stream in sources.python_streams((corpus,), True, 20, {})
-        for path in stream.files
-    ]
+    read = []
+    for stream in python_source.python_streams((corpus,), True, 20, {}):
+        read += stream.files
     assert site / "package/module_0.py" in read  # a resumed run compares these files
-    named = sources.python_streams(
+    named = python_source.python_streams(
         [path for path in read if path.parent.name == "package"], False, 50, {}
     )
     assert all(len(stream.files) > 3 for stream in named)  # divided by their names
@@ -137,7 +140,8 @@ def test_tokenizer_gives_every_text_back(dataset):
 
 
 def test_token_files_and_the_manifest_hold_the_documents(dataset, corpus):
-    lengths, end = byte_lengths(dataset.tokenizer), end_of_text(dataset.tokenizer)
+    lengths = byte_lengths(dataset.tokenizer)
+    end = end_of_text(dataset.tokenizer)
     for split, texts in zip(("train", "validation"), splits_of(corpus), strict=True):
         tokens = np.asarray(getattr(dataset, split))
         everything = "".join(text + END_OF_TEXT for text in texts)

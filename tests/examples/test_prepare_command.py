@@ -12,6 +12,7 @@ import signal
 import string
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -28,12 +29,16 @@ from tokenizers import (
 )
 
 from examples.pretrain import data
-from examples.pretrain.prepare import command, sources, token_files
-from examples.pretrain.prepare.token_files import (
+from examples.pretrain.prepare import command, reading, sources, token_files
+from examples.pretrain.prepare.problems import Problems
+from examples.pretrain.prepare.tokenizer import (
+    END_OF_TEXT,
     byte_lengths,
     end_of_text,
     find_tokenizer,
+    load_tokenizer,
     train_tokenizer,
+    unknown_of,
 )
 from examples.pretrain.processes import Stopped
 from tests.examples.conftest import refuses
@@ -141,10 +146,7 @@ def test_openwebtext_from_local_files_is_held_out_by_its_text(
 ):
     for name in ("a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
         path = save(tmp_path / name, TEXTS, "body")
-        assert (
-            list(sources.read_records(path, "body", sources.Problems(skip=False)))
-            == TEXTS
-        )
+        assert list(reading.read_records(path, "body", Problems(skip=False))) == TEXTS
     path = save(tmp_path / "a.jsonl", ["", " \n", *TEXTS])
     options = (
         "--validation-percent",
@@ -797,14 +799,14 @@ def test_a_long_line_is_cut_at_spaces(tmp_path, out, capsys):
             sizes.append(size)
             return super().read(size)
 
-    pieces = list(sources.pieces(File(text), 500))
+    pieces = list(reading.pieces(File(text), 500))
     assert "".join(pieces) == text
     assert max(map(len, pieces)) == 500 == max(sizes)  # no more than that is in memory
     assert min(map(len, pieces[:-1])) > 250
     assert {piece[-1] for piece in pieces[:5]} == {"\n"}
     assert {piece[-1] for piece in pieces[-10:-6]} == {" "}
     assert len(pieces[-2]) == 500  # minified: no space
-    assert list(sources.pieces(io.StringIO("ab"), 1)) == ["a", "b"]
+    assert list(reading.pieces(io.StringIO("ab"), 1)) == ["a", "b"]
     options = (
         "text",
         path,
@@ -1085,9 +1087,9 @@ def test_what_a_tokenizer_does_not_know_is_reported(tmp_path, out, capsys):
 def test_a_byte_level_tokenizer_has_no_unknown_token(tmp_path, byte_level):
     """Also if it names one, such as its end token: no text contains it."""
     settings = json.loads(Path(byte_level).read_text())
-    settings["model"]["unk_token"] = token_files.END_OF_TEXT
+    settings["model"]["unk_token"] = END_OF_TEXT
     (tmp_path / "named.json").write_text(json.dumps(settings))
-    assert token_files.unknown_of(find_tokenizer(str(tmp_path / "named.json"))) is None
+    assert unknown_of(find_tokenizer(str(tmp_path / "named.json"))) is None
 
 
 def test_a_tokenizer_that_drops_characters_is_refused(tmp_path, byte_level):
@@ -1208,7 +1210,7 @@ def test_an_unreachable_hub_is_said_in_one_line(monkeypatch, tmp_path, out, byte
         "",
         "train",
         "text",
-        sources.Problems(skip=False),
+        Problems(skip=False),
         0.0,
         data_files=[path],
     )
@@ -1218,16 +1220,10 @@ def test_an_unreachable_hub_is_said_in_one_line(monkeypatch, tmp_path, out, byte
         r" paths it reads local copies"
     )
     refuses(message, run, "c4", "--tokenizer", byte_level, "--output", out)
-    monkeypatch.setattr(
-        token_files,
-        "Tokenizer",
-        type("T", (), {"from_pretrained": staticmethod(unreachable)}),
-    )
-    refuses(
-        r"tokenizer gpt2 \(Couldn't reach it\): .* the path .* check the network",
-        find_tokenizer,
-        "gpt2",
-    )
+    hub = SimpleNamespace(from_pretrained=unreachable)
+    monkeypatch.setattr("examples.pretrain.prepare.tokenizer.Tokenizer", hub)
+    message = r"tokenizer gpt2 \(Couldn't reach it\): .* the path .* check the network"
+    refuses(message, find_tokenizer, "gpt2")
 
     def lost_midway():
         yield {"text": "first"}
@@ -1281,7 +1277,7 @@ def test_settings_that_change_an_encoding_at_random_or_by_length_are_off(
         for name in ("train.bin", "validation.bin", "tokenizer.json")
     )
     # An earlier version stored the file as it was.
-    ids = token_files.load_tokenizer(tmp_path / "random.json").encode(TEXTS[0]).ids
+    ids = load_tokenizer(tmp_path / "random.json").encode(TEXTS[0]).ids
     assert ids == Tokenizer.from_file(str(byte_level)).encode(TEXTS[0]).ids
 
 

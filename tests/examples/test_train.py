@@ -22,7 +22,7 @@ from examples.pretrain.config import Config, ModelConfig, RunError
 from examples.pretrain.data import PADDING
 from examples.pretrain.evaluate import EVALUATION_BATCH, make_evaluate
 from examples.pretrain.mesh import by_name, make_layout
-from examples.pretrain.prepare.token_files import end_of_text
+from examples.pretrain.prepare.tokenizer import end_of_text
 from tests import cases
 from tests.test_imports import imports
 
@@ -127,16 +127,18 @@ def test_learning_rates_by_width(name, control, rate, form):
     params = models.shapes(model, VOCABULARY)
     optimizer = optimizers.make_optimizer(config, lambda t: 1.0)
     jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
-    for path, value in by_name(
-        optimizers.learning_rate_multipliers(config)(params)
-    ).items():
-        hidden = path.startswith("blocks/") and path.endswith("/kernel")
-        np.testing.assert_allclose(value, rate if hidden else 1.0, err_msg=path)
+    multipliers = optimizers.learning_rate_multipliers(config)(params)
+    for path, value in by_name(multipliers).items():
+        expected = 1.0
+        if path.startswith("blocks/") and path.endswith("/kernel"):
+            expected = rate
+        np.testing.assert_allclose(value, expected, err_msg=path)
 
 
 @pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
 def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
-    factory, given = optimizers.OPTIMIZERS[name], {}
+    factory = optimizers.OPTIMIZERS[name]
+    given = {}
 
     @functools.wraps(factory)
     def recorded(learning_rate, **settings):
@@ -207,17 +209,16 @@ def test_norms_see_output_neurons_as_rows():
         },
         "tokens": {"embedding": 9 * jnp.ones((3, 4))},
     }
-    found = {
-        name: round(float(value), 6) for name, value in optimizers.norms(params).items()
-    }
+    norms = optimizers.norms(params)
+    found = {name: round(float(value), 6) for name, value in norms.items()}
     column = round(17**0.5 / 4, 6)
     assert found == {
-        **{"row_norm": 1.25, "rows_beyond_1": 0.5, "row_norm/mlp/up": 1.25},
-        **{
-            "column_norm": column,
-            "columns_beyond_1": 1.0,
-            "column_norm/mlp/up": column,
-        },
+        "row_norm": 1.25,
+        "rows_beyond_1": 0.5,
+        "row_norm/mlp/up": 1.25,
+        "column_norm": column,
+        "columns_beyond_1": 1.0,
+        "column_norm/mlp/up": column,
     }
 
 
@@ -255,7 +256,8 @@ def test_evaluate_is_the_mean_over_every_prediction(count):
     sequences[0, 4:] = PADDING
     lengths = np.random.default_rng(0).integers(1, 9, size=VOCABULARY)
     score = make_evaluate(graphdef, sequences, lengths, make_layout())(params)
-    inputs, targets = np.maximum(sequences[:, :-1], 0), sequences[:, 1:]
+    inputs = np.maximum(sequences[:, :-1], 0)
+    targets = sequences[:, 1:]
     logits = np.asarray(
         jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))(inputs), np.float64
     )
@@ -302,15 +304,16 @@ def test_some_layers_only():
         tx = optimizer_of(name, 0.1, clip_norm=1e9)
         return named(tx.update(grads, tx.init(params), params)[0])
 
-    some, matrix, adamw = map(
-        updates, ("mano,layers=attention/out+mlp", "mano", "adamw")
-    )
+    some = updates("mano,layers=attention/out+mlp")
+    matrix = updates("mano")
+    adamw = updates("adamw")
     for name in some:
+        expected = adamw[name]
+        if name in chosen:
+            expected = matrix[name]
         # In a smaller stack, or the same formula in two programs: a few roundings of
         # numbers up to 0.1.
-        np.testing.assert_allclose(
-            some[name], (matrix if name in chosen else adamw)[name], atol=1e-6
-        )
+        np.testing.assert_allclose(some[name], expected, atol=1e-6)
     with pytest.raises(RunError, match=r"layers=mlpp is in no hidden matrix's path"):
         optimizer_of("normpre_g,layers=mlpp", 0.1).init(params)
 
@@ -322,11 +325,10 @@ class Successor(nnx.Module):
         self.end = end
 
     def __call__(self, tokens):
-        following = (
-            tokens + 1
-            if self.end is None
-            else jnp.where(jnp.arange(tokens.shape[1]) < 2, tokens + 1, self.end)
-        )
+        following = tokens + 1
+        if self.end is not None:
+            first_two = jnp.arange(tokens.shape[1]) < 2
+            following = jnp.where(first_two, following, self.end)
         return 50.0 * jax.nn.one_hot(following, 512)
 
 
@@ -336,10 +338,9 @@ class Successor(nnx.Module):
     [("x", 0.7), ("a longer prompt than the context holds", 0.0)],
 )
 def test_generate_feeds_the_model_its_own_tokens(dataset, prompt, temperature):
-    tokenizer, model = (
-        dataset.tokenizer,
-        Trained(Config(model=MODEL), dataset, nnx.split(Successor())[0], {}, 0),
-    )
+    tokenizer = dataset.tokenizer
+    graphdef, _ = nnx.split(Successor())
+    model = Trained(Config(model=MODEL), dataset, graphdef, {}, 0)
     start = tokenizer.encode(prompt).ids[-1]
     text = continuation(model, prompt, new_tokens=20, temperature=temperature, seed=0)
     assert text == prompt + tokenizer.decode(list(range(start + 1, start + 21)))
@@ -348,25 +349,25 @@ def test_generate_feeds_the_model_its_own_tokens(dataset, prompt, temperature):
 @pytest.mark.parametrize("name", [None, "<|endoftext|>", "q"])
 def test_generate_stops_at_the_end_of_a_text(dataset, name):
     """The token that ends it is the manifest's; older ones have none."""
-    tokenizer, graphdef = (
-        dataset.tokenizer,
-        nnx.split(Successor(end_of_text(dataset.tokenizer, name)))[0],
-    )
-    dataset = dataclasses.replace(
-        dataset, manifest=dataset.manifest | {"end_token": name}
-    )
+    tokenizer = dataset.tokenizer
+    graphdef, _ = nnx.split(Successor(end_of_text(tokenizer, name)))
+    manifest = dataset.manifest | {"end_token": name}
+    dataset = dataclasses.replace(dataset, manifest=manifest)
     start = tokenizer.encode("x").ids[-1]
     model = Trained(Config(model=MODEL), dataset, graphdef, {}, 0)
     text = continuation(model, "x", new_tokens=6, temperature=0.0, seed=0)
     assert text == "x" + tokenizer.decode([start + 1, start + 2])
 
 
-def test_only_optimizers_imports_the_library_its_public_names_and_nothing_imports_research():
-    root, knowing = Path(examples.__file__).parent / "pretrain", set()
+def test_only_one_file_imports_the_library_and_none_imports_research():
+    """The one that does imports public names."""
+    root = Path(examples.__file__).parent / "pretrain"
+    knowing = set()
     for path in root.rglob("*.py"):
         names = {name for name, _ in imports(path.read_text())}
         assert not any(name.startswith("examples.research") for name in names), path
         ours = {name for name in names if name.split(".")[0] == "normpre_optax"}
         assert ours <= {f"normpre_optax.{name}" for name in normpre_optax.__all__}
-        knowing |= {path.relative_to(root).as_posix()} if ours else set()
+        if ours:
+            knowing.add(path.relative_to(root).as_posix())
     assert knowing == {"optimizers.py"}

@@ -1,4 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to token files: ``command`` has the corpora, ``sources`` reads, ``token_files``
-writes.
+"""Text to token files.
+
+``command`` has the options; ``sources`` the documents, of files that ``search`` finds
+and ``reading`` reads, of Python files (``python_source``), or of the hub;
+``tokenizer`` and ``token_files`` write them; ``problems`` counts what is left out.
 """

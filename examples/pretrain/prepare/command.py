@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m examples.pretrain prepare CORPUS``: text to a folder of token files,
-streamed.
-"""
+"""``python -m examples.pretrain prepare CORPUS``: text to a folder of token files."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,14 +15,19 @@ from typing import Any, Literal
 
 import tyro
 from rich.console import Console
+from rich.status import Status
 from tokenizers import Tokenizer
 
 from ..checks import check_ranges
 from ..config import RunError
 from ..processes import Stopped, on_signals
-from . import sources, token_files
-from .sources import HubStream, Problems, Stream, find_files, read_plain, read_records
-from .token_files import find_tokenizer, train_on
+from . import token_files
+from .problems import Problems, summary
+from .python_source import python_streams
+from .reading import read_plain, read_records
+from .search import SUFFIXES, find_files
+from .sources import HubStream, Stream
+from .tokenizer import find_tokenizer, train_on
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ class Corpus:
     # Path of a tokenizer.json, or a name on the Hugging Face hub. Empty: train a
     # byte-level BPE on the text.
     tokenizer: str = ""
-    # Token that ends a document; None: the first of <|endoftext|>, </s>,
-    # <|end_of_text|> and <eos> that there is.
+    # Token that ends a document; None: the first of
+    # <|endoftext|>, </s>, <|end_of_text|> and <eos> that there is.
     end_token: str | None = None
     # Tokens of the tokenizer that is trained, on a sample of 50 MB if there is more
     # text.
@@ -66,27 +70,28 @@ class Corpus:
     # text: cut files into documents of at most so many characters, at a line end or
     # else a space; None: do not cut.
     cut: int | None = None
-    installed_packages: bool = (
-        False  # python: add the installed packages to the standard library.
-    )
+    # python: add the installed packages to the standard library.
+    installed_packages: bool = False
     field: str = "text"  # Records: the field that has the text.
     dataset: str = ""  # Id of a data set on the Hugging Face hub.
     subset: str = ""  # Its configuration; empty: the default.
     revision: str = ""  # Its branch, tag or commit; empty: the newest.
-    validation_split: str = (
-        ""  # Its split to validate on; empty: hold out documents of the training split.
-    )
+    # Its split to validate on; empty: hold out documents of the training split.
+    validation_split: str = ""
     name: tyro.conf.Suppress[str] = ""
 
     @property
     def folder(self) -> Path:
         """The folder to write."""
-        if self.output or self.name != "python" or self.paths:
-            return self.output or Path("data") / self.name
-        packages = "-packages" * self.installed_packages
-        return Path(
-            f"data/python-{platform.python_version()}{packages}-v{self.vocabulary}"
-        )
+        if self.output:
+            return self.output
+        if self.name != "python" or self.paths:
+            return Path("data") / self.name
+        packages = ""
+        if self.installed_packages:
+            packages = "-packages"
+        version = platform.python_version()
+        return Path(f"data/python-{version}{packages}-v{self.vocabulary}")
 
     @cached_property
     def problems(self) -> Problems:
@@ -94,51 +99,70 @@ class Corpus:
         return Problems(self.skip_bad)
 
     def streams(self) -> list[Stream]:
-        """The documents to train on, then those to validate on if they come from
-        elsewhere.
+        """The documents to train on, then those to validate on.
+
+        Documents that are held out from those to train on are in their stream.
         """
         if self.name == "python":
-            if self.validation_files:
-                raise RunError(
-                    "--validation-files has no effect on Python files: use"
-                    " --validation-percent"
-                )
-            options = (
-                self.installed_packages,
-                self.validation_percent,
-                self.problems.left_out,
+            return self._python_streams()
+        if self.dataset and not self.paths:
+            return self._split_streams(self._hub, "train", self.validation_split)
+        train, validation = self._files
+        return self._split_streams(self._local, train, validation)
+
+    def _python_streams(self) -> list[Stream]:
+        """The streams of Python files."""
+        if self.validation_files:
+            raise RunError(
+                "--validation-files has no effect on Python files: use"
+                " --validation-percent"
             )
-            return sources.python_streams(self.paths, *options)
-        share, hub = (
-            self.validation_percent / 100,
-            bool(self.dataset and not self.paths),
+        return python_streams(
+            self.paths,
+            self.installed_packages,
+            self.validation_percent,
+            self.problems.left_out,
         )
-        train, other = ("train", self.validation_split) if hub else self.files
-        read: Any = self.hub if hub else self.local
-        return [read(train, 0.0), read(other, 1.0)] if other else [read(train, share)]
+
+    def _split_streams(
+        self, read: Callable[[Any, float], Stream], train: Any, validation: Any
+    ) -> list[Stream]:
+        """A stream of each source, or one of which a share is held out.
+
+        Args:
+            read: returns the stream of a source, with the share to hold out.
+            train: the source to train on.
+            validation: the source to validate on; empty if there is none.
+        """
+        if validation:
+            return [read(train, 0.0), read(validation, 1.0)]
+        return [read(train, self.validation_percent / 100)]
 
     @cached_property
-    def files(self) -> tuple[list[Path], list[Path]]:
+    def _files(self) -> tuple[list[Path], list[Path]]:
         """Local files to train on, and those to validate on, which are none of them."""
-        options = sources.SUFFIXES[self.name], self.problems.left_out, set[Path]()
-        held = (
-            find_files(self.validation_files, *options) if self.validation_files else []
-        )
-        return find_files(self.paths, *options), held
+        suffixes = SUFFIXES[self.name]
+        left_out = self.problems.left_out
+        seen: set[Path] = set()
+        validation = []
+        if self.validation_files:
+            validation = find_files(self.validation_files, suffixes, left_out, seen)
+        return find_files(self.paths, suffixes, left_out, seen), validation
 
-    def local(self, files: Sequence[Path], held_out: float) -> Stream:
+    def _local(self, files: Sequence[Path], held_out: float) -> Stream:
         """The documents of files."""
-        one: Any = read_plain if self.name == "text" else read_records
-        option = self.cut if self.name == "text" else self.field
-        return Stream(
-            lambda: (x for path in files for x in one(path, option, self.problems)),
-            held_out,
-            files,
-        )
+        return Stream(lambda: self._documents(files), held_out, files)
 
-    def hub(self, split: str, held_out: float) -> Stream:
+    def _documents(self, files: Sequence[Path]) -> Iterator[str]:
+        """The texts of files, one file after the other."""
+        for path in files:
+            if self.name == "text":
+                yield from read_plain(path, self.cut, self.problems)
+            else:
+                yield from read_records(path, self.field, self.problems)
+
+    def _hub(self, split: str, held_out: float) -> Stream:
         """The documents of a split on the hub."""
-        options = {"revision": self.revision or None}
         return HubStream(
             self.dataset,
             self.subset,
@@ -146,17 +170,36 @@ class Corpus:
             self.field,
             self.problems,
             held_out,
-            **options,
+            revision=self.revision or None,
         )
+
+    @property
+    def source(self) -> str:
+        """What the text is, in words."""
+        if self.paths:
+            return ", ".join(map(str, self.paths))
+        if named := " ".join((self.dataset, self.subset)).strip():
+            return named
+        source = (
+            f"standard library of {platform.python_implementation()}"
+            f" {platform.python_version()}"
+        )
+        if self.installed_packages:
+            source += " and installed packages"
+        return source
+
+    def make_tokenizer(self) -> Tokenizer:
+        """The tokenizer that is named, or one trained on the text."""
+        if self.tokenizer:
+            return find_tokenizer(self.tokenizer, self.end_token)
+        return train_on(self.streams, self.vocabulary)
 
 
 def hub(name: str, dataset: str, tokenizer: str, **options: Any) -> Corpus:
     """A data set of the hub; one document in 2,000 is held out."""
+    defaults: dict[str, Any] = {"validation_percent": 0.05}
     return Corpus(
-        name=name,
-        dataset=dataset,
-        tokenizer=tokenizer,
-        **{"validation_percent": 0.05, **options},
+        name=name, dataset=dataset, tokenizer=tokenizer, **(defaults | options)
     )
 
 
@@ -208,129 +251,145 @@ def main(arguments: Sequence[str]) -> None:
     """
     name, *options = arguments or [""]
     if name in ("-h", "--help"):
-        print("usage: python -m examples.pretrain prepare CORPUS ...\n")
-        print(
-            *(f"  {corpus:<12}{what}" for corpus, (what, _) in CORPORA.items()),
-            sep="\n",
-        )
+        print(usage())
         return
     if name not in CORPORA:
         raise RunError(
             f"prepare must be followed by one of {', '.join(CORPORA)}, got {name!r}"
         )
-    if (
-        sum(
-            option.replace("_", "-").startswith("--validation-files")
-            for option in options
-        )
-        > 1
-    ):
-        raise RunError(
-            "--validation-files is given twice: name all files and folders after one"
-        )
+    check_given_once("--validation-files", options)
     program = f"python -m examples.pretrain prepare {name}"
-    corpus = tyro.cli(Corpus, default=CORPORA[name][1], args=options, prog=program)
+    _, defaults = CORPORA[name]
+    corpus = tyro.cli(Corpus, default=defaults, args=options, prog=program)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     stopping: list[int] = []
     with on_signals(stopping.append):
-        prepare(
-            corpus, Console(markup=False, highlight=False, soft_wrap=True), stopping
-        )
+        prepare(corpus, console, stopping)
+
+
+def usage() -> str:
+    """The corpora, one a line."""
+    lines = [f"  {corpus:<12}{what}" for corpus, (what, _) in CORPORA.items()]
+    head = "usage: python -m examples.pretrain prepare CORPUS ...\n"
+    return "\n".join([head, *lines])
+
+
+def check_given_once(flag: str, options: Sequence[str]) -> None:
+    """Refuse a flag that is there twice, of which the first would have no effect.
+
+    Raises:
+        RunError: naming the flag.
+    """
+    given = [option.replace("_", "-") for option in options]
+    if sum(option.startswith(flag) for option in given) > 1:
+        raise RunError(f"{flag} is given twice: name all files and folders after one")
 
 
 def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> None:
-    """Write the token files of a corpus, or finish them. A signal in ``stopping`` ends
-    it after a batch.
+    """Write the token files of a corpus, or finish them.
+
+    A signal in ``stopping`` ends it after a batch.
     """
     check_ranges(vars(corpus))
-    folder = (
-        corpus.folder.resolve()
-        if corpus.folder.is_symlink() or not corpus.folder.name
-        else corpus.folder
-    )
+    folder = corpus.folder
+    if folder.is_symlink() or not folder.name:
+        folder = folder.resolve()
     partial = folder.with_name(f".{folder.name}.partial")
     clear(folder, partial, corpus.overwrite)
     streams = corpus.streams()
-    files = [path for stream in streams for path in stream.files]
-    files += [Path(corpus.tokenizer)] * Path(corpus.tokenizer).is_file()
-    local = [
-        [str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files
-    ]
+    settings = settings_of(corpus, streams)
     if corpus.paths:
-        console.print(sources.summary(corpus.problems.left_out))
-    settings = dataclasses.asdict(corpus) | {
-        "local files": hashlib.sha256(json.dumps(local).encode()).hexdigest()
-    }
-    del (
-        settings["output"],
-        settings["overwrite"],
-        settings["skip_bad"],
-    )  # nothing has been skipped without it
-    library = (
-        f"standard library of {platform.python_implementation()}"
-        f" {platform.python_version()}"
-    )
-    library += " and installed packages" * corpus.installed_packages
-    source = (
-        ", ".join(map(str, corpus.paths))
-        or " ".join((corpus.dataset, corpus.subset)).strip()
-        or library
-    )
-    about = {
-        "source": source,
-        "tokenizer": (
-            corpus.tokenizer or f"byte-level BPE of {corpus.vocabulary}, trained on it"
-        ),
-    }
-
-    def tokenizer() -> Tokenizer:
-        name, end = corpus.tokenizer, corpus.end_token
-        return (
-            find_tokenizer(name, end)
-            if name
-            else train_on(corpus.streams, corpus.vocabulary)
-        )
-
-    def report(counts: token_files.Counts) -> None:
-        documents, tokens = (
-            sum(split[what] for split in counts.values())
-            for what in ("documents", "tokens")
-        )
-        if documents and not status.status:
-            console.print(f"Resuming after {documents:,} documents: {partial}")
-        status.update(f"{documents:,} documents, {tokens:,} tokens")
-        if stopping:
-            raise Stopped("stopped; the same command resumes", stopping[0])
-
+        console.print(summary(corpus.problems.left_out))
+    trained = f"byte-level BPE of {corpus.vocabulary}, trained on it"
+    about = {"source": corpus.source, "tokenizer": corpus.tokenizer or trained}
     try:
         with console.status("") as status:
             counts = token_files.write(
-                partial, folder, tokenizer, streams, settings, about, report
+                partial,
+                folder,
+                corpus.make_tokenizer,
+                streams,
+                settings,
+                about,
+                functools.partial(report, console, status, partial, stopping),
             )
     finally:
         for line in corpus.problems.lines():
             console.print(line)
+    print_counts(console, folder, counts)
+
+
+def settings_of(corpus: Corpus, streams: Sequence[Stream]) -> dict[str, Any]:
+    """What the token files depend on: options, and the local files as they are."""
+    files = [path for stream in streams for path in stream.files]
+    if Path(corpus.tokenizer).is_file():
+        files.append(Path(corpus.tokenizer))
+    local = []
+    for path in files:
+        stat = path.stat()
+        local.append([str(path), stat.st_size, stat.st_mtime_ns])
+    settings = dataclasses.asdict(corpus)
+    digest = hashlib.sha256(json.dumps(local).encode())
+    settings["local files"] = digest.hexdigest()
+    del settings["output"], settings["overwrite"]
+    del settings["skip_bad"]  # nothing has been skipped without it
+    return settings
+
+
+def total(counts: token_files.Counts, what: str) -> int:
+    """A count of all splits together."""
+    return sum(split[what] for split in counts.values())
+
+
+def report(
+    console: Console,
+    status: Status,
+    partial: Path,
+    stopping: Sequence[int],
+    counts: token_files.Counts,
+) -> None:
+    """Show how far it is, before the first batch and after each.
+
+    Raises:
+        Stopped: if there is a signal in ``stopping``.
+    """
+    documents = total(counts, "documents")
+    if documents and not status.status:
+        console.print(f"Resuming after {documents:,} documents: {partial}")
+    status.update(f"{documents:,} documents, {total(counts, 'tokens'):,} tokens")
+    if stopping:
+        raise Stopped("stopped; the same command resumes", stopping[0])
+
+
+def print_counts(console: Console, folder: Path, counts: token_files.Counts) -> None:
+    """Say what was written, and what is remarkable about it."""
     for what in token_files.REPORTED:
-        if count := sum(split[what] for split in counts.values()):
+        if count := total(counts, what):
             console.print(f"{what}: {count:,}")
-    train, validation = (
-        f"{n['documents']:,} ({n['tokens']:,} tokens)" for n in counts.values()
-    )
+    train = documents_of(counts["train"])
+    validation = documents_of(counts["validation"])
     console.print(
         f"{folder}: documents {train} to train on, {validation} to validate on"
     )
 
 
+def documents_of(split: Mapping[str, int]) -> str:
+    """The documents and tokens of a split, in words."""
+    return f"{split['documents']:,} ({split['tokens']:,} tokens)"
+
+
 def clear(folder: Path, partial: Path, overwrite: bool) -> None:
-    """Check that ``folder`` may be written; with ``overwrite``, delete what an
-    interrupted command left in ``partial``.
+    """Check that ``folder`` may be written.
+
+    With ``overwrite``, delete what an interrupted command left in ``partial``.
 
     Raises:
         RunError: if something else is in the way.
     """
     occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if (
-        occupied and not overwrite and not (partial / token_files.STATE).exists()
-    ):  # of an interrupted --overwrite
+    # An interrupted --overwrite is finished without the flag, too.
+    interrupted = (partial / token_files.STATE).exists()
+    if occupied and not overwrite and not interrupted:
         raise RunError(
             f"{folder} exists: pass --overwrite to replace it, or another --output"
         )
