@@ -22,19 +22,16 @@ from jax.experimental import multihost_utils
 from .config import Config, RunError
 from .processes import Stopped
 
-SHUTDOWN_SECONDS = (
-    60  # for a process to wait, at its end, for those that should end with it
-)
+# How long a process waits, at its end, for those that should end with it.
+SHUTDOWN_SECONDS = 60
+RESUME = "the same commands with --resume continue from the last checkpoint"
 T = TypeVar("T")
 
 
 def addressed(config: Config) -> bool:
     """Whether the command line says that this process is one of several."""
-    return (
-        bool(config.coordinator)
-        or config.processes is not None
-        or config.process is not None
-    )
+    numbered = config.processes is not None or config.process is not None
+    return bool(config.coordinator) or numbered
 
 
 def refuse_several(config: Config, command: str) -> None:
@@ -52,68 +49,86 @@ def refuse_several(config: Config, command: str) -> None:
 
 def several(environment: Mapping[str, str]) -> bool:
     """Whether a cluster's launcher says that this process is one of several."""
-    return (
-        (
-            "SLURM_STEP_NODELIST" in environment
-            and int(environment.get("SLURM_NTASKS", 1)) > 1
-        )
-        or int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
-        or "," in environment.get("TPU_WORKER_HOSTNAMES", "")
-        or (
-            "KUBERNETES_SERVICE_HOST" in environment
-            and "JOB_COMPLETION_INDEX" in environment
-        )
-        or "JAX_COORDINATOR_ADDRESS" in environment
-    )
+    if "JAX_COORDINATOR_ADDRESS" in environment:
+        return True
+    slurm = "SLURM_STEP_NODELIST" in environment
+    if slurm and int(environment.get("SLURM_NTASKS", 1)) > 1:
+        return True
+    if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        return True
+    if "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
+        return True
+    kubernetes = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"}
+    return kubernetes <= environment.keys()
 
 
 @contextmanager
 def joined(config: Config) -> Iterator[None]:
-    """While inside, this process is one of those that train on ``config.devices``
-    together, if there are several.
+    """While inside, this process trains together with others, if there are several.
 
-    Must be entered before JAX looks for devices.
+    Must be entered before JAX looks for devices. Together they have
+    ``config.devices``.
 
     Raises:
         RunError: if their address is incomplete, or they do not find each other.
+    """
+    check_address(config)
+    if config.devices == 1 or not (addressed(config) or several(os.environ)):
+        yield
+        return
+    find_each_other(config)
+    with leaving_at_once():
+        yield
+
+
+def check_address(config: Config) -> None:
+    """Refuse an address that is incomplete, or that nobody needs.
+
+    Raises:
+        RunError: naming --coordinator.
     """
     if addressed(config) and config.devices == 1:
         raise RunError(
             "--coordinator is for processes that train together: add --fsdp N, their"
             " number of devices"
         )
-    if config.coordinator and not config.coordinator.rpartition(":")[2].isdecimal():
+    _, _, port = config.coordinator.rpartition(":")
+    if config.coordinator and not port.isdecimal():
         raise RunError(f"--coordinator must be host:port, got {config.coordinator!r}")
-    if config.devices == 1 or not (addressed(config) or several(os.environ)):
-        yield
-        return
-    jax.config.update(
-        "jax_enable_preemption_service", False
-    )  # its handler of SIGTERM would replace the program's
+
+
+def find_each_other(config: Config) -> None:
+    """Connect the processes that train together.
+
+    Raises:
+        RunError: if they do not find each other.
+    """
+    # Its handler of SIGTERM would replace the program's.
+    jax.config.update("jax_enable_preemption_service", False)
+    detection = None
+    if addressed(config):
+        detection = "deactivate"
     try:
         jax.distributed.initialize(
             config.coordinator or None,
             config.processes,
             config.process,
-            cluster_detection_method="deactivate" if addressed(config) else None,
+            cluster_detection_method=detection,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
-        way_out = "pass --coordinator host:port --processes N --process I"
         raise RunError(
-            f"the processes did not find each other ({error}): {way_out}"
+            f"the processes did not find each other ({error}): pass --coordinator"
+            " host:port --processes N --process I"
         ) from error
-    with leaving_at_once():
-        yield
 
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """End the process, with a line or traceback, at an error that the other processes
-    do not know of.
+    """End the process at an error that the other processes do not know of.
 
-    They notice that it is gone; if it ended in the ordinary way, it would wait for
-    them, and they for it.
+    It prints a line or a traceback. The others notice that it is gone; if it ended in
+    the ordinary way, it would wait for them, and they for it.
     """
     try:
         yield
@@ -122,13 +137,10 @@ def leaving_at_once() -> Iterator[None]:
     except BaseException as error:
         if alone():
             raise
-        resume = "the same commands with --resume continue from the last checkpoint"
-        if isinstance(
-            error, jax.errors.JaxRuntimeError | OSError
-        ):  # another process is gone, or a disk is full
-            print(
-                f"error: {str(error).splitlines()[0]:.160}: {resume}", file=sys.stderr
-            )
+        if isinstance(error, jax.errors.JaxRuntimeError | OSError):
+            # Another process is gone, or a disk is full.
+            first_line = str(error).splitlines()[0]
+            print(f"error: {first_line:.160}: {RESUME}", file=sys.stderr)
         else:
             traceback.print_exc()
         sys.stdout.flush()
@@ -150,6 +162,7 @@ def gathered(text: str) -> list[str]:
     """The texts of all processes, in their order."""
     if alone():
         return [text]
+    # Arrays of one length can be gathered: first the lengths, then the padded bytes.
     own = np.frombuffer(text.encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.int32(len(own)))
     padded = np.resize(np.append(own, 0).astype(np.uint8), int(np.max(lengths)) + 1)
@@ -166,12 +179,15 @@ def together(function: Callable[[], T]) -> T:
     Raises:
         RunError: with the message of that process.
     """
-    result, failure = None, None
+    result = None
+    failure = None
+    message = ""
     try:
         result = function()
     except (RunError, OSError) as error:
         failure = error
-    messages = gathered("" if failure is None else str(failure) or repr(failure))
+        message = str(error) or repr(error)
+    messages = gathered(message)
     if failure is not None:
         raise failure
     for number, message in enumerate(messages):
@@ -191,13 +207,21 @@ def first_of_all(function: Callable[[], T]) -> T:
 
 
 def from_the_first(function: Callable[[], T]) -> T:
-    """The result, JSON, of ``function()`` in the first process; the others do not call
-    it.
+    """The result, JSON, of ``function()`` in the first process.
+
+    The others do not call it.
     """
-    result = together(lambda: function() if first() else None)
     if alone():
-        return result  # pyright: ignore[reportReturnType]
+        return function()
+    result = together(lambda: only_first(function))
     return json.loads(gathered(json.dumps(result))[0])
+
+
+def only_first(function: Callable[[], T]) -> T | None:
+    """``function()`` in the first process, None in the others."""
+    if first():
+        return function()
+    return None
 
 
 class Vote:
@@ -211,20 +235,18 @@ class Vote:
         self._largest: jax.Array | None = None
         if not alone():
             mesh = jax.make_mesh((jax.device_count(),), ("all",))
-            self._sharding = jax.sharding.NamedSharding(
-                mesh, jax.sharding.PartitionSpec("all")
-            )
+            axes = jax.sharding.PartitionSpec("all")
+            self._sharding = jax.sharding.NamedSharding(mesh, axes)
             self._max = jax.jit(lambda votes: votes.max())
 
     def __call__(self, mine: int | None) -> int | None:
-        """The largest number that a process passed the last time, None if there was
-        none.
-        """
+        """The largest number that a process passed the last time, or None."""
         if alone():
             return mine
-        before = None if self._largest is None else int(self._largest)
+        before = None
+        if self._largest is not None:
+            before = int(self._largest) or None  # 0 is a vote of None
         local = np.full(jax.local_device_count(), mine or 0, np.int32)
-        self._largest = self._max(
-            jax.make_array_from_process_local_data(self._sharding, local)
-        )
-        return before or None
+        votes = jax.make_array_from_process_local_data(self._sharding, local)
+        self._largest = self._max(votes)
+        return before

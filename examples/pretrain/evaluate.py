@@ -17,8 +17,9 @@ EVALUATION_BATCH = 32
 
 
 class Score(NamedTuple):
-    """Mean loss in nats per token, and in bits per byte of text, which does not depend
-    on the vocabulary.
+    """Mean loss in nats per token, and in bits per byte of text.
+
+    Bits per byte do not depend on the vocabulary.
     """
 
     loss: float
@@ -28,10 +29,12 @@ class Score(NamedTuple):
 def token_losses(
     graphdef: nnx.GraphDef, params: optax.Params, tokens_BxS: jax.Array
 ) -> jax.Array:
-    """Cross-entropy (B, T) in nats, float32, of every next token; S = T + 1; 0 where a
-    sequence is padded (-1).
+    """Cross-entropy (B, T) in nats, float32, of every next token; S = T + 1.
+
+    It is 0 where a sequence is padded (-1).
     """
-    inputs_BxT, targets_BxT = jnp.maximum(tokens_BxS[:, :-1], 0), tokens_BxS[:, 1:]
+    inputs_BxT = jnp.maximum(tokens_BxS[:, :-1], 0)
+    targets_BxT = tokens_BxS[:, 1:]
     logits_BxTxV = nnx.merge(graphdef, params)(inputs_BxT).astype(jnp.float32)
     losses_BxT = optax.softmax_cross_entropy_with_integer_labels(
         logits_BxTxV, jnp.maximum(targets_BxT, 0)
@@ -51,30 +54,34 @@ def make_evaluate(
     layout: Layout,
     batch_size: int = EVALUATION_BATCH,
 ) -> Callable[[optax.Params], Score]:
-    """A function from parameters, placed as ``layout`` says, to their ``Score`` on
-    ``sequences``.
+    """A function from parameters, placed as ``layout`` says, to their ``Score``.
+
+    Args:
+        graphdef: structure of the model.
+        sequences_NxS: what is predicted; -1 is padding.
+        bytes_per_token_V: bytes of text that each token stands for.
+        layout: where the arrays are.
+        batch_size: sequences per forward pass, at most.
     """
-    losses_of = jax.jit(
-        lambda params, tokens_BxS: whole(
-            token_losses(graphdef, params, tokens_BxS).sum(axis=1)
-        )
-    )
+
+    def sequence_losses(params: optax.Params, tokens_BxS: jax.Array) -> jax.Array:
+        return whole(token_losses(graphdef, params, tokens_BxS).sum(axis=1))
+
+    losses_of = layout.bound(jax.jit(sequence_losses))
     count, length = sequences_NxS.shape
-    size = math.ceil(min(batch_size, count) / layout.mesh.size) * layout.mesh.size
-    batches = np.resize(
-        sequences_NxS, (math.ceil(count / size), size, length)
-    )  # repeats from the start at the end
-    targets = sequences_NxS[:, 1:][sequences_NxS[:, 1:] >= 0]
+    devices = layout.mesh.size
+    size = math.ceil(min(batch_size, count) / devices) * devices
+    # The last batch is filled with sequences from the start, which do not count.
+    batches = np.resize(sequences_NxS, (math.ceil(count / size), size, length))
+    targets_NxT = sequences_NxS[:, 1:]
+    targets = targets_NxT[targets_NxT >= 0]
     text_bytes = float(np.asarray(bytes_per_token_V)[targets].sum())
 
     def evaluate(params: optax.Params) -> Score:
-        losses = [
-            layout.bound(losses_of)(params, layout.known(batch, BATCH))
-            for batch in batches
-        ]
-        total = np.concatenate([np.asarray(x, np.float64) for x in losses])[
-            :count
-        ].sum()
+        # All batches are started before the first is waited for.
+        losses = [losses_of(params, layout.known(batch, BATCH)) for batch in batches]
+        losses_N = np.concatenate([np.asarray(x, np.float64) for x in losses])[:count]
+        total = losses_N.sum()
         return Score(total / len(targets), total / (text_bytes * np.log(2)))
 
     return evaluate

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes to be read: ``log.jsonl`` (a line per step and per evaluation),
-``run.json``, its progress.
+"""What a run writes to be read: ``log.jsonl``, ``run.json``, its progress.
+
+``log.jsonl`` has a line per step and per evaluation.
 """
 
 import importlib.metadata
@@ -38,29 +39,29 @@ LINE_SECONDS = 30
 def environment() -> dict[str, Any]:
     """Versions and device, as stored with the run."""
     device = jax.devices()[0]
-    versions = {
-        found.name: found.version
-        for found in importlib.metadata.distributions()
-        if found.name in PACKAGES
-    }
+    versions = {"python": platform.python_version()}
+    for found in importlib.metadata.distributions():
+        if found.name in PACKAGES:
+            versions[found.name] = found.version
     return {
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": versions,
         "device": {
             "platform": device.platform,
             "kind": device.device_kind,
             "count": jax.device_count(),
         },
-        **{
-            "processes": jax.process_count(),
-            "machine": platform.platform(),
-            "command": sys.argv,
-        },
-        "cores": (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count()
-        ),
+        "processes": jax.process_count(),
+        "machine": platform.platform(),
+        "command": sys.argv,
+        "cores": cores(),
     }
+
+
+def cores() -> int | None:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
@@ -79,45 +80,51 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, without a last line that a kill cut short; damaged lines
-    are left out with a warning.
+    """The records of a log, without a last line that a kill cut short.
+
+    Damaged lines are left out with a warning.
     """
-    records, lines = (
-        [],
-        path.read_bytes().splitlines(keepends=True) if path.exists() else [],
-    )
+    if not path.exists():
+        return []
+    lines = path.read_bytes().splitlines(keepends=True)
+    records = []
     for line in lines:
         with suppress(ValueError, RecursionError, TypeError, KeyError):
             record = json.loads(line)
-            records += [record] * isinstance(record["step"], int)
-    damaged = sum(line.endswith(b"\n") for line in lines) - len(records)
+            if isinstance(record["step"], int):
+                records.append(record)
+    complete = [line for line in lines if line.endswith(b"\n")]
+    damaged = len(complete) - len(records)
     if damaged > 0:
         warnings.warn(f"{path}: {damaged} damaged line(s) left out", stacklevel=2)
     return records
 
 
-class Log:
-    """Records as lines of JSON; a resumed run first drops those after the checkpoint of
-    step ``start``.
+def to_lines(records: Sequence[dict[str, Any]]) -> str:
+    """Records as lines of JSON."""
+    return "".join(json.dumps(record) + "\n" for record in records)
 
-    Of several processes one ``writes``.
+
+class Log:
+    """Records as lines of JSON, in the folder of a run.
+
+    A resumed run first drops those after the checkpoint of step ``start``. Of several
+    processes one ``writes``.
     """
 
     def __init__(self, folder: Path, start: int, *, writes: bool = True):
-        path = folder / "log.jsonl" if writes else Path(os.devnull)
-        kept = (
-            [line for line in read_lines(path) if line["step"] <= start]
-            if start
-            else []
-        )
-        path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        path = Path(os.devnull)
+        if writes:
+            path = folder / "log.jsonl"
+        kept = []
+        if start:
+            kept = [record for record in read_lines(path) if record["step"] <= start]
+        path.write_text(to_lines(kept))
         self._file = path.open("a")
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
-        """Append, and flush to the operating system, so that a killed process loses
-        nothing written.
-        """
-        self._file.write("".join(json.dumps(record) + "\n" for record in records))
+        """Append, and flush: a killed process loses nothing written."""
+        self._file.write(to_lines(records))
         self._file.flush()
 
     def close(self) -> None:
@@ -126,12 +133,16 @@ class Log:
 
 
 class Progress:
-    """One line on where a run is: kept up to date on a terminal; elsewhere (a file, CI)
-    printed every 30 seconds.
+    """One line on where a run is.
+
+    On a terminal it is kept up to date; elsewhere (a file, CI) it is printed every 30
+    seconds.
     """
 
     def __init__(self, console: Console, steps: int):
-        self._console, self._steps, self._last = console, steps, time.monotonic()
+        self._console = console
+        self._steps = steps
+        self._last = time.monotonic()
         self.status = console.status("compiling")
 
     def due(self) -> bool:
@@ -139,8 +150,13 @@ class Progress:
         return time.monotonic() - self._last >= LINE_SECONDS
 
     def update(self, done: int, loss: float, seconds: float, tokens: int) -> None:
-        """Say that ``done`` updates are done, the last ones in so many ``seconds``,
-        with ``tokens``, each.
+        """Say that ``done`` updates are done.
+
+        Args:
+            done: number of updates.
+            loss: mean of the last ones.
+            seconds: of one of the last ones.
+            tokens: of one update.
         """
         left = timedelta(seconds=round(seconds * (self._steps - done)))
         line = (

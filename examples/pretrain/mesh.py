@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the arrays of a run are sharded over devices: over a mesh with the axes ``data``
-and ``fsdp``.
+"""How the arrays of a run are sharded over devices.
 
-Both split the sequences of a batch. ``fsdp`` also splits every large parameter, with
-its optimizer state, along the width D of the model: a layer gathers its weight right
-before it uses it, and the gradient is scattered back.
+The mesh has the axes ``data`` and ``fsdp``. Both split the sequences of a batch.
+``fsdp`` also splits every large parameter, with its optimizer state, along the width D
+of the model: a layer gathers its weight right before it uses it, and the gradient is
+scattered back.
 
 The axes are explicit: the type of an array has its sharding, communication is written
 in the code (``whole``, an ``out_sharding``), and JAX refuses any other. On one device
@@ -20,25 +20,32 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .config import Config, RunError
-from .flat import flag
 
 BATCH = ("data", "fsdp")
 
 
 def check(config: Config) -> None:
-    """Refuse devices that the model or the batch cannot be split over, before there are
-    any.
+    """Refuse devices that the model or the batch cannot be split over.
+
+    It does not look for devices.
 
     Raises:
         RunError: naming what does not divide.
     """
-    for key, value, name, parts in (
-        ("micro_batch", config.micro_batch, "--replicas x --fsdp", config.devices),
-        ("batch_size", config.batch_size, "--replicas x --fsdp", config.devices),
-        ("model.width", config.model.width, "--fsdp", config.fsdp),
-    ):
-        if value and value % parts:
-            raise RunError(f"{flag(key)} {value} must be a multiple of {name}, {parts}")
+    every = "--replicas x --fsdp"
+    check_multiple("--micro-batch", config.micro_batch, every, config.devices)
+    check_multiple("--batch-size", config.batch_size, every, config.devices)
+    check_multiple("--model.width", config.model.width, "--fsdp", config.fsdp)
+
+
+def check_multiple(flag: str, value: int | None, other: str, parts: int) -> None:
+    """Refuse a value that cannot be split into ``parts``, which is that of ``other``.
+
+    Raises:
+        RunError: naming both flags.
+    """
+    if value and value % parts:
+        raise RunError(f"{flag} {value} must be a multiple of {other}, {parts}")
 
 
 @dataclass(frozen=True)
@@ -49,9 +56,9 @@ class Layout:
 
     def sharding(self, *axes: Any) -> NamedSharding:
         """The sharding of an array whose axes are split over these of the mesh."""
-        return NamedSharding(
-            self.mesh, PartitionSpec(*axes if self.mesh.size > 1 else ())
-        )
+        if self.mesh.size == 1:
+            return NamedSharding(self.mesh, PartitionSpec())
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def bound(self, function: Callable) -> Callable:
         """``function``, called with this mesh as JAX's current one."""
@@ -63,8 +70,9 @@ class Layout:
         return run
 
     def parameters(self, params: Any) -> Any:
-        """Shard every parameter; each process has all of them before, and its devices'
-        shards after.
+        """Shard every parameter.
+
+        Each process has all of them before, and the shards of its devices after.
         """
         shards = [
             self.known(np.asarray(x), *parameter_axes(name, x.ndim))
@@ -80,15 +88,14 @@ class Layout:
 
     def batch_part(self, batch_size: int) -> tuple[int, int]:
         """Which part of a batch this process reads, and of how many."""
-        starts: dict[int, int] = {}
-        for device, index in (
-            self.sharding(BATCH).devices_indices_map((batch_size,)).items()
-        ):
-            start = index[0].start or 0
-            starts[device.process_index] = min(
-                start, starts.get(device.process_index, start)
-            )
-        return sorted(starts.values()).index(starts[jax.process_index()]), len(starts)
+        parts = self.sharding(BATCH).devices_indices_map((batch_size,))
+        starts: dict[int, int] = {}  # the first sequence of every process
+        for device, (sequences,) in parts.items():
+            start = sequences.start or 0
+            process = device.process_index
+            starts[process] = min(start, starts.get(process, start))
+        own = starts[jax.process_index()]
+        return sorted(starts.values()).index(own), len(starts)
 
     def batch(self, part_BxS: np.ndarray, batch_size: int) -> Any:
         """The global batch, from the part that this process has read."""
@@ -99,18 +106,17 @@ class Layout:
 
 
 def make_layout(replicas: int = 1, fsdp: int = 1) -> Layout:
-    """The layout of these sizes; the axes of one device are not explicit, so that no
-    code sees them.
+    """The layout of these sizes.
+
+    The axes of one device are not explicit, so that no code sees them.
 
     Raises:
         RunError: if there are more or fewer devices.
     """
     if replicas * fsdp == 1:
-        return Layout(
-            jax.make_mesh(
-                (1, 1), BATCH, (AxisType.Auto,) * 2, devices=jax.local_devices()[:1]
-            )
-        )
+        automatic = (AxisType.Auto, AxisType.Auto)
+        device = jax.local_devices()[:1]
+        return Layout(jax.make_mesh((1, 1), BATCH, automatic, devices=device))
     if replicas * fsdp != jax.device_count():
         raise RunError(
             f"--replicas {replicas} x --fsdp {fsdp} must equal the number of devices,"
@@ -129,35 +135,39 @@ def by_name(tree: Any) -> dict[str, Any]:
 
 
 def parameter_axes(path: str, ndim: int) -> tuple[str | None, ...]:
-    """The mesh's axes that the axes of a parameter are split over; an axis of stacked
-    layers is not split.
+    """The mesh's axes that the axes of a parameter are split over.
+
+    The axis of the model's width is split. An axis of stacked layers is not.
 
     Example:
-        >>> (
-        ...     parameter_axes("blocks/0/mlp/up/kernel", 2),
-        ...     parameter_axes("blocks/attention/out/kernel", 3),
-        ... )
-        (('fsdp', None), (None, None, 'fsdp'))
-        >>> parameter_axes("tokens/embedding", 2), parameter_axes("final_norm/scale", 1)
-        ((None, 'fsdp'), (None,))
+        >>> parameter_axes("blocks/0/mlp/up/kernel", 2)
+        ('fsdp', None)
+        >>> parameter_axes("blocks/attention/out/kernel", 3)
+        (None, None, 'fsdp')
+        >>> parameter_axes("tokens/embedding", 2)
+        (None, 'fsdp')
+        >>> parameter_axes("final_norm/scale", 1)
+        (None,)
     """
     *_, layer, kind = path.split("/")
     if kind not in ("embedding", "kernel"):
         return (None,) * ndim  # norms and biases
-    from_width = kind == "kernel" and layer not in ("out", "down")
-    return (*(None,) * (ndim - 2), *(("fsdp", None) if from_width else (None, "fsdp")))
+    stacked = [None] * (ndim - 2)
+    if kind == "embedding" or layer in ("out", "down"):  # their output is the width
+        return (*stacked, None, "fsdp")
+    return (*stacked, "fsdp", None)
 
 
 def on_mesh() -> bool:
-    """Whether the current computation runs, or is compiled, on a mesh with explicit
-    axes.
-    """
+    """Whether the current computation is on a mesh with explicit axes."""
     return bool(jax.sharding.get_abstract_mesh().explicit_axes)
 
 
 def spread(x: jax.Array, *axes: Any) -> jax.Array:
     """``x`` with its axes split over these of the mesh."""
-    return jax.sharding.reshard(x, PartitionSpec(*axes)) if on_mesh() else x
+    if not on_mesh():
+        return x
+    return jax.sharding.reshard(x, PartitionSpec(*axes))
 
 
 def whole(x: jax.Array) -> jax.Array:
@@ -166,14 +176,15 @@ def whole(x: jax.Array) -> jax.Array:
 
 
 def gather_again(primitive: Any, *_: Any, **__: Any) -> bool:
-    """What ``jax.checkpoint`` keeps for the backward pass: everything but what was
-    resharded, such as weights.
+    """What ``jax.checkpoint`` keeps for the backward pass.
+
+    That is everything but what was resharded, such as weights.
     """
     return primitive.name != "reshard"
 
 
 def in_parts(tokens_BxS: jax.Array, parts: int) -> jax.Array:
     """The batch in ``parts``, one after the other, each spread over all devices."""
-    return spread(
-        whole(tokens_BxS).reshape(parts, -1, tokens_BxS.shape[-1]), None, BATCH
-    )
+    length = tokens_BxS.shape[-1]
+    tokens = whole(tokens_BxS).reshape(parts, -1, length)
+    return spread(tokens, None, BATCH)

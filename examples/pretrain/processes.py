@@ -25,10 +25,11 @@ class Stopped(Exception):
 
 @contextmanager
 def on_signals(stop: Callable[[int], None]) -> Iterator[None]:
-    """While inside, SIGTERM and a first Ctrl-C call ``stop`` with their number; a
-    second Ctrl-C ends at once.
+    """While inside, SIGTERM and a first Ctrl-C call ``stop`` with their number.
+
+    A second Ctrl-C ends at once.
     """
-    seen = []
+    seen: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
         if seen and number == signal.SIGINT:
@@ -48,8 +49,9 @@ def on_signals(stop: Callable[[int], None]) -> Iterator[None]:
 
 
 def lock(folder: Path) -> IO[bytes] | None:
-    """Lock the folder for this process until the file is closed; on Windows, which
-    lacks such locks, do nothing.
+    """Lock the folder for this process until the file that is returned is closed.
+
+    On Windows, which lacks such locks, do nothing and return None.
 
     Raises:
         RunError: if another process has locked it.
@@ -70,8 +72,9 @@ def lock(folder: Path) -> IO[bytes] | None:
 
 
 def begin_as_child(cores: set[int]) -> None:
-    """In a child process, before its program starts: set its cores, if any, and on
-    Linux end it with its parent.
+    """Set the cores of a child process, if any; on Linux end it with its parent.
+
+    Called in the child, before its program starts.
     """
     if cores:
         os.sched_setaffinity(0, cores)

@@ -34,13 +34,10 @@ def main(options: Compare) -> None:
                 " above"
             )
         first = study.config.seed
-        study.run(
-            [
-                Arm(name, rate, first + i)
-                for i in range(1, options.seeds)
-                for name, rate in best.items()
-            ]
-        )
+        more_arms: list[Arm] = []
+        for seed in range(first + 1, first + options.seeds):
+            more_arms += [Arm(name, rate, seed) for name, rate in best.items()]
+        study.run(more_arms)
         write_report(study)
 
 
@@ -48,11 +45,10 @@ def run_sweep(
     study: Study, rates: Mapping[str, Sequence[float]], more_seeds: int
 ) -> None:
     """Run every optimizer at all of its learning rates with the first seed."""
-    arms = [
-        Arm(optimizer, rate, study.config.seed)
-        for optimizer, tried in rates.items()
-        for rate in tried
-    ]
+    seed = study.config.seed
+    arms: list[Arm] = []
+    for optimizer, tried in rates.items():
+        arms += [Arm(optimizer, rate, seed) for rate in tried]
     study.console.print(
         f"{study.config.config}: {len(arms)} runs, then {more_seeds} more seed(s) at"
         f" the best learning rates; {study.config.steps:,} steps each, in"

@@ -163,6 +163,14 @@ def step_of(loss: float, arms: Sequence[Run]) -> float:
 
 def paired(*optimizers: Sequence[Run]) -> list[list[Run]]:
     """The arms of each optimizer with the seeds that all have, in the same order."""
-    by_seed = [{arm["seed"]: arm for arm in arms} for arms in optimizers]
-    seeds = sorted(set.intersection(*map(set, by_seed)))
-    return [[arms[seed] for seed in seeds] for arms in by_seed]
+    by_seed = [of_seeds(arms) for arms in optimizers]
+    common = sorted(set.intersection(*map(set, by_seed)))
+    pairs = []
+    for found in by_seed:
+        pairs.append([found[seed] for seed in common])
+    return pairs
+
+
+def of_seeds(arms: Sequence[Run]) -> dict[int, Run]:
+    """Arms by their seeds."""
+    return {arm["seed"]: arm for arm in arms}

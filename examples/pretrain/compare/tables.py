@@ -13,6 +13,7 @@ from .results import (
     label,
     loss_of,
     mean_loss,
+    of_seeds,
     optimizers,
     paired,
     step_of,
@@ -61,7 +62,7 @@ def losses_table(content: Content) -> str:
         "column norm",
     ]
     text = table(heads, rows)
-    seeds = {frozenset(arm["seed"] for arm in arms) for arms in runs.values()}
+    seeds = {frozenset(of_seeds(arms)) for arms in runs.values()}
     if len(seeds) > 1:
         text += "\nRuns are missing: these means are of different seeds.\n"
     return text
@@ -160,9 +161,10 @@ def runs_table(content: Content) -> str:
         row[arm["learning_rate"]] = ending
     rates = sorted({arm["learning_rate"] for arm in arms})
     heads = ["optimizer", "seed", *(f"{rate:g}" for rate in rates)]
-    rows = [
-        [*key, *(row.get(rate, "") for rate in rates)] for key, row in cells.items()
-    ]
+    rows = []
+    for run, found in cells.items():
+        losses = [found.get(rate, "") for rate in rates]
+        rows.append([*run, *losses])
     text = table(heads, rows)
     for arm in content["arms"]:
         if arm["status"] == "failed":
@@ -176,7 +178,8 @@ def setting(content: Content) -> str:
     config = content["config"]
     machine = content["machine"]
     versions = content["versions"]
-    batch, context = config["batch_size"], config["model.context"]
+    batch = config["batch_size"]
+    context = config["model.context"]
     tokens = config["steps"] * batch * context
     text = content["text"]["source"]
     if passes := content["text"].get("passes"):  # None before version 0.3

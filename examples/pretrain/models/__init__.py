@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language models: GPT-2, LLaMA and Qwen3, which map tokens (B, T) to logits (B, T,
-V).
+"""The language models: GPT-2, LLaMA and Qwen3.
+
+They map tokens (B, T) to logits (B, T, V).
 """
 
 import dataclasses
@@ -16,8 +17,9 @@ from .transformer import Transformer
 def build(
     config: ModelConfig, vocabulary: int, *, dtype: jnp.dtype, seed: int
 ) -> nnx.Module:
-    """An initialized model with ``vocabulary`` rows in its table; the same for every
-    optimizer at a seed.
+    """An initialized model with ``vocabulary`` rows in its table.
+
+    It is the same for every optimizer at a seed.
     """
     return Transformer(config, vocabulary, dtype=dtype, rngs=nnx.Rngs(seed))
 

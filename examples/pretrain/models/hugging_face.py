@@ -55,8 +55,9 @@ GPT2 = {
 
 
 def save_hf(folder: Path, config: ModelConfig, vocabulary: int, params: Params) -> None:
-    """Write ``model.safetensors`` and ``config.json``, which
-    ``AutoModelForCausalLM.from_pretrained(folder)`` reads.
+    """Write ``model.safetensors`` and ``config.json`` for transformers.
+
+    ``AutoModelForCausalLM.from_pretrained(folder)`` reads them.
 
     Args:
         folder: created where it does not exist.
@@ -65,91 +66,97 @@ def save_hf(folder: Path, config: ModelConfig, vocabulary: int, params: Params) 
         params: its parameters, nested as ``nnx.to_pure_dict`` returns them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        to_hf(config, params), folder / "model.safetensors", metadata={"format": "pt"}
-    )
-    (folder / "config.json").write_text(
-        json.dumps(hf_config(config, vocabulary), indent=2) + "\n"
-    )
-    shutil.copymode(
-        folder / "config.json", folder / "model.safetensors"
-    )  # else only its owner may read it
+    weights = folder / "model.safetensors"
+    save_file(to_hf(config, params), weights, metadata={"format": "pt"})
+    settings = json.dumps(hf_config(config, vocabulary), indent=2)
+    (folder / "config.json").write_text(settings + "\n")
+    # Else only their owner may read the weights.
+    shutil.copymode(folder / "config.json", weights)
 
 
 def to_hf(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """Name in transformers -> float32 array of every parameter."""
+    """Float32 array of every parameter, by its name in transformers."""
     params = jax.device_get(params)
     if config.scan_layers:
-        blocks = {
-            i: jax.tree.map(lambda x, i=i: x[i], params["blocks"])
-            for i in range(config.layers)
-        }
-        params = params | {"blocks": blocks}
+        params = params | {"blocks": unstacked(params["blocks"], config.layers)}
     gpt2 = config.family == "gpt2"
+    names = LLAMA
+    if gpt2:
+        names = GPT2
     tensors = {}
     for path, leaf in by_name(params).items():
         module, _, kind = path.rpartition("/")
         layer = ""
         if module.startswith("blocks/"):
             _, layer, module = module.split("/", 2)
-        name = (GPT2 if gpt2 else LLAMA)[module].format(layer)
-        transposed = kind == "kernel" and (not gpt2 or module == "head")
-        array = np.ascontiguousarray(leaf.T if transposed else leaf, np.float32)
-        tensors[f"{name}.bias" if kind == "bias" else f"{name}.weight"] = array
+        name = names[module].format(layer)
+        if kind == "kernel" and (not gpt2 or module == "head"):
+            leaf = leaf.T
+        suffix = "weight"
+        if kind == "bias":
+            suffix = "bias"
+        tensors[f"{name}.{suffix}"] = np.ascontiguousarray(leaf, np.float32)
         if gpt2 and not config.bias and module not in ("tokens", "positions", "head"):
             tensors[f"{name}.bias"] = np.zeros(leaf.shape[-1], np.float32)
     return tensors
 
 
+def unstacked(blocks: Params, layers: int) -> dict[int, Params]:
+    """Blocks whose parameters are stacked along a first axis, one by one."""
+
+    def block(i: int) -> Params:
+        return jax.tree.map(lambda leaf: leaf[i], blocks)
+
+    return {i: block(i) for i in range(layers)}
+
+
 def hf_config(config: ModelConfig, vocabulary: int) -> dict[str, Any]:
     """``config.json`` of the model. Special tokens are the tokenizer's: unset."""
     shared = {
-        **{
-            "model_type": config.family,
-            "vocab_size": vocabulary,
-            "tie_word_embeddings": config.tied_head,
-        },
-        **{"dtype": "float32", "bos_token_id": None, "eos_token_id": None},
+        "model_type": config.family,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": config.tied_head,
+        "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
     }
     if config.family == "gpt2":
-        return shared | {
-            **{
-                "architectures": ["GPT2LMHeadModel"],
-                "activation_function": "gelu",
-                "n_inner": config.mlp_width,
-            },
-            **{
-                "n_positions": config.context,
-                "n_embd": config.width,
-                "n_layer": config.layers,
-                "n_head": config.heads,
-            },
-            **{
-                "layer_norm_epsilon": config.norm_epsilon,
-                "resid_pdrop": 0.0,
-                "embd_pdrop": 0.0,
-                "attn_pdrop": 0.0,
-            },
-        }
-    return shared | {
-        "architectures": [
-            {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[config.family]
-        ],
-        **{
-            "hidden_size": config.width,
-            "intermediate_size": config.mlp_width,
-            "num_hidden_layers": config.layers,
-        },
-        **{
-            "num_attention_heads": config.heads,
-            "num_key_value_heads": config.kv_heads or config.heads,
-        },
-        **{
-            "head_dim": head_width(config),
-            "hidden_act": "silu",
-            "max_position_embeddings": config.context,
-        },
-        **{"rms_norm_eps": config.norm_epsilon, "attention_bias": False},
+        return shared | gpt2_config(config)
+    return shared | llama_config(config)
+
+
+def gpt2_config(config: ModelConfig) -> dict[str, Any]:
+    """What ``config.json`` has of a GPT-2 only."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "activation_function": "gelu",
+        "n_inner": config.mlp_width,
+        "n_positions": config.context,
+        "n_embd": config.width,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "layer_norm_epsilon": config.norm_epsilon,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+
+
+def llama_config(config: ModelConfig) -> dict[str, Any]:
+    """What ``config.json`` has of a LLaMA or Qwen3 only."""
+    architectures = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    return {
+        "architectures": [architectures[config.family]],
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads or config.heads,
+        "head_dim": head_width(config),
+        "hidden_act": "silu",
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_epsilon,
+        "attention_bias": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
         "rope_theta": config.rotary_base,  # where transformers 4 reads it
     }

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-2, LLaMA and Qwen3: a token table, pre-norm blocks of attention and MLP, a final
-norm, an output head.
+"""GPT-2, LLaMA and Qwen3.
+
+A token table, pre-norm blocks of attention and MLP, a final norm, an output head.
 
 - GPT-2: LayerNorm, learned positions, one matrix for query, key and value, an MLP with
   GELU. As in nanoGPT, linear layers and LayerNorm have biases only with ``bias``, and
@@ -35,10 +36,13 @@ Implementation = Literal["xla", "cudnn"]
 
 
 def rows(x: jax.Array) -> jax.Array:
-    """``x`` (..., D) as (N, D) on one device: on CPU, XLA computes a 2-D weight
-    gradient in half the time.
+    """``x`` (..., D) as (N, D) on one device.
+
+    On CPU, XLA computes a 2-D weight gradient in half the time.
     """
-    return x if on_mesh() else x.reshape(-1, x.shape[-1])
+    if on_mesh():
+        return x
+    return x.reshape(-1, x.shape[-1])
 
 
 class Linear(nnx.Linear):
@@ -46,14 +50,15 @@ class Linear(nnx.Linear):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(..., inputs) to (..., outputs), in ``dtype``."""
-        bias = None if self.bias is None else self.bias[...]
-        x, kernel, bias = self.promote_dtype(
-            (x, self.kernel[...], bias), dtype=self.dtype
-        )
+        bias = None
+        if self.bias is not None:
+            bias = self.bias[...]
+        arrays = (x, self.kernel[...], bias)
+        x, kernel, bias = self.promote_dtype(arrays, dtype=self.dtype)
         y = jnp.dot(rows(x), whole(kernel))
-        return (y if bias is None else y + bias.reshape(1, -1)).reshape(
-            *x.shape[:-1], -1
-        )
+        if bias is not None:
+            y = y + bias.reshape(1, -1)
+        return y.reshape(*x.shape[:-1], -1)
 
 
 class Embedding(nnx.Embed):
@@ -72,9 +77,8 @@ class Embedding(nnx.Embed):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """(..., D) to logits (..., V)."""
-        return jnp.dot(rows(x.astype(self.dtype)), self.table().T).reshape(
-            *x.shape[:-1], -1
-        )
+        logits = jnp.dot(rows(x.astype(self.dtype)), self.table().T)
+        return logits.reshape(*x.shape[:-1], -1)
 
 
 def linear(
@@ -86,17 +90,17 @@ def linear(
     dtype: jnp.dtype,
     rngs: nnx.Rngs,
 ) -> Linear:
-    """A linear layer; kernel (inputs, outputs), normal with standard deviation ``std``,
-    and a bias of zeros or none.
+    """A linear layer: kernel (inputs, outputs), and a bias of zeros or none.
+
+    The kernel is normal with standard deviation ``std``.
     """
-    init = nnx.initializers.normal(std)
     return Linear(
         inputs,
         outputs,
         use_bias=bias,
         dtype=dtype,
         param_dtype=jnp.float32,
-        kernel_init=init,
+        kernel_init=nnx.initializers.normal(std),
         rngs=rngs,
     )
 
@@ -105,13 +109,12 @@ def embedding(
     entries: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
 ) -> Embedding:
     """A table (entries, width), normal as the linear layers."""
-    init = nnx.initializers.normal(INIT_STD)
     return Embedding(
         entries,
         width,
         dtype=dtype,
         param_dtype=jnp.float32,
-        embedding_init=init,
+        embedding_init=nnx.initializers.normal(INIT_STD),
         rngs=rngs,
     )
 
@@ -119,8 +122,9 @@ def embedding(
 def norm(
     config: ModelConfig, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
 ) -> nnx.Module:
-    """RMSNorm with a scale, or GPT-2's LayerNorm; Flax computes the moments in float32
-    for every ``dtype``.
+    """RMSNorm with a scale, or GPT-2's LayerNorm.
+
+    Flax computes the moments in float32 for every ``dtype``.
     """
     common: dict[str, Any] = {
         "epsilon": config.norm_epsilon,
@@ -136,21 +140,22 @@ def norm(
 
 def residual_std(config: ModelConfig) -> float:
     """Initial standard deviation of a residual projection; every block has two."""
-    return (
-        config.hidden_std / math.sqrt(2 * config.layers)
-        if config.scaled_residuals
-        else config.hidden_std
-    )
+    if config.scaled_residuals:
+        return config.hidden_std / math.sqrt(2 * config.layers)
+    return config.hidden_std
 
 
 def rotate(x_BxTxHxK: jax.Array, base: float) -> jax.Array:
-    """Rotary positions: dimensions i and i + K/2 are rotated by the angle t
-    base^(-2i/K); computed in float32.
+    """Rotary positions, computed in float32.
+
+    Dimensions i and i + K/2 are rotated by the angle t base^(-2i/K).
     """
-    time, half = x_BxTxHxK.shape[1], x_BxTxHxK.shape[3] // 2
+    _, time, _, width = x_BxTxHxK.shape
+    half = width // 2
     frequencies_K = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles_Tx1xK = jnp.arange(time, dtype=jnp.float32)[:, None, None] * frequencies_K
-    cosine, sine = jnp.cos(angles_Tx1xK), jnp.sin(angles_Tx1xK)
+    cosine = jnp.cos(angles_Tx1xK)
+    sine = jnp.sin(angles_Tx1xK)
     first, second = jnp.split(x_BxTxHxK.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate(
         [first * cosine - second * sine, second * cosine + first * sine], axis=-1
@@ -164,32 +169,25 @@ def head_width(config: ModelConfig) -> int:
 
 
 def attention_implementation(config: ModelConfig, dtype: jnp.dtype) -> Implementation:
-    """What computes attention: cuDNN where it runs, unless the model is configured to
-    use XLA.
-    """
-    return (
-        "cudnn"
-        if config.attention == "auto" and cudnn_runs(head_width(config), dtype)
-        else "xla"
-    )
+    """What computes attention: cuDNN where it runs, unless the model is to use XLA."""
+    if config.attention == "auto" and cudnn_runs(head_width(config), dtype):
+        return "cudnn"
+    return "xla"
 
 
 def cudnn_runs(width: int, dtype: jnp.dtype) -> bool:
-    """Whether cuDNN's attention runs here on heads of ``width``; JAX allows wider ones
-    on some GPUs.
+    """Whether cuDNN's attention runs here on heads of ``width``.
+
+    JAX allows wider ones on some GPUs.
     """
     device = jax.local_devices()[0]
-    # compute_capability is no number on AMD's GPUs, whose platform is "gpu", too.
-    cuda = (
-        "cuda" in device.client.platform_version
-        and float(device.compute_capability) >= 8
-    )
-    return (
-        cuda
-        and dtype in (jnp.bfloat16, jnp.float16)
-        and width <= CUDNN_HEAD_WIDTH
-        and width % 8 == 0
-    )
+    # The platform of AMD's GPUs is "gpu", too; their compute_capability is no number.
+    if "cuda" not in device.client.platform_version:
+        return False
+    if float(device.compute_capability) < 8:
+        return False
+    fits = width <= CUDNN_HEAD_WIDTH and width % 8 == 0
+    return fits and dtype in (jnp.bfloat16, jnp.float16)
 
 
 def attend(
@@ -198,8 +196,9 @@ def attend(
     value_BxTxGxK: jax.Array,
     implementation: Implementation,
 ) -> jax.Array:
-    """Causal attention, (B, T, H, K); on a mesh every device computes its own
-    sequences.
+    """Causal attention, (B, T, H, K).
+
+    On a mesh every device computes its own sequences.
     """
     function = functools.partial(
         jax.nn.dot_product_attention, is_causal=True, implementation=implementation
@@ -221,57 +220,54 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
         self.implementation: Implementation = attention_implementation(config, dtype)
-        queries, keys = (
-            heads * head_width(config)
-            for heads in (config.heads, config.kv_heads or config.heads)
-        )
+        width, std = config.width, config.hidden_std
+        queries = config.heads * head_width(config)
+        keys = (config.kv_heads or config.heads) * head_width(config)
         matrix = functools.partial(linear, bias=config.bias, dtype=dtype, rngs=rngs)
+        # The order of the layers is that of their random draws.
         if config.family == "gpt2":
-            self.qkv = matrix(config.width, 3 * config.width, std=config.hidden_std)
+            self.qkv = matrix(width, 3 * width, std=std)
         else:
-            parts = (
-                matrix(config.width, size, std=config.hidden_std)
-                for size in (queries, keys, keys)
-            )
-            self.query, self.key, self.value = parts
-        self.out = matrix(queries, config.width, std=residual_std(config))
+            self.query = matrix(width, queries, std=std)
+            self.key = matrix(width, keys, std=std)
+            self.value = matrix(width, keys, std=std)
+        self.out = matrix(queries, width, std=residual_std(config))
         if config.family == "qwen3":
             self.query_norm = norm(config, head_width(config), dtype=dtype, rngs=rngs)
             self.key_norm = norm(config, head_width(config), dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """(B, T, D) to the same."""
-        family, base, shape = (
-            self.config.family,
-            self.config.rotary_base,
-            x_BxTxD.shape[:2],
-        )
+        family, base = self.config.family, self.config.rotary_base
         if family == "gpt2":
-            parts = jnp.split(self.qkv(x_BxTxD), 3, axis=-1)
+            query, key, value = jnp.split(self.qkv(x_BxTxD), 3, axis=-1)
         else:
-            parts = [layer(x_BxTxD) for layer in (self.query, self.key, self.value)]
-        query_BxTxHxK, key_BxTxGxK, value_BxTxGxK = (
-            x.reshape(*shape, -1, head_width(self.config)) for x in parts
-        )
+            query = self.query(x_BxTxD)
+            key = self.key(x_BxTxD)
+            value = self.value(x_BxTxD)
+        query_BxTxHxK = self._in_heads(query)
+        key_BxTxGxK = self._in_heads(key)
+        value_BxTxGxK = self._in_heads(value)
         if family == "qwen3":
-            query_BxTxHxK, key_BxTxGxK = (
-                self.query_norm(query_BxTxHxK),
-                self.key_norm(key_BxTxGxK),
-            )
+            query_BxTxHxK = self.query_norm(query_BxTxHxK)
+            key_BxTxGxK = self.key_norm(key_BxTxGxK)
         if family != "gpt2":
-            query_BxTxHxK, key_BxTxGxK = (
-                rotate(query_BxTxHxK, base),
-                rotate(key_BxTxGxK, base),
-            )
+            query_BxTxHxK = rotate(query_BxTxHxK, base)
+            key_BxTxGxK = rotate(key_BxTxGxK, base)
         mixed_BxTxHxK = attend(
             query_BxTxHxK, key_BxTxGxK, value_BxTxGxK, self.implementation
         )
-        return self.out(mixed_BxTxHxK.reshape(*shape, -1))
+        return self.out(mixed_BxTxHxK.reshape(*x_BxTxD.shape[:2], -1))
+
+    def _in_heads(self, x: jax.Array) -> jax.Array:
+        """(B, T, HK) to (B, T, H, K)."""
+        return x.reshape(*x.shape[:2], -1, head_width(self.config))
 
 
 class MLP(nnx.Module):
-    """GPT-2's down(gelu(up(x))), else SwiGLU, down(silu(gate(x)) * up(x)); matrices (D,
-    F), and down (F, D).
+    """GPT-2's down(gelu(up(x))), else SwiGLU, down(silu(gate(x)) * up(x)).
+
+    The matrices are (D, F), and down (F, D).
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -305,20 +301,17 @@ class Block(nnx.Module):
 
 
 def make_blocks(config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Module:
-    """The blocks of a model: a list, or with ``scan_layers`` one block whose every
-    parameter has an axis L in front.
+    """The blocks of a model: a list, or a stack of them with ``scan_layers``.
 
-    The stack is made of the list's blocks, so both forms have the same initial
-    parameters.
+    A stack is one block whose every parameter has an axis L in front. The stack is made
+    of the list's blocks, so both forms have the same initial parameters.
     """
     blocks = [Block(config, dtype=dtype, rngs=rngs) for _ in range(config.layers)]
     if not config.scan_layers:
         return nnx.List(blocks)
     states = [nnx.state(block) for block in blocks]
-    return nnx.merge(
-        nnx.graphdef(blocks[0]),
-        jax.tree.map(lambda *leaves: jnp.stack(leaves), *states),
-    )
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    return nnx.merge(nnx.graphdef(blocks[0]), stack)
 
 
 def apply_blocks(
@@ -331,23 +324,28 @@ def apply_blocks(
     ) -> jax.Array:
         return nnx.merge(graphdef, state)(x_BxTxD)
 
-    if (
-        config.remat or on_mesh()
-    ):  # on a mesh, gathered weights are not kept until the backward pass
-        policy = None if config.remat else gather_again
+    if config.remat or on_mesh():
+        # On a mesh, gathered weights are not kept until the backward pass.
+        policy = gather_again
+        if config.remat:
+            policy = None
         # A scan's body is compiled alone, so nothing outside could undo the
         # recomputation.
+        prevent_cse = not config.scan_layers
         apply = jax.checkpoint(
-            apply, static_argnums=0, prevent_cse=not config.scan_layers, policy=policy
+            apply, static_argnums=0, prevent_cse=prevent_cse, policy=policy
         )
     if not config.scan_layers:
         for block in blocks:  # pyright: ignore[reportGeneralTypeIssues]
             x_BxTxD = apply(*nnx.split(block), x_BxTxD)
         return x_BxTxD
     graphdef, stack = nnx.split(blocks)
-    return jax.lax.scan(
-        lambda x_BxTxD, state: (apply(graphdef, state, x_BxTxD), None), x_BxTxD, stack
-    )[0]
+
+    def step(x_BxTxD: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
+        return apply(graphdef, state, x_BxTxD), None
+
+    x_BxTxD, _ = jax.lax.scan(step, x_BxTxD, stack)
+    return x_BxTxD
 
 
 class Transformer(nnx.Module):
@@ -373,6 +371,6 @@ class Transformer(nnx.Module):
         if self.config.family == "gpt2":
             x_BxTxD = x_BxTxD + self.positions.table()[: tokens_BxT.shape[1]]
         x_BxTxD = self.final_norm(apply_blocks(self.blocks, x_BxTxD, self.config))
-        return (
-            self.tokens.attend(x_BxTxD) if self.config.tied_head else self.head(x_BxTxD)
-        )
+        if self.config.tied_head:
+            return self.tokens.attend(x_BxTxD)
+        return self.head(x_BxTxD)
