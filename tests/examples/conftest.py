@@ -20,25 +20,23 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 PACKAGES = ("json", "email", "http", "logging")
 # What every report says of its runs.
 FACTS = {
-    **{
-        "settings": "nano --steps 10",
-        "command": "python -m examples",
-        "date": "2026-01-01",
+    "settings": "nano --steps 10",
+    "command": "python -m examples",
+    "date": "2026-01-01",
+    "machine": {"kind": "cpu", "cores": 1},
+    "versions": {"python": "3.11", "jax": "0.10"},
+    "parameters": 1000,
+    "text": {"source": "text"},
+    "config": {
+        "config": "nano",
+        "steps": 10,
+        "batch_size": 2,
+        "learning_rate": 0.1,
+        "model.context": 4,
+        "model.family": "gpt2",
+        "model.layers": 1,
+        "model.width": 8,
     },
-    **{
-        "machine": {"kind": "cpu", "cores": 1},
-        "versions": {"python": "3.11", "jax": "0.10"},
-    },
-    **{"parameters": 1000, "text": {"source": "text"}},
-    "config": (
-        {"config": "nano", "steps": 10, "batch_size": 2, "learning_rate": 0.1}
-        | {
-            "model.context": 4,
-            "model.family": "gpt2",
-            "model.layers": 1,
-            "model.width": 8,
-        }
-    ),
 }
 
 
@@ -61,37 +59,26 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def dataset(corpus, tmp_path_factory) -> data.Dataset:
     folder = tmp_path_factory.mktemp("data") / "tokens"
-    options = [
-        "--vocabulary",
-        "512",
-        "--validation-percent",
-        "20",
-        "--output",
-        str(folder),
-    ]
-    command.main(["python", str(corpus), *options])
+    options = ["--vocabulary", "512", "--validation-percent", "20"]
+    command.main(["python", str(corpus), *options, "--output", str(folder)])
     return data.load(folder)
 
 
 @pytest.fixture
 def flags(dataset, tmp_path) -> list[str]:
-    """Command-line arguments of a tiny run on the session's corpus, in a folder of the
-    test's own.
+    """Command-line arguments of a tiny run in a folder of the test's own.
+
+    It is on the session's corpus.
     """
-    return [
-        "--config",
-        "tiny",
-        "--runs-folder",
-        str(tmp_path / "runs"),
-        "--tokens",
-        str(dataset.folder),
-    ]
+    folders = ["--runs-folder", str(tmp_path / "runs"), "--tokens", str(dataset.folder)]
+    return ["--config", "tiny", *folders]
 
 
 @pytest.fixture
 def refused_at_once(tmp_path, monkeypatch, capsys) -> Callable:
-    """The check that a program refuses its arguments with one line, before anything is
-    written.
+    """The check that a program refuses its arguments before anything is written.
+
+    It says why in one line.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -108,10 +95,10 @@ def refused_at_once(tmp_path, monkeypatch, capsys) -> Callable:
 
 def losses(run: Path) -> list[dict]:
     """The log of a run without what the clock says."""
-    return [
-        {k: v for k, v in line.items() if k != "tokens_per_second"}
-        for line in read_lines(run / "log.jsonl")
-    ]
+    lines = read_lines(run / "log.jsonl")
+    for line in lines:
+        line.pop("tokens_per_second", None)
+    return lines
 
 
 def wait_for(run: Path, step: int, *processes: subprocess.Popen) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's lines in a first user's program of 200 steps. ``python -m
-tests.examples.test_first_user`` compares.
+"""The README's lines in a first user's program of 200 steps.
+
+``python -m tests.examples.test_first_user`` compares.
 """
 
 import re
@@ -21,15 +22,14 @@ WIDTH, HEADS, LAYERS, CONTEXT, STEPS, WARMUP = 96, 4, 3, 64, 200, 20
 
 
 class Model(nnx.Module):
-    """A transformer with Flax's default initialization: bytes (B, T) to logits (B, T,
-    256).
+    """A transformer with Flax's default initialization.
+
+    It maps bytes (B, T) to logits (B, T, 256).
     """
 
     def __init__(self, rngs):
-        self.embed, self.positions = (
-            nnx.Embed(256, WIDTH, rngs=rngs),
-            nnx.Embed(CONTEXT, WIDTH, rngs=rngs),
-        )
+        self.embed = nnx.Embed(256, WIDTH, rngs=rngs)
+        self.positions = nnx.Embed(CONTEXT, WIDTH, rngs=rngs)
         attention = [
             nnx.MultiHeadAttention(HEADS, WIDTH, rngs=rngs, decode=False)
             for _ in range(LAYERS)
@@ -47,32 +47,31 @@ class Model(nnx.Module):
         self.head = nnx.Linear(WIDTH, 256, rngs=rngs)
 
     def __call__(self, tokens):
-        norms, x = (
-            iter(self.norms),
-            self.embed(tokens) + self.positions(jnp.arange(tokens.shape[-1])),
-        )
+        norms = iter(self.norms)
+        mask = nnx.make_causal_mask(tokens)
+        x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[-1]))
         for attention, up, down in zip(self.attention, self.up, self.down, strict=True):
-            x = x + attention(next(norms)(x), mask=nnx.make_causal_mask(tokens))
+            x = x + attention(next(norms)(x), mask=mask)
             x = x + down(jax.nn.gelu(up(next(norms)(x))))
         return self.head(next(norms)(x))
 
 
 def loss_of(model, tokens):
-    return optax.softmax_cross_entropy_with_integer_labels(
-        model(tokens[:, :-1]), tokens[:, 1:]
-    ).mean()
+    logits = model(tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
 
 
 def texts():
     """Bytes to train on, and of every tenth file, to validate on."""
     files = sorted(Path(get_path("stdlib")).glob("*.py"))
-    parts = [
-        [x for i, x in enumerate(files) if (i % 10 == 0) is held_out]
-        for held_out in (False, True)
-    ]
-    return [
-        np.concatenate([np.fromfile(file, np.uint8) for file in part]) for part in parts
-    ]
+    held_out = files[::10]
+    training = [file for file in files if file not in held_out]
+    return text_of(training), text_of(held_out)
+
+
+def text_of(files):
+    return np.concatenate([np.fromfile(file, np.uint8) for file in files])
 
 
 def windows(text, draw, count):
@@ -87,13 +86,14 @@ def validation_loss(model, optimizer):
     def step(model, optimizer, tokens):
         optimizer.update(model, nnx.grad(loss_of)(model, tokens))
 
-    (training, held_out), draw = texts(), np.random.default_rng(0)
+    training, held_out = texts()
+    draw = np.random.default_rng(0)
     for _ in range(STEPS):
         step(model, optimizer, windows(training, draw, 16))
-    draw, evaluate = np.random.default_rng(99), nnx.jit(loss_of)
-    return float(
-        np.mean([evaluate(model, windows(held_out, draw, 64)) for _ in range(16)])
-    )
+    draw = np.random.default_rng(99)
+    evaluate = nnx.jit(loss_of)
+    losses = [evaluate(model, windows(held_out, draw, 64)) for _ in range(16)]
+    return float(np.mean(losses))
 
 
 def peaking_at(rate):
@@ -106,9 +106,7 @@ def by(tx):
 
 
 def by_readme(adamw_peak=3e-3):
-    """With the README's first block as it is, but for the numbers of the user's own
-    script.
-    """
+    """With the README's first block, but for the numbers of the user's own script."""
     block = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
     for old, new in (("100, 1_500", f"{WARMUP}, {STEPS}"), ("6e-4", str(adamw_peak))):
         assert block.count(old) == 1

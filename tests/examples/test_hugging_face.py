@@ -34,15 +34,17 @@ CONFIGS = {
 
 
 def random_parameters(config: ModelConfig):
-    """Parameters far from the initial ones: no bias is zero, no scale one, and
-    attention prefers some tokens.
+    """Parameters far from the initial ones.
+
+    No bias is zero, no scale one, and attention prefers some tokens.
     """
     rng = np.random.default_rng(1)
 
     def draw(path, shape):
         noise = rng.normal(size=shape.shape)
-        scale = jax.tree_util.keystr(path).endswith("['scale']")
-        return (1 + 0.3 * noise if scale else 0.2 * noise).astype(np.float32)
+        if jax.tree_util.keystr(path).endswith("['scale']"):
+            return (1 + 0.3 * noise).astype(np.float32)
+        return (0.2 * noise).astype(np.float32)
 
     return jax.tree_util.tree_map_with_path(draw, models.shapes(config, VOCABULARY))
 
@@ -52,11 +54,8 @@ def attention(q, k, v):
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     scores = q @ k.swapaxes(2, 3) / q.shape[-1] ** 0.5
     weights = np.exp(np.where(np.tri(q.shape[2], dtype=bool), scores, -np.inf))
-    return (
-        (weights / weights.sum(-1, keepdims=True) @ v)
-        .swapaxes(1, 2)
-        .reshape(*TOKENS.shape, -1)
-    )
+    mixed = weights / weights.sum(-1, keepdims=True) @ v
+    return mixed.swapaxes(1, 2).reshape(*TOKENS.shape, -1)
 
 
 def heads(x, width):
@@ -68,49 +67,49 @@ def gpt2(t, s):
 
     def norm(x, name):
         x = x - x.mean(-1, keepdims=True)
-        return x / np.sqrt(
-            (x**2).mean(-1, keepdims=True) + s["layer_norm_epsilon"]
-        ) * t(name, 0) + t(name, 1)
+        variance = (x**2).mean(-1, keepdims=True)
+        normalized = x / np.sqrt(variance + s["layer_norm_epsilon"])
+        return normalized * t(name, 0) + t(name, 1)
+
+    def linear(x, name):
+        return x @ t(name, 0) + t(name, 1)
 
     x = t("transformer.wte", 0)[TOKENS] + t("transformer.wpe", 0)
     for i in range(s["n_layer"]):
-        h, name = f"transformer.h.{i}.", lambda y, part: y @ t(part, 0) + t(part, 1)
-        qkv = np.split(name(norm(x, h + "ln_1"), h + "attn.c_attn"), 3, axis=-1)
-        x = x + name(
-            attention(*(heads(y, s["n_embd"] // s["n_head"]) for y in qkv)),
-            h + "attn.c_proj",
-        )
-        up = name(norm(x, h + "ln_2"), h + "mlp.c_fc")
-        x = x + name(up * (1 + np.asarray(erf(up / 2**0.5))) / 2, h + "mlp.c_proj")
-    return (
-        norm(x, "transformer.ln_f")
-        @ t("transformer.wte" if s["tie_word_embeddings"] else "lm_head", 0).T
-    )
+        h = f"transformer.h.{i}."
+        qkv = np.split(linear(norm(x, h + "ln_1"), h + "attn.c_attn"), 3, axis=-1)
+        mixed = attention(*(heads(y, s["n_embd"] // s["n_head"]) for y in qkv))
+        x = x + linear(mixed, h + "attn.c_proj")
+        up = linear(norm(x, h + "ln_2"), h + "mlp.c_fc")
+        gelu = up * (1 + np.asarray(erf(up / 2**0.5))) / 2
+        x = x + linear(gelu, h + "mlp.c_proj")
+    head = "lm_head"
+    if s["tie_word_embeddings"]:
+        head = "transformer.wte"
+    return norm(x, "transformer.ln_f") @ t(head, 0).T
 
 
 def llama(t, s):
-    """LLaMA's and Qwen3's logits in float64: transformers' ``modeling_llama.py`` and
-    ``modeling_qwen3.py``.
+    """LLaMA's and Qwen3's logits in float64.
+
+    As in transformers' ``modeling_llama.py`` and ``modeling_qwen3.py``.
     """
     width = s["head_dim"]
-    frequencies = s["rope_parameters"]["rope_theta"] ** -(
-        np.arange(0, width, 2) / width
-    )
-    angles = np.arange(TOKENS.shape[1])[:, None] * frequencies
-    cos, sin = np.cos(np.tile(angles, 2)), np.sin(np.tile(angles, 2))
+    base = s["rope_parameters"]["rope_theta"]
+    frequencies = base ** -(np.arange(0, width, 2) / width)
+    angles = np.tile(np.arange(TOKENS.shape[1])[:, None] * frequencies, 2)
+    cos = np.cos(angles)
+    sin = np.sin(angles)
 
     def norm(x, name):
-        return (
-            x / np.sqrt((x**2).mean(-1, keepdims=True) + s["rms_norm_eps"]) * t(name, 0)
-        )
+        mean_square = (x**2).mean(-1, keepdims=True)
+        return x / np.sqrt(mean_square + s["rms_norm_eps"]) * t(name, 0)
 
     def rotated(x, name):
-        x = norm(x, name) if s["model_type"] == "qwen3" else x
-        return (
-            x * cos
-            + np.concatenate([-x[..., width // 2 :], x[..., : width // 2]], axis=-1)
-            * sin
-        )
+        if s["model_type"] == "qwen3":
+            x = norm(x, name)
+        first, second = np.split(x, 2, axis=-1)
+        return x * cos + np.concatenate([-second, first], axis=-1) * sin
 
     x = t("model.embed_tokens", 0)[TOKENS]
     for i in range(s["num_hidden_layers"]):
@@ -125,15 +124,12 @@ def llama(t, s):
         x = x + mixed @ t(h + "self_attn.o_proj", 0).T
         y = norm(x, h + "post_attention_layernorm")
         gate = y @ t(h + "mlp.gate_proj", 0).T
-        x = (
-            x
-            + (gate / (1 + np.exp(-gate)) * (y @ t(h + "mlp.up_proj", 0).T))
-            @ t(h + "mlp.down_proj", 0).T
-        )
-    return (
-        norm(x, "model.norm")
-        @ t("model.embed_tokens" if s["tie_word_embeddings"] else "lm_head", 0).T
-    )
+        gated = gate / (1 + np.exp(-gate)) * (y @ t(h + "mlp.up_proj", 0).T)
+        x = x + gated @ t(h + "mlp.down_proj", 0).T
+    head = "lm_head"
+    if s["tie_word_embeddings"]:
+        head = "model.embed_tokens"
+    return norm(x, "model.norm") @ t(head, 0).T
 
 
 def exported(config: ModelConfig, folder) -> np.ndarray:
@@ -164,10 +160,13 @@ def test_exported_weights_give_the_same_logits(name, tmp_path):
     used = set()
 
     def tensor(module, bias):
-        used.add(f"{module}.{'bias' if bias else 'weight'}")
-        return tensors[f"{module}.{'bias' if bias else 'weight'}"].astype(np.float64)
+        kinds = ("weight", "bias")
+        name = f"{module}.{kinds[bias]}"
+        used.add(name)
+        return tensors[name].astype(np.float64)
 
-    theirs = (gpt2 if settings["model_type"] == "gpt2" else llama)(tensor, settings)
+    logits_of = {"gpt2": gpt2, "llama": llama, "qwen3": llama}
+    theirs = logits_of[settings["model_type"]](tensor, settings)
     np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
     assert used == tensors.keys()
     assert {x.dtype for x in tensors.values()} == {np.dtype("float32")}
@@ -176,10 +175,8 @@ def test_exported_weights_give_the_same_logits(name, tmp_path):
 @pytest.mark.parity
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_saved_model_is_one_of_theirs(name, tmp_path):
-    transformers, torch = (
-        pytest.importorskip("transformers"),
-        pytest.importorskip("torch"),
-    )
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
     ours = exported(CONFIGS[name], tmp_path)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True

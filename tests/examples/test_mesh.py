@@ -83,8 +83,8 @@ def test_an_incomplete_address_is_one_line(tmp_path):
     """JAX checks it; in a process of its own, as JAX has to be new."""
     code = """
 from examples.pretrain.main import main
-for address in (["--processes", "2"], ["--coordinator", "a:1", "--processes", "2", "--process", "2"]):
-    assert main(["--config", "tiny", "--replicas", "2", *address]) == 1
+for address in ("--processes 2", "--coordinator a:1 --processes 2 --process 2"):
+    assert main(["--config", "tiny", "--replicas", "2", *address.split()]) == 1
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(
@@ -123,7 +123,7 @@ def test_every_matrix_has_its_shares(family, scan):
 
 
 def step_of(config: ModelConfig, parts: int, layout: mesh.Layout):
-    """Parameters, loss and gradient norm after a step of SGD on a batch with padding."""
+    """Parameters, loss and gradient norm of a step of SGD on a batch with padding."""
     graphdef, variables = nnx.split(
         models.build(config, VOCABULARY, dtype=jnp.dtype("float32"), seed=0)
     )

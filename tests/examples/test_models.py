@@ -63,9 +63,7 @@ def loss_and_gradient(config: ModelConfig):
 
 @all_models
 def test_logits(config):
-    """Causal, of the seed, near those of bfloat16 arithmetic, and without knowledge
-    before training.
-    """
+    """Causal, of the seed, near those of bfloat16, without knowledge before training."""
     model = build(config)
     logits = logits_of(model, TOKENS)
     changed = logits_of(model, TOKENS.at[:, 10].add(1))
@@ -111,6 +109,12 @@ def test_a_text_shorter_or_longer_than_the_context():
         logits_of(build(MODELS["gpt2"]), jnp.zeros((1, 17), jnp.int32))
 
 
+def with_stacked_blocks(params: dict) -> dict:
+    """The same parameters as those of a model that scans over its layers."""
+    blocks = jax.tree.map(lambda *leaves: np.stack(leaves), *params["blocks"].values())
+    return params | {"blocks": blocks}
+
+
 @cases.rows(
     "family form",
     ("llama", {"scan_layers": True, "remat": True}),
@@ -124,23 +128,13 @@ def test_a_text_shorter_or_longer_than_the_context():
 def test_scan_and_remat_change_no_number(family, form):
     config = MODELS[family]
     other = dataclasses.replace(config, **form)
-    start, other_start = jax.device_get(
-        (parameters(build(config)), parameters(build(other)))
-    )
-    (loss, gradient), (other_loss, other_gradient) = (
-        loss_and_gradient(config),
-        loss_and_gradient(other),
-    )
+    start = jax.device_get(parameters(build(config)))
+    other_start = jax.device_get(parameters(build(other)))
+    loss, gradient = loss_and_gradient(config)
+    other_loss, other_gradient = loss_and_gradient(other)
     if other.scan_layers:
-        start, gradient = (
-            {
-                **tree,
-                "blocks": jax.tree.map(
-                    lambda *leaves: np.stack(leaves), *tree["blocks"].values()
-                ),
-            }
-            for tree in (start, gradient)
-        )
+        start = with_stacked_blocks(start)
+        gradient = with_stacked_blocks(gradient)
     jax.tree.map(np.testing.assert_array_equal, start, other_start)
     # Rounding only: the compiler fuses the forms differently. Gradients are below 1,
     # losses near log(100) = 4.6.
@@ -153,9 +147,7 @@ def test_scan_and_remat_change_no_number(family, form):
 
 
 @all_models
-def test_the_shapes_are_those_of_the_model_and_hidden_matrices_are_matrices_to_the_optimizer(
-    config,
-):
+def test_the_shapes_are_those_of_the_model_and_the_optimizer_finds_the_matrices(config):
     real = parameters(build(config))
     for scan_layers in (False, True):
         shapes = models.shapes(
@@ -179,24 +171,18 @@ def test_the_shapes_are_those_of_the_model_and_hidden_matrices_are_matrices_to_t
 
 # The two Qwen3 are as large as the published ones.
 SIZES = {
-    **{
-        "first_run": 658_048,
-        "nano": 168_448,
-        "tiny": 37_024,
-        "gpt2_2m": 1_906_080,
-        "gpt2_10m": 10_080_320,
-    },
-    **{
-        "gpt2_small": 124_373_760,
-        "gpt2_small_python": 124_373_760,
-        "llama_130m": 134_105_856,
-    },
-    **{
-        "llama_350m": 367_969_280,
-        "llama_1p3b": 1_339_082_752,
-        "qwen3_0p6b": 596_049_920,
-        "qwen3_1p7b": 1_720_574_976,
-    },
+    "first_run": 658_048,
+    "nano": 168_448,
+    "tiny": 37_024,
+    "gpt2_2m": 1_906_080,
+    "gpt2_10m": 10_080_320,
+    "gpt2_small": 124_373_760,
+    "gpt2_small_python": 124_373_760,
+    "llama_130m": 134_105_856,
+    "llama_350m": 367_969_280,
+    "llama_1p3b": 1_339_082_752,
+    "qwen3_0p6b": 596_049_920,
+    "qwen3_1p7b": 1_720_574_976,
 }
 
 
@@ -204,9 +190,8 @@ def test_named_configurations_have_the_size_that_the_page_states():
     assert SIZES.keys() == configs.CONFIGS.keys()
     for name, expected in SIZES.items():
         config = configs.load(name)
-        stacked = dataclasses.replace(
-            config.model, scan_layers=True
-        )  # traces one layer
+        # Traces one layer.
+        stacked = dataclasses.replace(config.model, scan_layers=True)
         shapes = models.shapes(stacked, config.model.vocabulary or config.vocabulary)
         assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == expected, name
 
@@ -240,10 +225,8 @@ def test_initial_spread():
         ("mlp", "down"): 20,
     }
     for (branch, name), ratio in ratios.items():
-        found, kernel = (
-            other["blocks"][3][branch][name]["kernel"],
-            block[branch][name]["kernel"],
-        )
+        found = other["blocks"][3][branch][name]["kernel"]
+        kernel = block[branch][name]["kernel"]
         np.testing.assert_allclose(found, ratio * kernel, rtol=1e-5)
     assert not block["mlp"]["up"]["bias"].any()
 
@@ -252,11 +235,9 @@ class Device:
     """The attributes of a device that are looked at."""
 
     def __init__(self, platform_version: str, compute_capability: str):
-        self.client, self.platform_version, self.compute_capability = (
-            self,
-            platform_version,
-            compute_capability,
-        )
+        self.client = self
+        self.platform_version = platform_version
+        self.compute_capability = compute_capability
 
 
 @cases.rows(

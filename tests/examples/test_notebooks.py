@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The notebooks: what is stored of them, and that they run. The docs build executes
-them too.
+"""The notebooks: what is stored of them, and that they run.
+
+The docs build executes them too.
 """
 
 import json
@@ -43,11 +44,9 @@ def test_it_is_stored_without_what_a_run_leaves_and_uses_public_names_only(path)
         "nbformat_minor": 5,
     }
     for cell in notebook["cells"]:
-        left = (
-            {"outputs": [], "execution_count": None}
-            if cell["cell_type"] == "code"
-            else {}
-        )
+        left = {}
+        if cell["cell_type"] == "code":
+            left = {"outputs": [], "execution_count": None}
         assert cell == {
             **{name: cell[name] for name in ("cell_type", "id", "source")},
             "metadata": {},
@@ -69,10 +68,8 @@ def test_it_is_stored_without_what_a_run_leaves_and_uses_public_names_only(path)
 @pytest.mark.timeout(900)
 @every_notebook
 def test_it_runs_anywhere_prints_no_warning_and_leaves_nothing_behind(path, tmp_path):
-    script, folder = (
-        tmp_path / "notebook.py",
-        tmp_path / "empty",
-    )  # equinox.py would hide the package
+    script = tmp_path / "notebook.py"  # equinox.py would hide the package
+    folder = tmp_path / "empty"
     script.write_text(
         code(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8"
     )

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
-RECOMMENDED, ADAMW = (
-    "normpre_h(schedule, adam_learning_rate=adamw_schedule)",
-    "optax.adamw(adamw_schedule)",
-)
+RECOMMENDED = "normpre_h(schedule, adam_learning_rate=adamw_schedule)"
+ADAMW = "optax.adamw(adamw_schedule)"
 
 
 def test_it_is_short_and_the_switch_is_one_line():
@@ -43,7 +41,6 @@ def test_it_learns(tmp_path, optimizer):
     assert result.returncode == 0, result.stderr
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", result.stdout)]
     assert len(losses) == 7
-    assert (
-        losses[-1] < 2.4 < 5.0 < losses[0]
-    )  # log 256 = 5.5 knowing nothing; 3.1 knowing the frequency of each byte
+    # log 256 = 5.5 knowing nothing; 3.1 knowing the frequency of each byte.
+    assert losses[-1] < 2.4 < 5.0 < losses[0]
     assert "12 matrices" in result.stdout

@@ -50,7 +50,7 @@ SMALLEST = [
 
 
 def refused(arguments: list[str], capture, *, midway: bool = False) -> str:
-    """The one line with which the program refuses, before the first step or ``midway``."""
+    """The line with which the program refuses, before the first step or ``midway``."""
     capture.readouterr()
     assert main.main(arguments) == 1
     gc.collect()  # what is given up has no more to say
@@ -91,8 +91,9 @@ def other_tokens(corpus, tmp_path) -> str:
 
 @pytest.fixture
 def copy(finished, tmp_path, monkeypatch) -> tuple[Path, list[str]]:
-    """A copy of the finished run in a working folder of its own, and the arguments that
-    made it.
+    """A copy of the finished run, and the arguments that made it.
+
+    It is in a working folder of its own.
     """
     run, arguments, _ = finished
     shutil.copytree(run.parent, tmp_path / "runs")
@@ -142,7 +143,8 @@ def test_a_run_leaves_its_folder_and_nothing_else(finished, dataset):
 
 
 def test_progress_is_a_line_every_30_seconds_without_a_terminal(monkeypatch):
-    clock, file = [0.0], io.StringIO()
+    clock = [0.0]
+    file = io.StringIO()
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     progress = logs.Progress(Console(file=file, width=200), 800)
     for step in range(1, 801):
@@ -154,13 +156,15 @@ def test_progress_is_a_line_every_30_seconds_without_a_terminal(monkeypatch):
 
 
 def signal_in_a_step(patch, number: int) -> None:
-    """Send a signal in the fifth step; number 0: end there at once, as by a second
-    Ctrl-C.
+    """Send a signal in the fifth step.
+
+    Number 0: end there at once, as by a second Ctrl-C.
     """
     whole = train.make_train_step
 
     def make(*args):
-        step, calls = whole(*args), iter(range(5))
+        step = whole(*args)
+        calls = iter(range(5))
 
         def counted(state, tokens):
             if next(calls, None) == 4:
@@ -175,7 +179,8 @@ def signal_in_a_step(patch, number: int) -> None:
 
 
 def signal_while_logging(patch, number: int) -> None:
-    whole, calls = train.Log.write, iter(range(4))
+    whole = train.Log.write
+    calls = iter(range(4))
 
     def write(log, records):
         if next(calls, None) == 3:
@@ -204,11 +209,10 @@ def test_a_stopped_run_goes_on_exactly(
         send(patch, number)
         assert main.main(arguments) == status
     assert signal.getsignal(signal.SIGTERM) == before
-    line = (
-        f"stopped after step {after}, saved; the same command with --resume continues"
-        if number
-        else "--resume"
-    )
+    line = "--resume"
+    if number:
+        line = f"stopped after step {after}, saved; the same command with --resume"
+        line += " continues"
     assert line in capsys.readouterr().err
     part = tmp_path / "runs" / run.name
     assert files(part / "checkpoints")[-1] == str(after)
@@ -220,7 +224,8 @@ def test_a_stopped_run_goes_on_exactly(
 
 def test_a_finished_run_is_left_as_it_is(copy, capsys):
     run, arguments = copy
-    before, kept = losses(run), files(run)
+    before = losses(run)
+    kept = files(run)
     assert "--resume continues it" in refused(arguments, capsys)
     assert "no run in" in refused(
         [*arguments, "--resume", "--name", "misspelled"], capsys
@@ -343,9 +348,8 @@ def test_a_damaged_checkpoint_is_one_line_and_the_one_before_can_be_used(
     run, arguments = copy
     newest = run / "checkpoints" / "12"
     if part == "manifest":
-        (
-            newest / "opt_state" / "manifest.ocdbt"
-        ).unlink()  # Tensorstore's reads are given up midway
+        # Tensorstore's reads are given up midway.
+        (newest / "opt_state" / "manifest.ocdbt").unlink()
     else:
         damage(newest / part)
     if part == "params":
@@ -369,23 +373,17 @@ def test_a_full_disk_is_one_line(finished, tmp_path, monkeypatch, capfd, part):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def save(checkpoints, *data, **trees):
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (20_000, limits[1])
-        )  # less than the token table
+        # Less than the token table.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
         whole(checkpoints, *data, **trees)
 
     monkeypatch.chdir(tmp_path)
-    limits, whole = (
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-        checkpoint.Checkpoints.save,
-    )
-    monkeypatch.setattr(
-        *(
-            (checkpoint.Checkpoints, "save", save)
-            if part == "checkpoint"
-            else (train.Log, "write", write)
-        )
-    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    whole = checkpoint.Checkpoints.save
+    if part == "checkpoint":
+        monkeypatch.setattr(checkpoint.Checkpoints, "save", save)
+    else:
+        monkeypatch.setattr(train.Log, "write", write)
     try:
         said = refused(finished[1], capfd, midway=True)
     finally:
@@ -440,11 +438,11 @@ def test_what_ends_a_run_is_one_line(finished, tmp_path, monkeypatch, capsys):
 )
 def test_a_damaged_line_of_the_log_is_left_out(copy, damage):
     run, arguments = copy
-    log, before = run / "log.jsonl", losses(run)
+    log = run / "log.jsonl"
+    before = losses(run)
     lines = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes(
-        b"".join([*lines[:4], damage.encode("latin-1") + b"\n", *lines[5:]])
-    )
+    lines[4] = damage.encode("latin-1") + b"\n"
+    log.write_bytes(b"".join(lines))
     expected = [*before[:4], *before[5:]]
     with pytest.warns(UserWarning, match=r"log\.jsonl: 1 damaged line\(s\) left out"):
         found = arms.finished(run)
