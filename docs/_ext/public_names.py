@@ -81,8 +81,9 @@ def _constants_docstring(module: types.ModuleType, name: str) -> str:
         if source:
             return _constants_docstring(importlib.import_module(source), name)
         value = getattr(following, "value", None)
-        is_text = isinstance(following, ast.Expr) and isinstance(value, ast.Constant)
-        if name in _assigned(node) and is_text:
+        if not (isinstance(following, ast.Expr) and isinstance(value, ast.Constant)):
+            continue
+        if name in _assigned(node):
             return inspect.cleandoc(str(value.value))
     return ""
 
