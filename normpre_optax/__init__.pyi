@@ -14,7 +14,7 @@ import jax
 import optax
 
 from normpre_optax.options import Coefficients, DimsTree, Dtype, Number
-from normpre_optax.options import Operands, PyTree, Scale
+from normpre_optax.options import Operands, PyTree, Norm
 from normpre_optax.stages.rows import Orientation, Tangent
 from normpre_optax.hyperball import hyperball as hyperball
 from normpre_optax.learning_rates import learning_rate_by_length as learning_rate_by_length
@@ -100,7 +100,7 @@ def adamuon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'frobenius',
+    ns_norm: Norm = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -132,7 +132,7 @@ def adamuon(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.
@@ -373,7 +373,7 @@ def muon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'frobenius',
+    ns_norm: Norm = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -407,7 +407,7 @@ def muon(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.
@@ -474,7 +474,7 @@ def muon_plus(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'frobenius',
+    ns_norm: Norm = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -509,7 +509,7 @@ def muon_plus(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.
@@ -576,7 +576,7 @@ def muoneq(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'frobenius',
+    ns_norm: Norm = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -611,7 +611,7 @@ def muoneq(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.
@@ -770,7 +770,7 @@ def normpre_g(
     rms: Number | None = 0.2,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'frobenius',
+    ns_norm: Norm = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -806,7 +806,7 @@ def normpre_g(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.
@@ -875,7 +875,7 @@ def normpre_h(
     metric_strength: Number = 0.5,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'schatten',
+    ns_norm: Norm = 'schatten',
     compute_dtype: Operands = 'narrow',
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -912,7 +912,7 @@ def normpre_h(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.
@@ -1087,7 +1087,7 @@ def normuon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'frobenius',
+    ns_norm: Norm = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -1121,7 +1121,7 @@ def normuon(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.
@@ -1269,7 +1269,7 @@ def scale_by_adamuon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'frobenius',
+    ns_norm: Norm = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -1286,7 +1286,7 @@ def scale_by_adamuon(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.
@@ -1389,7 +1389,7 @@ def scale_by_muon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'frobenius',
+    ns_norm: Norm = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -1408,7 +1408,7 @@ def scale_by_muon(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.
@@ -1439,7 +1439,7 @@ def scale_by_muon_plus(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'frobenius',
+    ns_norm: Norm = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -1459,7 +1459,7 @@ def scale_by_muon_plus(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.
@@ -1490,7 +1490,7 @@ def scale_by_muoneq(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'frobenius',
+    ns_norm: Norm = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -1510,7 +1510,7 @@ def scale_by_muoneq(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.
@@ -1594,7 +1594,7 @@ def scale_by_normpre_g(
     rms: Number | None = 0.2,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'frobenius',
+    ns_norm: Norm = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -1615,7 +1615,7 @@ def scale_by_normpre_g(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.
@@ -1647,7 +1647,7 @@ def scale_by_normpre_h(
     metric_strength: Number = 0.5,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'schatten',
+    ns_norm: Norm = 'schatten',
     compute_dtype: Operands = 'narrow',
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -1667,7 +1667,7 @@ def scale_by_normpre_h(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.
@@ -1763,7 +1763,7 @@ def scale_by_normuon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = 'muon',
-    ns_scale: Scale = 'frobenius',
+    ns_norm: Norm = 'frobenius',
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -1782,7 +1782,7 @@ def scale_by_normuon(
         ns_steps: Newton-Schulz iterations; None orthogonalizes exactly.
         ns_coefficients: "muon", "you", "polar_express", a triple ``(a, b, c)``, or one
             triple per step.
-        ns_scale: norm that matrices are divided by before the iterations. "schatten" is
+        ns_norm: norm that matrices are divided by before the iterations. "schatten" is
             closer to the largest singular value than "frobenius"; see
             ``precondition_globally``.
         compute_dtype: dtype of the operands of large products; sums are in float32.

@@ -27,9 +27,9 @@ from normpre_optax.options import (
     Coefficients,
     DimsTree,
     Dtype,
+    Norm,
     Number,
     Operands,
-    Scale,
     checked,
 )
 from normpre_optax.stages.directions import direction
@@ -95,7 +95,7 @@ def scale_by_normpre_g(
     rms: Number | None = 0.2,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
-    ns_scale: Scale = "frobenius",
+    ns_norm: Norm = "frobenius",
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -115,7 +115,7 @@ def scale_by_normpre_g(
     """
     # T, and its scale.
     spectral = precondition_globally(
-        ns_steps, ns_coefficients, compute_dtype, rms, ns_scale
+        ns_steps, ns_coefficients, compute_dtype, rms, ns_norm
     )
     return scale_by_normpre(
         spectral,

@@ -73,10 +73,11 @@ OPTIONS: dict[str, Option] = {
         " step.",
         elsewhere=("ns_coeffs",),
     ),
-    "ns_scale": Option(
+    "ns_norm": Option(
         'norm that matrices are divided by before the iterations. "schatten" is closer'
         ' to the largest singular value than "frobenius"; see'
         " ``precondition_globally``.",
+        formerly=(Former("ns_scale", removed_in="0.5.0"),),
     ),
     "compute_dtype": Option(
         "dtype of the operands of large products; sums are in float32. None means the"

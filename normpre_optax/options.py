@@ -20,7 +20,7 @@ from normpre_optax.option_table import OPTIONS
 Number = jax.typing.ArrayLike
 Coefficients = Literal["muon", "you", "polar_express"] | Sequence
 # The norm that matrices are divided by before Newton-Schulz.
-Scale = Literal["frobenius", "schatten"]
+Norm = Literal["frobenius", "schatten"]
 # The dtype of the operands of products.
 Operands = Literal["narrow"] | Any
 Dtype = jax.typing.DTypeLike

@@ -14,9 +14,9 @@ from normpre_optax.options import (
     Coefficients,
     DimsTree,
     Dtype,
+    Norm,
     Number,
     Operands,
-    Scale,
     checked,
 )
 from normpre_optax.stages import (
@@ -36,7 +36,7 @@ def scale_by_normpre_h(
     metric_strength: Number = 0.5,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
-    ns_scale: Scale = "schatten",
+    ns_norm: Norm = "schatten",
     compute_dtype: Operands = "narrow",
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -59,7 +59,7 @@ def scale_by_normpre_h(
         arXiv 2606.16899; Pagliardini et al., AdEMAMix, arXiv 2409.03137.
     """
     spectral = precondition_globally(
-        ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
+        ns_steps, ns_coefficients, compute_dtype, ns_norm=ns_norm
     )
     momenta = two_momenta(
         momentum, slow_momentum, slow_weight, accumulator_dtype=mu_dtype

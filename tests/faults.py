@@ -103,7 +103,7 @@ _FAULTS = {
     "schatten_is_frobenius": (
         "linalg/newton_schulz.py",
         "",
-        'scale == "schatten"',
+        'norm == "schatten"',
         "False",
     ),
     "products_set_and_do_not_clip": (

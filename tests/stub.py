@@ -28,7 +28,7 @@ import jax
 import optax
 
 from normpre_optax.options import Coefficients, DimsTree, Dtype, Number
-from normpre_optax.options import Operands, PyTree, Scale
+from normpre_optax.options import Operands, PyTree, Norm
 from normpre_optax.stages.rows import Orientation, Tangent
 '''
 

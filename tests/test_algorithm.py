@@ -244,7 +244,7 @@ def test_coefficients_steps_and_scale_reach_the_spectral_stage(
         headroom=headroom,
         scale=scale,
     )
-    options = {"ns_coefficients": name, "ns_steps": steps, "ns_scale": scale}
+    options = {"ns_coefficients": name, "ns_steps": steps, "ns_norm": scale}
     tx = npo.normpre_g(1.0, **options, weight_decay=0.0, matrix_dims=cases.DIMS)
     w, gradient, got = first_directions(tx)
 

@@ -5,11 +5,14 @@ import dataclasses
 import inspect
 import warnings
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import normpre_optax as npo
 from normpre_optax import deprecation, option_table
 from normpre_optax.options import checked
+from tests import cases
 
 
 @pytest.fixture
@@ -70,6 +73,18 @@ def test_a_stage_takes_former_names(renamed):
         assert stage(0.3) == stage(momentum=0.3) == 0.3
     with pytest.raises(TypeError, match="unexpected keyword argument 'weight'"):
         stage(weight=1)
+
+
+@pytest.mark.parametrize("make", [npo.scale_by_muon, npo.precondition_globally])
+def test_ns_scale_is_ns_norm(make):
+    with pytest.warns(DeprecationWarning, match=r"ns_scale= is now ns_norm=.* 0\.5\.0"):
+        former = make(ns_scale="schatten")
+    grads = {"kernel": jnp.arange(12.0).reshape(3, 4)}
+    got = cases.first_update(former, grads, grads)
+    expected = cases.first_update(make(ns_norm="schatten"), grads, grads)
+    np.testing.assert_array_equal(got["kernel"], expected["kernel"])
+    other = cases.first_update(make(), grads, grads)
+    assert (got["kernel"] != other["kernel"]).any()
 
 
 def test_a_deprecated_function_names_its_successor():

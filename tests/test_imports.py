@@ -32,7 +32,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "parameters": (ALL, {"checks"}),
     "options": ({"jax"}, {"checks", "deprecation", "docstrings", "option_table"}),
     "sharding": (ALL, {"linalg", "parameters"}),
-    "stages": (ALL, {"checks", "linalg", "parameters", "sharding"}),
+    "stages": (ALL, {"checks", "deprecation", "linalg", "parameters", "sharding"}),
     "learning_rates": ({"jax", "optax"}, {"checks", "parameters", "stages"}),
     "hyperball": (
         {"jax", "optax"},

@@ -162,7 +162,7 @@ RMS, DECAY = npo.learning_rate_from_muon(LEARNING_RATE, WEIGHT_DECAY, convention
     ({"ns_coeffs": "dion"}, {"ns_coefficients": "you"}),
     (
         {"preconditioning": "schatten", "ns_steps": 4},
-        {"ns_scale": "schatten", "ns_steps": 4},
+        {"ns_norm": "schatten", "ns_steps": 4},
     ),
     (
         {"consistent_rms": 0.3},

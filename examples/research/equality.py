@@ -49,7 +49,7 @@ import normpre_optax as npo
 HYPERBALL = {"norm_control": "hyperball", "adam_learning_rate": 1e-3}
 
 
-def schatten() -> dict[str, str]:
+def schatten() -> dict[str, Any]:
     """The option of the Schatten norm, which 0.3.0 calls ``ns_scale``."""
     options = inspect.signature(npo.muon).parameters
     return {"ns_norm" if "ns_norm" in options else "ns_scale": "schatten"}

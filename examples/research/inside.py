@@ -208,8 +208,8 @@ def orthogonality(matrices: dict[str, jax.Array]) -> dict[str, list[list[float]]
     for name, x in matrices.items():
         u, _, vt = jnp.linalg.svd(x, full_matrices=False)
         signs = [
-            newton_schulz(x, coefficient_table("muon", steps), scale=scale)
-            for steps, scale in FORMS
+            newton_schulz(x, coefficient_table("muon", steps), norm=norm)
+            for steps, norm in FORMS
         ]
         values = [
             jnp.diag(u.T @ t @ vt.T) for t in signs
@@ -258,7 +258,7 @@ def table(found: dict[str, Any]) -> str:
     heads = [
         "after step",
         "layers",
-        *(f"{number} steps, {scale}" for number, scale in FORMS),
+        *(f"{number} steps, {norm}" for number, norm in FORMS),
     ]
     signs = [
         [step, kind, *(f"{c:.3f}, {below:.3f}" for c, below in each)]

@@ -59,7 +59,7 @@ def normpre_h_variant(
     peak_power: float = 0.0,
     steps: int = 0,
     ns_steps: int = 5,
-    ns_scale: Literal["frobenius", "schatten"] = "schatten",
+    ns_norm: Literal["frobenius", "schatten"] = "schatten",
     learning_rate_multipliers: Any = None,
     adam_b1: float = 0.9,
     adam_b2: float = 0.95,
@@ -93,7 +93,7 @@ def normpre_h_variant(
             the schedule.
         steps: of the run, for ``peak_power``.
         ns_steps: as in ``normpre_h``.
-        ns_scale: as in ``normpre_h``.
+        ns_norm: as in ``normpre_h``.
         learning_rate_multipliers: as in ``normpre_h``.
         adam_b1: as in ``normpre_h``.
         adam_b2: as in ``normpre_h``.
@@ -109,7 +109,7 @@ def normpre_h_variant(
 
     def chain(matrix_dims: Any) -> optax.GradientTransformation:
         spectral, both = (
-            precondition_globally(ns_steps, ns_scale=ns_scale),
+            precondition_globally(ns_steps, ns_norm=ns_norm),
             sides == "both",
         )
         # Around the identity, the metric is applied twice: at half the strength, that

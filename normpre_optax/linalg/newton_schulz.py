@@ -98,13 +98,13 @@ def _triples(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
 
 
 # Jitted: traced and lowered once per shape.
-@jax.jit(static_argnames=("table", "headroom", "compute_dtype", "scale"))
+@jax.jit(static_argnames=("table", "headroom", "compute_dtype", "norm"))
 def newton_schulz(
     x: jax.Array,
     table: tuple[Triple, ...],
     headroom: float = 1.0,
     compute_dtype: Operands = None,
-    scale: str = "frobenius",
+    norm: str = "frobenius",
     rms: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
     """Approximate ``msign(x) = U V^T``.
@@ -120,7 +120,7 @@ def newton_schulz(
         headroom: ``x`` is divided by this times its norm.
         compute_dtype: dtype of the products' operands, see ``products.product``; may
             be "narrow".
-        scale: which norm: "frobenius", or "schatten", the fourth root of the sum of
+        norm: which one: "frobenius", or "schatten", the fourth root of the sum of
             ``s^4``: a closer bound on the largest ``s``, so that small ones need fewer
             steps.
         rms: if given, scale the result to this root mean square.
@@ -141,18 +141,18 @@ def newton_schulz(
     """
     times = functools.partial(product, dtype=compute_dtype)
     wide = x.shape[0] <= x.shape[1]
-    norm = None  # the Frobenius norm of the result
+    result_norm = None  # Frobenius
     if rms is not None:
-        norm = rms * math.sqrt(x.size)
+        result_norm = rms * math.sqrt(x.size)
     parts = _parts(x.shape, table, compute_dtype)
     last = len(parts) - 1
     for number, part in enumerate(parts):
         r = times(x, x.T) if wide else times(x.T, x)
         start = 1.0
         if number == 0:
-            start = _start(r, x.size, headroom, scale)
+            start = _start(r, x.size, headroom, norm)
         r = r * jnp.square(start)
-        own_norm = norm if number == last else None
+        own_norm = result_norm if number == last else None
         if len(part) == 1:
             x = _plain_step(x, r, start, part[0], times, own_norm)
         else:
@@ -176,17 +176,17 @@ def _parts(
     return [table[:2], *later]
 
 
-def _start(r: jax.Array, size: int, headroom: float, scale: str) -> jax.Array:
+def _start(r: jax.Array, size: int, headroom: float, norm: str) -> jax.Array:
     """Return the factor of a matrix that brings its singular values below one.
 
     Args:
         r: its Gram matrix.
         size: its number of elements.
         headroom: it is divided by this times its norm.
-        scale: which norm, "frobenius" or "schatten".
+        norm: which one, "frobenius" or "schatten".
     """
     start = inverse_root(jnp.trace(r), size) / headroom
-    if scale == "schatten":
+    if norm == "schatten":
         # In two steps, or the squares overflow.
         unit = r * jnp.square(start * headroom)
         start = start * inverse_root(jnp.linalg.norm(unit))

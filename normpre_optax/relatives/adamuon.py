@@ -8,9 +8,9 @@ from normpre_optax.options import (
     Coefficients,
     DimsTree,
     Dtype,
+    Norm,
     Number,
     Operands,
-    Scale,
     checked,
 )
 from normpre_optax.stages import direction, precondition_globally, scale_to_rms
@@ -23,7 +23,7 @@ def scale_by_adamuon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
-    ns_scale: Scale = "frobenius",
+    ns_norm: Norm = "frobenius",
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -38,7 +38,7 @@ def scale_by_adamuon(
         Si, Zhang and Shen, AdaMuon, arXiv 2507.11005 (github.com/Chongjie-Si/AdaMuon).
     """
     spectral = precondition_globally(
-        ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
+        ns_steps, ns_coefficients, compute_dtype, ns_norm=ns_norm
     )
     # Second moments decay as the momentum, in the authors' code.
     moments = optax.scale_by_rms(momentum, eps=1e-8, eps_in_sqrt=False)

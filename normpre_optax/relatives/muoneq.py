@@ -10,9 +10,9 @@ from normpre_optax.options import (
     Coefficients,
     DimsTree,
     Dtype,
+    Norm,
     Number,
     Operands,
-    Scale,
     checked,
 )
 from normpre_optax.stages import (
@@ -32,7 +32,7 @@ def scale_by_muoneq(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
-    ns_scale: Scale = "frobenius",
+    ns_norm: Norm = "frobenius",
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -52,7 +52,7 @@ def scale_by_muoneq(
         Chang et al., MuonEq, 2026 (github.com/MaeChd/muon-eq).
     """
     spectral = precondition_globally(
-        ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
+        ns_steps, ns_coefficients, compute_dtype, ns_norm=ns_norm
     )
     return direction(
         optax.trace(momentum, nesterov, mu_dtype),

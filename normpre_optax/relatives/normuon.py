@@ -8,9 +8,9 @@ from normpre_optax.options import (
     Coefficients,
     DimsTree,
     Dtype,
+    Norm,
     Number,
     Operands,
-    Scale,
     checked,
 )
 from normpre_optax.stages import (
@@ -30,7 +30,7 @@ def scale_by_normuon(
     nesterov: bool = True,
     ns_steps: int | None = 5,
     ns_coefficients: Coefficients = "muon",
-    ns_scale: Scale = "frobenius",
+    ns_norm: Norm = "frobenius",
     compute_dtype: Operands = None,
     mu_dtype: Dtype | None = None,
     matrix_dims: DimsTree = None,
@@ -49,7 +49,7 @@ def scale_by_normuon(
         Li et al., NorMuon, arXiv 2510.05491 (github.com/zichongli5/NorMuon).
     """
     spectral = precondition_globally(
-        ns_steps, ns_coefficients, compute_dtype, ns_scale=ns_scale
+        ns_steps, ns_coefficients, compute_dtype, ns_norm=ns_norm
     )
     return direction(
         optax.trace(momentum, nesterov, mu_dtype),

@@ -16,6 +16,7 @@ import optax
 from jax.typing import ArrayLike
 
 from normpre_optax.checks import check_choice, check_numbers, static_int
+from normpre_optax.deprecation import accepts_former_names
 from normpre_optax.linalg import newton_schulz as ns
 from normpre_optax.linalg import sketch
 from normpre_optax.linalg.batches import batched
@@ -172,12 +173,13 @@ def _with_rms(t: jax.Array, squares: jax.Array, rms: ArrayLike) -> jax.Array:
     return t * (rms * (rows * columns) ** 0.5 * inverse_root(squares))
 
 
+@accepts_former_names
 def precondition_globally(
     ns_steps: int | None = 5,
     ns_coefficients: str | Sequence[Any] = "muon",
     compute_dtype: Operands = None,
     rms: ArrayLike | None = None,
-    ns_scale: Literal["frobenius", "schatten"] = "frobenius",
+    ns_norm: Literal["frobenius", "schatten"] = "frobenius",
     *,
     matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -194,7 +196,7 @@ def precondition_globally(
             CPU), ``jnp.float32`` true float32 everywhere, and "narrow" bfloat16 on a
             TPU or GPU and float32 on a CPU.
         rms: if given, scale every result to this root mean square.
-        ns_scale: the norm that matrices are divided by before the first iteration:
+        ns_norm: the norm that matrices are divided by before the first iteration:
             "frobenius", or "schatten", the fourth root of the sum of the fourth powers
             of the singular values. It is a closer bound on the largest.
         matrix_dims: see ``normpre_g``; ``direction`` overrides it.
@@ -221,7 +223,7 @@ def precondition_globally(
         Normalize-Then-Precondition, "NormPre-G"; Jordan et al., Muon, 2024.
     """
     check_numbers(rms=rms, compute_dtype=compute_dtype)
-    check_choice("ns_scale", ns_scale, ("frobenius", "schatten"))
+    check_choice("ns_norm", ns_norm, ("frobenius", "schatten"))
     if ns_steps is None:
         ns.coefficient_table(ns_coefficients, steps=1)  # raises if it is not a table
         return spectral(EachMatrix(ns.exact_msign), rms=rms, matrix_dims=matrix_dims)
@@ -235,7 +237,7 @@ def precondition_globally(
         ("table", table),
         ("headroom", headroom),
         ("compute_dtype", compute_dtype),
-        ("scale", ns_scale),
+        ("norm", ns_norm),
     )
     rounded = compute_dtype is None or compute_dtype == "narrow"
     f = EachMatrix(ns.newton_schulz, options, rounded)

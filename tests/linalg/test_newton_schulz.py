@@ -22,15 +22,15 @@ TABLES = reference.TABLES
 
 
 @functools.partial(quick_jit, static_argnums=(1, 2, 3, 4))
-def iterated(x, table, headroom, compute_dtype, scale):
-    return ns.newton_schulz(x, table, headroom, compute_dtype, scale)
+def iterated(x, table, headroom, compute_dtype, norm):
+    return ns.newton_schulz(x, table, headroom, compute_dtype, norm)
 
 
-def run(x, name="muon", steps=5, compute_dtype=None, scale="frobenius"):
+def run(x, name="muon", steps=5, compute_dtype=None, norm="frobenius"):
     """Newton-Schulz by the name of a table, in float64."""
     table = ns.coefficient_table(name, steps)
     headroom = ns.HEADROOM.get(name, 1.0)
-    t = iterated(jnp.asarray(x), table, headroom, compute_dtype, scale)
+    t = iterated(jnp.asarray(x), table, headroom, compute_dtype, norm)
     return np.asarray(t, np.float64)
 
 
@@ -46,16 +46,16 @@ CASES += [((4, 9), name, 5, np.float32) for name in TABLES]
 CASES += [((6, 6), "muon", 5, np.float32)]
 
 
-@pytest.mark.parametrize("scale", ["frobenius", "schatten"])
+@pytest.mark.parametrize("norm", ["frobenius", "schatten"])
 @pytest.mark.parametrize(("shape", "name", "steps", "dtype"), CASES)
-def test_agrees_with_the_reference(shape, name, steps, dtype, scale):
+def test_agrees_with_the_reference(shape, name, steps, dtype, norm):
     """The wide and tall matrices take the Gram form, the others the plain form."""
     x = gaussian(shape).astype(dtype)
     table = TABLES[name][:steps]
     headroom = ns.HEADROOM.get(name, 1.0)
-    expected = reference.newton_schulz(np.asarray(x, float), table, headroom, scale)
+    expected = reference.newton_schulz(np.asarray(x, float), table, headroom, norm)
     with jax.enable_x64(dtype is np.float64):
-        got = run(x, name, steps, scale=scale)
+        got = run(x, name, steps, norm=norm)
     # The start has norm one and carries a few eps of rounding, amplified by the slope
     # at zero: 485 to 1020. In float64 that is 2.2e-16, and the Gram form squares the
     # condition once.
@@ -92,7 +92,7 @@ def test_tables_and_steps():
 SPECTRAL = {
     "newton_schulz": functools.partial(ns.newton_schulz, table=(reference.MUON,) * 5),
     "schatten": functools.partial(
-        ns.newton_schulz, table=(reference.MUON,) * 4, scale="schatten"
+        ns.newton_schulz, table=(reference.MUON,) * 4, norm="schatten"
     ),
     "msign": ns.exact_msign,
 }
@@ -219,8 +219,8 @@ def test_below_the_range_of_float32_a_matrix_is_zero(shape):
     """
     x = gaussian(shape)
     scales = np.logspace(-38, -12, 53)
-    for scale in ("frobenius", "schatten"):
-        f = functools.partial(SPECTRAL["newton_schulz"], scale=scale)
+    for norm in ("frobenius", "schatten"):
+        f = functools.partial(SPECTRAL["newton_schulz"], norm=norm)
         (found,) = stack_of(f, scales[:, None, None] * x)
         errors = np.zeros(len(found))
         for i, t in enumerate(found):
