@@ -63,7 +63,7 @@ def loss_and_gradient(config: ModelConfig):
 
 @all_models
 def test_logits(config):
-    """Causal, of the seed, near those of bfloat16, without knowledge before training."""
+    """Causal, of the seed, near those of bfloat16, without knowledge at the start."""
     model = build(config)
     logits = logits_of(model, TOKENS)
     changed = logits_of(model, TOKENS.at[:, 10].add(1))
