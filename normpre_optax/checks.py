@@ -147,7 +147,7 @@ def _dtype_name(value: object) -> str | None:
     if value == "narrow":
         return "narrow"
     with contextlib.suppress(TypeError):
-        return jnp.dtype(value).name  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return jnp.dtype(value).name  # pyright: ignore
     return None
 
 
