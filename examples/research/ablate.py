@@ -28,8 +28,9 @@ from examples.research import train as train  # adds the optimizers of ablations
 
 @dataclass(frozen=True)
 class Options:
-    """Change one choice in NormPre at a time. Any flag of ``train`` may follow and
-    holds for every arm.
+    """Change one choice in NormPre at a time.
+
+    Any flag of ``train`` may follow and holds for every arm.
 
     NAME is tangent, orientation, source, rank (the paper's), sketch, newton_schulz,
     rms, momentum, layers; or all.
@@ -39,18 +40,16 @@ class Options:
     seeds: int = 3  # Seeds (of initialization and data order) of every variant.
     jobs: int = 1  # Arms that run side by side. With one accelerator, 1 is fastest.
     name: str = ""  # Name of the folder; empty: ablate-<config>.
-    runs_folder: Path = Path(
-        "runs"
-    )  # Where it is made: an arm's run in each subfolder, and report/.
+    # Where it is made: an arm's run in each subfolder, and report/.
+    runs_folder: Path = Path("runs")
     # Rows of the table to run beside the published one, separated by semicolons; empty:
     # all.
     rows: str = ""
     # Measure the optimizer's time per step, too, if the ablation is about it (rank,
     # sketch, newton_schulz).
     efficiency: bool = True
-    efficiency_steps: int = (
-        100  # Steps of that measurement, after a fifth as many that are not counted.
-    )
+    # Steps of that measurement, after a fifth as many that are not counted.
+    efficiency_steps: int = 100
     rest: tyro.conf.Suppress[tuple[str, ...]] = ()  # Options of train.
 
 

@@ -252,10 +252,8 @@ def draw_frontier(axes: Axes, content: dict[str, Any]) -> None:
         for place, (row, cost) in enumerate(
             sorted(costs.items(), key=lambda item: item[1])
         ):
-            cell, height = (
-                here[row],
-                (4, -10)[place % 2],
-            )  # names of neighbors above and below
+            cell = here[row]
+            height = (4, -10)[place % 2]  # names of neighbors above and below
             axes.errorbar(
                 cost,
                 cell.mean,
@@ -281,9 +279,8 @@ def draw_frontier(axes: Axes, content: dict[str, Any]) -> None:
 def draw_row_norms(axes: Axes, content: dict[str, Any]) -> None:
     """Mean norm of hidden rows along training, of the first optimizer, seed 0."""
     optimizer = content["optimizers"][0]
-    shades = colormaps["cividis"](
-        np.linspace(0, 0.9, len(content["rows"]))
-    )  # in order for the color-blind, too
+    # In order for the color-blind, too.
+    shades = colormaps["cividis"](np.linspace(0, 0.9, len(content["rows"])))
     for row, shade in zip(content["rows"], shades, strict=True):
         for arm in content["arms"]:
             if (arm["row"], arm["optimizer"], arm["seed"], arm["status"]) == (

@@ -96,9 +96,8 @@ class Options:
     fsdp: int = 64  # Over how many devices parameters are sharded at most.
     # Over how many more devices the experts of a mixture are, on an axis of their own.
     expert: int = 1
-    axis: Literal["first", "longest"] = (
-        "first"  # Which axis of a parameter is sharded, of those that divide.
-    )
+    # Which axis of a parameter is sharded, of those that divide.
+    axis: Literal["first", "longest"] = "first"
     out: Path = Path("docs/results")  # Folder for the report.
 
 

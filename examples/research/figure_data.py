@@ -264,9 +264,8 @@ def make_next_update(trainer: Trainer) -> Callable[[TrainState, np.ndarray], Upd
     give.
     """
     config = trainer.config
-    optimizer = make_optimizer(
-        replace(config, weight_decay=0.0), schedule(config)
-    )  # its state is that of the run's
+    # Its state is that of the run's.
+    optimizer = make_optimizer(replace(config, weight_decay=0.0), schedule(config))
     gradients_of = loss_and_gradients(trainer.graphdef, micro_batches(config))
 
     @jax.jit

@@ -71,19 +71,13 @@ class Options:
 
     out: Path  # Folder for the report.
     config: str = "nano"  # Named configuration.
-    steps: tuple[int, ...] = (
-        100,
-        300,
-        600,
-        1000,
-        1400,
-    )  # Updates after which to measure; the metric at the ends.
+    # Updates after which to measure; the metric at the ends.
+    steps: tuple[int, ...] = (100, 300, 600, 1000, 1400)
     batches: int = 128  # Batches of the gradient that is taken for the truth.
     batch_size: int = 16  # Sequences of a batch.
     seed: int = 0  # Of the run.
-    width: int | None = (
-        None  # Of the model, with heads of 64; None: that of the configuration.
-    )
+    # Of the model, with heads of 64; None: that of the configuration.
+    width: int | None = None
 
 
 def measure(options: Options) -> dict[str, Any]:

@@ -141,9 +141,8 @@ def monitor(
             last,
         )
 
-    @functools.partial(
-        jax.jit, keep_unused=True
-    )  # the arguments bring the mesh on which the record is placed
+    # The unused arguments bring the mesh on which the record is placed.
+    @functools.partial(jax.jit, keep_unused=True)
     def empty(params, state):
         found = jax.eval_shape(measured, params, params, state, params)
         return jax.tree.map(
