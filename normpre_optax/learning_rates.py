@@ -18,9 +18,9 @@ from normpre_optax.checks import (
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.rules import assign
 from normpre_optax.parameters.spec import Assignment, ParamSpec, Rule
-from normpre_optax.parameters.tree import PyTree
 from normpre_optax.parameters.vocabulary import words
 from normpre_optax.stages.scale import CONVENTIONS
+from normpre_optax.trees import PyTree
 
 # The scale conventions that torch.optim.Muon has under other names.
 _OF_TORCH = {"original": "keller", "match_rms_adamw": "moonlight"}

@@ -16,6 +16,8 @@ from normpre_optax.checks import check_choice, check_numbers
 from normpre_optax.deprecation import with_present_names
 from normpre_optax.docstrings import describe, join_sections, split_sections
 from normpre_optax.option_table import OPTIONS
+from normpre_optax.trees import DimsTree as DimsTree
+from normpre_optax.trees import PyTree as PyTree
 
 Number = jax.typing.ArrayLike
 Coefficients = Literal["muon", "you", "polar_express"] | Sequence
@@ -24,9 +26,6 @@ Norm = Literal["frobenius", "schatten"]
 # The dtype of the operands of products.
 Operands = Literal["narrow"] | Any
 Dtype = jax.typing.DTypeLike
-# Trees like the parameters, or functions of the parameters that return them.
-PyTree = Any
-DimsTree = Any  # of MatrixDims; also a rule (path, leaf) -> MatrixDims | None
 
 P = ParamSpec("P")
 T = TypeVar("T")

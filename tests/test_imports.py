@@ -25,15 +25,22 @@ ALL = {"jax", "numpy", "optax"}
 # it may import. A part may import only parts above it in this table, and itself.
 TABLE: dict[str, tuple[set[str], set[str]]] = {
     "option_table": (set(), set()),
+    "trees": (set(), set()),
     "deprecation": (set(), {"option_table"}),
     "docstrings": (set(), {"option_table"}),
     "checks": ({"jax", "numpy"}, {"option_table"}),
     "linalg": ({"jax", "numpy"}, set()),
-    "parameters": (ALL, {"checks"}),
-    "options": ({"jax"}, {"checks", "deprecation", "docstrings", "option_table"}),
-    "sharding": (ALL, {"linalg", "parameters"}),
-    "stages": (ALL, {"checks", "deprecation", "linalg", "parameters", "sharding"}),
-    "learning_rates": ({"jax", "optax"}, {"checks", "parameters", "stages"}),
+    "parameters": (ALL, {"checks", "trees"}),
+    "options": (
+        {"jax"},
+        {"checks", "deprecation", "docstrings", "option_table", "trees"},
+    ),
+    "sharding": (ALL, {"linalg", "parameters", "trees"}),
+    "stages": (
+        ALL,
+        {"checks", "deprecation", "linalg", "parameters", "sharding", "trees"},
+    ),
+    "learning_rates": ({"jax", "optax"}, {"checks", "parameters", "stages", "trees"}),
     "hyperball": (
         {"jax", "optax"},
         {"checks", "linalg", "options", "parameters", "stages"},

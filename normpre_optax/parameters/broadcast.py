@@ -11,7 +11,8 @@ from typing import Any, get_args
 import jax
 
 from normpre_optax.checks import check_number
-from normpre_optax.parameters.tree import PyTree, leaf_paths, named_leaves
+from normpre_optax.parameters.tree import leaf_paths, named_leaves
+from normpre_optax.trees import PyTree
 
 Kinds = tuple[type, ...]
 

@@ -9,7 +9,8 @@ import optax
 
 from normpre_optax.parameters.names import Named, kind_by_name
 from normpre_optax.parameters.spec import Assignment
-from normpre_optax.parameters.tree import PyTree, named_leaves
+from normpre_optax.parameters.tree import named_leaves
+from normpre_optax.trees import PyTree
 
 _NO_MATRIX = "no parameter is a matrix, so all use AdamW; explain(params) shows why"
 _VECTOR = (

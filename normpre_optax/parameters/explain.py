@@ -22,7 +22,8 @@ from normpre_optax.parameters.spec import (
     Rule,
     UncoveredError,
 )
-from normpre_optax.parameters.tree import MAX_ASPECT_RATIO, Leaf, PyTree, leaves
+from normpre_optax.parameters.tree import MAX_ASPECT_RATIO, Leaf, leaves
+from normpre_optax.trees import PyTree
 
 _HEADER = ("parameter", "shape", "optimizer", "matrices", "reason")
 _VOCABULARY = "has an axis of the vocabulary size"

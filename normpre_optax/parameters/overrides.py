@@ -13,7 +13,8 @@ from optax.contrib import MuonDimensionNumbers
 
 from normpre_optax.parameters.dims import MatrixDims, as_matrix_dims, check_dims
 from normpre_optax.parameters.spec import Reader, Reading, UncoveredError
-from normpre_optax.parameters.tree import Leaf, PyTree, named_leaves
+from normpre_optax.parameters.tree import Leaf, named_leaves
+from normpre_optax.trees import PyTree
 
 GIVEN = "given by matrix_dims"
 _WRONG_TREE = "matrix_dims does not match the parameters"

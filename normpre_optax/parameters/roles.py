@@ -23,8 +23,8 @@ from normpre_optax.parameters.names import (
     stack_depth,
 )
 from normpre_optax.parameters.spec import Assignment, ParamSpec
-from normpre_optax.parameters.tree import PyTree
 from normpre_optax.parameters.vocabulary import words
+from normpre_optax.trees import PyTree
 
 _OUTPUTS = v.OUTPUTS | v.SECOND_LAYERS
 # Kinds of parameters with an axis as long as the model is wide.

@@ -38,12 +38,12 @@ from normpre_optax.parameters.spec import (
 from normpre_optax.parameters.tree import (
     MAX_ASPECT_RATIO,
     Leaf,
-    PyTree,
     Shaped,
     leaves,
     named_leaves,
 )
 from normpre_optax.parameters.vocabulary import words
+from normpre_optax.trees import PyTree
 
 # Kinds that ``decay_matrices_only`` excludes from weight decay.
 _NOT_DECAYED: frozenset[Kind] = frozenset({"bias", "norm", "state_space", "vector"})

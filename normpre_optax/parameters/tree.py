@@ -28,6 +28,7 @@ from normpre_optax.parameters.names import (
     stack_depth,
 )
 from normpre_optax.parameters.vocabulary import words
+from normpre_optax.trees import PyTree
 
 _BOXES = {
     ("flax", "Variable"),
@@ -42,7 +43,6 @@ _NO_ARRAY = (
 # of hidden matrices; tables, and attention kernels read with the wrong axes, exceed it
 MAX_ASPECT_RATIO = 64
 
-PyTree = Any  # parameters or entries for them, in containers that jax knows
 KeyPath = tuple[Any, ...]  # of jax.tree_util
 
 

@@ -12,9 +12,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from normpre_optax.linalg.batches import batched, solve_together
 from normpre_optax.sharding.placement import replicated
+from normpre_optax.trees import PyTree
 
 
-def in_auto_axes(f: Callable, mesh: AbstractMesh, out: Any) -> Callable:
+def in_auto_axes(f: Callable, mesh: AbstractMesh, out: PyTree) -> Callable:
     """Return ``f`` for arrays with Explicit axes, which are Auto inside of it.
 
     Args:

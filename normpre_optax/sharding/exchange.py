@@ -12,7 +12,7 @@ Padding all lists to equal ones costs up to 3.4 times the work, see
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from normpre_optax.sharding.plan import (
     programs_of,
     shard_of,
 )
+from normpre_optax.trees import PyTree
 
 Stacks = list[jax.Array]
 Position = dict[str, jax.Array]  # index of this device along every mesh axis
@@ -71,8 +72,8 @@ class _Route(NamedTuple):
 
 
 def exchange(
-    compute: Callable[[Stacks, Any], Stacks],
-    operands: Any,
+    compute: Callable[[Stacks, PyTree], Stacks],
+    operands: PyTree,
     arrays: Sequence[jax.Array],
     dims: Sequence[MatrixDims],
     specs: Sequence[PartitionSpec],
@@ -109,7 +110,7 @@ def exchange(
     dtype = jnp.result_type(*arrays)
     route = _Route(sizes, shards, moving, _sent_dtype(dtype, rounded), dtype)
 
-    def on_device(parts: list[jax.Array], operands: Any) -> list[jax.Array]:
+    def on_device(parts: list[jax.Array], operands: PyTree) -> list[jax.Array]:
         def own(stacks: Stacks) -> Stacks:
             return compute(stacks, operands)
 

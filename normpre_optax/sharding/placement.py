@@ -4,7 +4,7 @@
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -13,12 +13,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from normpre_optax.parameters.broadcast import whole_tree
 from normpre_optax.parameters.dims import MatrixDims, split_axes
+from normpre_optax.trees import PyTree
 
 # One entry of a PartitionSpec; it may also be PartitionSpec.UNCONSTRAINED.
 Entry = str | tuple[str, ...] | None
 
 
-def mesh_of(arrays: Any) -> AbstractMesh | None:
+def mesh_of(arrays: PyTree) -> AbstractMesh | None:
     """Return the mesh of a tree of arrays, or None if the devices work separately.
 
     It is None on one device, and inside ``jax.shard_map`` over all mesh axes.
@@ -113,7 +114,7 @@ def replicated(x: jax.Array) -> jax.Array:
 
 
 def specs_from(
-    paths: Sequence[str], params: Any, shardings: Any
+    paths: Sequence[str], params: PyTree, shardings: PyTree
 ) -> list[PartitionSpec]:
     """Return the ``PartitionSpec`` of every parameter from the ``shardings=`` option.
 
@@ -257,7 +258,7 @@ def place_state(
     if mesh is None:
         return state
 
-    def place(tree: Any, params: Any) -> Any:
+    def place(tree: PyTree, params: PyTree) -> PyTree:
         """Place a tree like the parameters, with other groups masked."""
         leaves, treedef = jax.tree.flatten(
             tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode)

@@ -16,7 +16,8 @@ from normpre_optax.sharding.placement import (
     unsharded,
     without_axis,
 )
-from normpre_optax.stages.stage import DimsTree, PyTree, assigned
+from normpre_optax.stages.stage import assigned
+from normpre_optax.trees import DimsTree, PyTree
 
 
 class Block(NamedTuple):

@@ -16,8 +16,6 @@ from normpre_optax.sharding.auto import in_auto_axes
 from normpre_optax.sharding.placement import mesh_of, spec_of
 from normpre_optax.stages.mapping import map_matrices
 from normpre_optax.stages.stage import (
-    DimsTree,
-    PyTree,
     assigned,
     check_transformation,
     init_empty,
@@ -25,6 +23,7 @@ from normpre_optax.stages.stage import (
     stage,
 )
 from normpre_optax.stages.tpu_groups import update_in_groups
+from normpre_optax.trees import DimsTree, PyTree
 
 
 def per_parameter(

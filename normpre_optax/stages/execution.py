@@ -36,7 +36,8 @@ from normpre_optax.sharding.placement import (
     spec_of,
 )
 from normpre_optax.stages.blocks import split_blocks
-from normpre_optax.stages.stage import CountState, DimsTree, init_count, init_empty
+from normpre_optax.stages.stage import CountState, init_count, init_empty
+from normpre_optax.trees import DimsTree
 
 # Solves small problems together, see ``batches.solve_together``.
 Solve = Callable[..., list[Any]]

@@ -13,7 +13,7 @@ from normpre_optax.linalg.platforms import platform
 from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.sharding.placement import mesh_of
 from normpre_optax.stages.blocks import Block, split_blocks
-from normpre_optax.stages.stage import DimsTree, PyTree
+from normpre_optax.trees import DimsTree, PyTree
 
 # f(update, weight, dims, *rest) of one matrix or block.
 OfBlock = Callable[..., Any]

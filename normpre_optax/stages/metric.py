@@ -18,13 +18,12 @@ from normpre_optax.sharding.placement import replicated, spec_of
 from normpre_optax.stages.blocks import Block
 from normpre_optax.stages.mapping import by_shape, map_matrices
 from normpre_optax.stages.stage import (
-    DimsTree,
-    PyTree,
     assigned,
     check_state_axes,
     check_transformation,
     init_stage,
 )
+from normpre_optax.trees import DimsTree, PyTree
 
 
 class MetricState(NamedTuple):

@@ -20,7 +20,8 @@ from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.stages.blocks import Block, split_blocks
 from normpre_optax.stages.directions import per_parameter
 from normpre_optax.stages.mapping import stacks_pay
-from normpre_optax.stages.stage import CountState, DimsTree, init_count, stage
+from normpre_optax.stages.stage import CountState, init_count, stage
+from normpre_optax.trees import DimsTree
 
 Tangent = Literal["relaxed", "strict", "none"]
 Orientation = Literal["alternating", "rows", "columns", "both"]

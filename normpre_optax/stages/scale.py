@@ -14,7 +14,8 @@ from normpre_optax.parameters.dims import MatrixDims, matrix_shape, split_axes
 from normpre_optax.stages.directions import per_parameter
 from normpre_optax.stages.mapping import map_matrices
 from normpre_optax.stages.metric import average, mean_squares
-from normpre_optax.stages.stage import DimsTree, assigned, check_state_axes, stage
+from normpre_optax.stages.stage import assigned, check_state_axes, stage
+from normpre_optax.trees import DimsTree
 
 
 def moonlight_scale(m: int, n: int) -> float:

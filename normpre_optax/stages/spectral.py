@@ -22,7 +22,7 @@ from normpre_optax.linalg import sketch
 from normpre_optax.linalg.batches import batched
 from normpre_optax.linalg.products import Operands, inverse_root, narrowed, product
 from normpre_optax.stages.execution import EachMatrix, Solve, Stack, spectral
-from normpre_optax.stages.stage import DimsTree
+from normpre_optax.trees import DimsTree
 
 # Least relative level for matrices of low rank, of the root mean square of all singular
 # values.

@@ -16,9 +16,8 @@ import optax
 from normpre_optax.linalg.platforms import by_platform
 from normpre_optax.parameters.dims import split_axes
 from normpre_optax.parameters.rules import Assignment, assign
+from normpre_optax.trees import DimsTree, PyTree
 
-PyTree = Any
-DimsTree = Any  # of MatrixDims, or a rule (path, leaf) -> MatrixDims | None
 # step(updates, state, params, matrix_dims) -> (updates, state)
 Step = Callable[[PyTree, PyTree, PyTree, DimsTree], tuple[PyTree, PyTree]]
 

@@ -2,7 +2,7 @@
 """The normalization of Muon+: of rows, of columns, or of one after the other."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from normpre_optax.checks import check_choice, check_numbers
 from normpre_optax.linalg.products import inverse_root
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.stages.directions import per_parameter
+from normpre_optax.trees import DimsTree
 
 Side = Literal["rows", "columns"]
 
@@ -20,7 +21,7 @@ def normalize_successively(
     sides: Sequence[Side] = ("rows", "columns"),
     eps: float = 1e-7,
     *,
-    matrix_dims: Any = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide rows or columns by their norms, one side after the other.
 

@@ -16,7 +16,7 @@ import optax
 from normpre_optax.linalg.platforms import platform
 from normpre_optax.linalg.products import at_least_float32
 from normpre_optax.sharding.placement import mesh_of
-from normpre_optax.stages.stage import PyTree
+from normpre_optax.trees import PyTree
 
 # Of parameters that a TPU computes together: what its vector memory holds.
 GROUP_BYTES = 96 * 2**20

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages of SWAN: rows of mean 0 and deviation 1, and whitened matrices."""
 
-from typing import Any
-
 import jax
 import optax
 
@@ -11,10 +9,11 @@ from normpre_optax.linalg import whitening
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.stages.directions import per_parameter
 from normpre_optax.stages.execution import EachMatrix, spectral
+from normpre_optax.trees import DimsTree
 
 
 def standardize_rows(
-    *, matrix_dims: Any = None
+    *, matrix_dims: DimsTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Give every row mean 0 and standard deviation 1.
 
@@ -48,7 +47,7 @@ def whiten(
     compute_dtype: jax.typing.DTypeLike | None = None,
     rms: jax.typing.ArrayLike | None = None,
     *,
-    matrix_dims: Any = None,
+    matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Multiply every matrix by the inverse root of its Gram matrix.
 
