@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse arguments that would silently compute something wrong.
 
-Errors name the argument, at the call that constructs the optimizer.
+Errors name the argument, at the call that constructs the optimizer. Warnings name the
+user's line.
 """
 
 import contextlib
 import reprlib
+import sys
+import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +25,21 @@ PASS_PARAMS = (
     " optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array)); a loop"
     " that never passes params (brax) needs that third argument"
 )
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+def warn_user(message: str) -> None:
+    """Warn at the innermost line of the stack that is outside of this package.
+
+    The number of frames between differs: ``muon`` calls ``with_adamw``, and both can be
+    called by a user.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=level)
 
 
 def check_numbers(**options: Any) -> None:

@@ -7,7 +7,6 @@ Steps have a size relative to that norm.
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from normpre_optax.checks import PASS_PARAMS, check_choice, check_numbers
+from normpre_optax.checks import PASS_PARAMS, check_choice, check_numbers, warn_user
 from normpre_optax.linalg.products import inverse_root
 from normpre_optax.options import DimsTree, PyTree
 from normpre_optax.parameters.cautions import cautions
@@ -78,7 +77,7 @@ def hyperball(
     """
     check_numbers(learning_rate=learning_rate)
     keep = keeps_norms(row_norms)
-    warn_of_an_unusual_rate(learning_rate, keep, 3)
+    warn_of_an_unusual_rate(learning_rate, keep)
 
     def norms_of(params: optax.Params) -> dict[str, ArrayLike]:
         return row_norms_by_path(row_norms, params, assign(params, matrix_dims))
@@ -88,7 +87,7 @@ def hyperball(
             assignment = assign(params, matrix_dims)
             row_norms_by_path(row_norms, params, assignment)
             for caution in cautions(assignment, params, row_norms is None):
-                warnings.warn(caution, stacklevel=2)
+                warn_user(caution)
         return init_count(params)
 
     return constrain_norms(
@@ -105,7 +104,7 @@ def keeps_norms(row_norms: PyTree) -> bool:
 
 
 def warn_of_an_unusual_rate(
-    learning_rate: ArrayLike | Callable[..., Any], keep: bool, stacklevel: int
+    learning_rate: ArrayLike | Callable[..., Any], keep: bool
 ) -> None:
     """Warn if the peak of the learning rate is much too small or too large.
 
@@ -114,7 +113,6 @@ def warn_of_an_unusual_rate(
     Args:
         learning_rate: number or schedule.
         keep: whether norms are kept, as in fine-tuning, which has small steps.
-        stacklevel: of the warning; 2 is the caller of this function.
     """
     peak = _peak(learning_rate)
     small = not keep and 0 < peak < _ADAMS
@@ -124,11 +122,10 @@ def warn_of_an_unusual_rate(
         like = "more than half of the weights"
     else:
         return
-    warnings.warn(
+    warn_user(
         f"hyperball: the learning rate is at most {peak:.2g}, {like}. Here it is the"
         " size of a step relative to the weights, see learning_rate_by_length;"
-        " adam_learning_rate= is that of the AdamW group",
-        stacklevel=stacklevel,
+        " adam_learning_rate= is that of the AdamW group"
     )
 
 

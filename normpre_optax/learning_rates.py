@@ -2,7 +2,6 @@
 """Learning rates by the length of a run, by width, and from another Muon."""
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from normpre_optax.checks import (
     check_number,
     check_numbers,
     static_int,
+    warn_user,
 )
 from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.rules import assign
@@ -55,10 +55,9 @@ def learning_rate_by_length(steps: int) -> float:
         0.016
     """
     if not 200 <= static_int("steps", steps, least=1) <= 3000:
-        warnings.warn(
+        warn_user(
             f"learning_rate_by_length was measured for 200 to 3,000 steps; for {steps},"
-            " try half and double, too",
-            stacklevel=2,
+            " try half and double, too"
         )
     rate = 1.6e-2 * (1500 / max(200, steps)) ** 0.6
     return float(f"{rate:.2g}")

@@ -9,7 +9,6 @@ directions.
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from normpre_optax.checks import PASS_PARAMS, check_dtype_of
+from normpre_optax.checks import PASS_PARAMS, check_dtype_of, warn_user
 from normpre_optax.docstrings import join_sections, split_sections
 from normpre_optax.hyperball import (
     constrain_norms,
@@ -114,7 +113,7 @@ def with_adamw(
         if adam_learning_rate is None:
             raise TypeError(NEEDS_ADAM_LEARNING_RATE)
         keep = keeps_norms(row_norms)
-        warn_of_an_unusual_rate(learning_rate, keep, 6)  # the caller of muon(...)
+        warn_of_an_unusual_rate(learning_rate, keep)
     elif row_norms is not None:
         raise ValueError('row_norms has no effect without norm_control="hyperball"')
     adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=mu_dtype)
@@ -236,7 +235,7 @@ class MatricesAndAdamW:
         assignment = self.assign(params)
         norms_by_role = self.hyperball and self.row_norms is None
         for caution in cautions(assignment, params, norms_by_role):
-            warnings.warn(caution, stacklevel=2)  # the caller of init
+            warn_user(caution)
         transformation = self.build(params, assignment)
         weights = jax.tree.map(at_least_float32, params)
         state = transformation.init(weights)

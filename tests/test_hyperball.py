@@ -337,3 +337,22 @@ def test_hyperball_is_for_matrices_only():
     tx = npo.hyperball(0.01)
     with pytest.raises(ValueError, match=r"'bias' of shape \(3,\) is not a matrix"):
         tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: npo.muon(1e-3, norm_control="hyperball", adam_learning_rate=1e-3),
+        lambda: npo.optimizers()["normpre_h"](1e-3, 1e-3),
+        lambda: npo.with_adamw(
+            npo.scale_by_muon, 1e-3, norm_control="hyperball", adam_learning_rate=1e-3
+        ),
+        lambda: npo.hyperball(1e-3),
+        lambda: npo.learning_rate_by_length(10),
+        lambda: npo.normpre_g(1e-3).init({"bias": jnp.zeros(3)}),
+    ],
+)
+def test_warnings_name_the_line_of_the_user(make):
+    with pytest.warns(UserWarning) as found:
+        make()
+    assert [warning.filename for warning in found] == [__file__]

@@ -22,7 +22,8 @@ Entry = str | tuple[str, ...] | None
 def mesh_of(arrays: PyTree) -> AbstractMesh | None:
     """Return the mesh of a tree of arrays, or None if the devices work separately.
 
-    It is None on one device, and inside ``jax.shard_map`` over all mesh axes.
+    It is None inside ``jax.shard_map`` over all mesh axes, and on one device, unless
+    that is a mesh with Explicit axes: their arrays carry its types.
 
     Raises:
         ValueError: if some axes of the mesh are Manual (in ``jax.shard_map``) and
