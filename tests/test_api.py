@@ -5,6 +5,10 @@ that name what to write.
 
 import doctest
 import inspect
+import types
+import typing
+from operator import attrgetter
+from typing import get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +17,17 @@ import optax
 import pytest
 
 import normpre_optax as npo
+from normpre_optax import stages
 from normpre_optax.option_table import OPTIONS
 from normpre_optax.stages import scale_by_row_moment
 from tests import cases
 
 CALLABLES = sorted(name for name in npo.__all__ if callable(getattr(npo, name)))
+STAGES = [
+    f"stages.{name}"
+    for name in vars(stages).keys() - set(npo.__all__)
+    if inspect.isfunction(getattr(stages, name))
+]
 REST = {
     "weight_decay": 0.1,
     "norm_control": "none",
@@ -144,13 +154,13 @@ def test_with_adamw_and_stages_have_the_same_defaults():
         "mode": "relaxed",
         **arguments(npo.scale_by_normuon, inspect.Parameter.KEYWORD_ONLY),
     }
-    stages = (
+    with_these_defaults = (
         npo.project_to_tangent,
         npo.precondition_globally,
         npo.precondition_locally,
         scale_by_row_moment,
     )
-    for stage in stages:
+    for stage in with_these_defaults:
         own = {
             option: default
             for option, default in arguments(stage).items()
@@ -178,10 +188,14 @@ def test_docstrings_have_their_parts_and_an_example(name):
     described = {
         line.strip().split(":")[0] for line in doc.split("Args:")[-1].splitlines()
     }
-    assert ("Args" in sections) == bool(parameters)
-    assert not parameters or parameters.keys() <= described, (
-        parameters.keys() - described
+    missing = sorted(parameters.keys() - described)
+    assert not missing, (
+        f"the docstring of {name} describes no {', '.join(missing)}: write a line"
+        f' "{missing[0]}: what it does" under "Args:" of its function, or, if several'
+        " functions share the option, the description of its entry of OPTIONS in"
+        " normpre_optax/option_table.py"
     )
+    assert ("Args" in sections) == bool(parameters)
     assert inspect.Parameter.VAR_KEYWORD not in {p.kind for p in parameters.values()}
     assert inspect.isclass(thing) or "Returns" in sections
     shown = getattr(
@@ -190,6 +204,35 @@ def test_docstrings_have_their_parts_and_an_example(name):
     assert doctest.DocTestParser().get_examples(shown.__doc__), (
         "an example that pytest runs"
     )
+
+
+def is_annotated_as_number(parameter):
+    """Whether it is ``Number`` or ``float``, perhaps with None or a schedule.
+
+    What may also be an int or a name, as ``rank``, has a check of its own.
+    """
+    kind = parameter.annotation
+    kinds = {kind}
+    if get_origin(kind) in (types.UnionType, typing.Union):
+        kinds = set(get_args(kind)) - {type(None)}
+    return jax.Array in kinds or kinds == {float}
+
+
+@pytest.mark.parametrize("name", [*CALLABLES, *sorted(STAGES)])
+def test_every_option_that_is_a_number_has_a_range(name):
+    """Without one, -1, NaN and True are accepted silently."""
+    parameters = inspect.signature(attrgetter(name)(npo)).parameters
+    for option, parameter in parameters.items():
+        known = OPTIONS.get(option)
+        is_float = type(parameter.default) is float
+        if is_float or is_annotated_as_number(parameter):
+            has_range = known is not None and known.interval is not None
+            assert has_range, (
+                f"{option} of {name} is a number without a range: add"
+                f' "{option}": Option(interval=SHARE) to OPTIONS in'
+                " normpre_optax/option_table.py. SHARE is [0, 1), ANY [0, inf),"
+                " POSITIVE excludes 0; (least, below) is another range"
+            )
 
 
 def test_every_description_of_an_option_is_used():

@@ -236,7 +236,12 @@ def test_nan_and_infinity_stay_in_their_matrix_and_stay_visible(name):
         pairs = zip(each(found), each(expected), strict=True)
         for (leaf, label, x), (_, _, y) in pairs:
             if leaf in ("weight", "kernel") or (leaf == "stack" and label == "B"):
-                assert np.isnan(x).any() or (step == 1 and not remembers)
+                assert np.isnan(x).any() or (step == 1 and not remembers), (
+                    f"{name} hides the NaN or infinity of {leaf!r} at step {step}. If"
+                    " only infinity is hidden, and by the rule itself, as by signs:"
+                    " write @follows(..., hides_infinity=True) at its transcription in"
+                    " tests/reference_family.py"
+                )
             else:
                 np.testing.assert_array_equal(x, y, err_msg=leaf)
         np.testing.assert_array_equal(found["bias"], expected["bias"])

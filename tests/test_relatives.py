@@ -68,6 +68,52 @@ def test_every_relative_has_a_transcription(name):
     assert name in transcribed | NORMPRE, missing
 
 
+# Those whose multipliers by width are known.
+CLAIMED = {name: found.update for name, found in npo.optimizers().items()}
+CLAIMED = {name: update for name, update in CLAIMED.items() if update is not None}
+# It orthogonalizes signs: those of a large rank-one part leave it one singular value.
+OF_SIGNS = {"adamuon"}
+
+
+def spectral_norm(name, shape):
+    """Of the first direction: its median over eight matrices (out, in)."""
+    dims = {"w": npo.MatrixDims(inputs=2, outputs=1)}
+    tx = npo.optimizers()[name].direction(matrix_dims=dims)
+    stack = (8, *shape)
+    weights = cases.gaussian(stack, 1) / np.sqrt(shape[1])
+    gradient = cases.gaussian(stack, 2)
+    if name not in OF_SIGNS:
+        signs = np.sign(cases.gaussian(stack, 3))
+        gradient = gradient + signs[:, :, :1] * signs[:, :1, :]
+    updates = cases.first_update(
+        tx, {"w": jnp.float32(gradient)}, {"w": jnp.float32(weights)}
+    )
+    return np.median(np.linalg.norm(updates["w"], 2, axis=(1, 2)))
+
+
+@pytest.mark.parametrize("name", CLAIMED)
+def test_directions_depend_on_the_width_as_the_registry_says(name):
+    """Four times as wide, multiplier times spectral norm stays within a root of two.
+
+    Half of the norm of the gradient is one singular value. Rules for single entries
+    keep it: their spectral norm grows as the width. If all singular values become
+    equal, it grows as the root of the width.
+    """
+    narrow, wide = (8, 16), (32, 64)
+    grows = spectral_norm(name, wide) / spectral_norm(name, narrow)
+    multipliers = npo.multipliers_by_width(
+        {"w": jnp.zeros(wide)},
+        {"w": jnp.zeros(narrow)},
+        update=CLAIMED[name],
+        matrix_dims={"w": npo.MatrixDims(inputs=1, outputs=0)},
+    )
+    assert 0.5**0.5 < multipliers["w"] * grows < 2**0.5, (
+        f"{name} is {CLAIMED[name]!r} in REGISTRY, but with four times the width the"
+        f" spectral norm of its direction is times {grows:.2f}: about 1 is"
+        ' "relative", 2 "orthogonal", 4 "elementwise"; None if it is none of them'
+    )
+
+
 HEADINGS = {
     "spectral": "| optimizer | before the spectral stage |",
     "without products": "| optimizer without matrix products |",
