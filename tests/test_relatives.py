@@ -95,9 +95,9 @@ def spectral_norm(name, shape):
 def test_directions_depend_on_the_width_as_the_registry_says(name):
     """Four times as wide, multiplier times spectral norm stays within a root of two.
 
-    Half of the squared norm of the gradient is one singular value. Rules for single entries
-    keep it: their spectral norm grows as the width. If all singular values become
-    equal, it grows as the root of the width.
+    Half of the squared norm of the gradient is one singular value. Rules for single
+    entries keep it: their spectral norm grows as the width. If all singular values
+    become equal, it grows as the root of the width.
     """
     narrow, wide = (8, 16), (32, 64)
     grows = spectral_norm(name, wide) / spectral_norm(name, narrow)
