@@ -353,6 +353,6 @@ def test_hyperball_is_for_matrices_only():
     ],
 )
 def test_warnings_name_the_line_of_the_user(make):
-    with pytest.warns(UserWarning) as found:
+    with pytest.warns(UserWarning, match="measured|learning rate|matrix") as found:
         make()
     assert [warning.filename for warning in found] == [__file__]
