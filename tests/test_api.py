@@ -307,7 +307,7 @@ INVALID = {
     "scale_to_rms(0.0)": "rms must be in",
     "normpre_l(1e-3, relative_threshold=np.inf)": "relative_threshold must be in",
     "normpre_g(1e-3, tangent='bounded')": "tangent='bounded' is not one of .*'relaxed'",
-    "project_to_tangent('tangential')": "tangent='tangential' is not one of",
+    "project_to_tangent('tangential')": "mode='tangential' is not one of",
     "normpre_g(1e-3, orientation='row')": "orientation='row' is not one of",
     "normalize_tangent(orientation='row')": "orientation='row' is not one of",
     "normalize_rows('row')": "side='row' is not one of",
@@ -403,7 +403,7 @@ INVALID = {
     ),
     "swan(1e-3, rms=np.float32(0))": "rms must be in",
     "swan(1e-3, whitening_steps=0)": "whitening_steps must be at least 1",
-    "stages.normalize_successively(('row',))": "side='row' is not one of",
+    "stages.normalize_successively(('row',))": "sides='row' is not one of",
     "stages.normalize_successively(eps=np.nan)": r"eps must be in \[0, inf\), got nan",
     "stages.scale_by_row_moment(b2=1.0)": r"b2 must be in \[0, 1\)",
     "stages.scale_by_row_moment(eps=-1.0)": r"eps must be in \[0, inf\), got -1.0",
@@ -455,6 +455,29 @@ NAMES = {
 def test_an_invalid_argument_is_named_at_construction(call):
     with pytest.raises((TypeError, ValueError), match=INVALID[call]):
         eval(call, NAMES)
+
+
+STAGES = {
+    name: stage
+    for name, stage in vars(npo.stages).items()
+    if inspect.isfunction(stage) and not name.endswith("_scale")
+}
+VALID = {"factor": max, "f": max, "spectral": optax.identity()}  # those without default
+
+
+def stage_arguments():
+    for name, stage in STAGES.items():
+        for argument in inspect.signature(stage).parameters:
+            if argument not in ("stages", "matrix_dims"):
+                yield name, argument
+
+
+@pytest.mark.parametrize(("name", "argument"), list(stage_arguments()))
+def test_a_stage_names_its_own_argument(name, argument):
+    stage = STAGES[name]
+    required = {a: VALID[a] for a in inspect.signature(stage).parameters if a in VALID}
+    with pytest.raises((TypeError, ValueError), match=rf"^{argument}\b"):
+        stage(**required | {argument: object()})
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -583,7 +583,7 @@ WITHOUT_TANGENT = f"(?s){CALL}.*tangent='none'"
     (npo.hyperball(0.1), f"hyperball needs the parameters: call {CALL}"),
     (npo.scale_by_normpre_g(), WITHOUT_TANGENT),
     (npo.scale_by_mano(), WITHOUT_TANGENT),
-    (npo.project_to_tangent(), WITHOUT_TANGENT),
+    (npo.project_to_tangent(), f"(?s){CALL}.*mode='none'"),
     (npo.normalize_tangent(), WITHOUT_TANGENT),
     (npo.scale_by_normpre_g(tangent="none"), None),
 )

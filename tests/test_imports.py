@@ -54,7 +54,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "recommended": ({"optax"}, {"optimizer", "options", "stages"}),
     "relatives": (
         {"optax"},
-        {"algorithm", "deprecation", "optimizer", "options", "recommended", "stages"},
+        {"algorithm", "checks", "deprecation", "optimizer", "options", "recommended"}
+        | {"stages"},
     ),
     "__init__": (
         set(),

@@ -3,6 +3,7 @@
 
 import optax
 
+from normpre_optax.checks import static_int
 from normpre_optax.optimizer import complete
 from normpre_optax.options import DimsTree, Number, Operands, checked
 from normpre_optax.stages import direction, standardize_rows, whiten
@@ -32,6 +33,8 @@ def scale_by_swan(
     References:
         Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148.
     """
+    # `whiten` names its own argument `steps`, so the option is checked here.
+    static_int("whitening_steps", whitening_steps, least=1, below=1000)
     # No momentum: the rows of a single gradient are standardized.
     return direction(
         standardize_rows(),

@@ -26,9 +26,7 @@ from normpre_optax.trees import DimsTree
 Tangent = Literal["relaxed", "strict", "none"]
 Orientation = Literal["alternating", "rows", "columns", "both"]
 Side = Literal["rows", "columns"]
-NO_PARAMS = (
-    f"the tangent projection needs the parameters: {PASS_PARAMS}, or tangent='none'"
-)
+NEEDS_PARAMS = f"the tangent projection needs the parameters: {PASS_PARAMS}"
 
 
 def normalize_tangent(
@@ -82,7 +80,7 @@ def normalize_tangent(
         if tangent == "none":
             params = None
         elif params is None:
-            raise ValueError(NO_PARAMS)
+            raise ValueError(f"{NEEDS_PARAMS}, or tangent='none'")
         by_rows = (state.count % 2 == 0) == (first == "rows")
         for side in passes:
             blocks, rebuilt = split_blocks(updates, params, matrix_dims)
@@ -257,11 +255,11 @@ def project_to_tangent(
     References:
         Normalize-Then-Precondition, "Relaxed Tangent Momentum".
     """
-    check_choice("tangent", mode, rows.TANGENTS)
+    check_choice("mode", mode, rows.TANGENTS)
 
     def project(m: jax.Array, w: jax.Array | None, dims: MatrixDims) -> jax.Array:
         if w is None and mode != "none":
-            raise ValueError(NO_PARAMS)
+            raise ValueError(f"{NEEDS_PARAMS}, or mode='none'")
         if w is None:
             return m
         _, _, inputs = split_axes(m.ndim, dims)

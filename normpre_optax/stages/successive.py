@@ -38,6 +38,7 @@ def normalize_successively(
         A stateless stage. Zero rows and columns stay zero.
 
     Raises:
+        TypeError: if ``sides`` is not a sequence.
         ValueError: if a side is unknown.
 
     Example:
@@ -51,8 +52,11 @@ def normalize_successively(
     References:
         Muon+, 2026 (github.com/K1seki221/MuonPlus).
     """
+    # A string is a sequence, but one of letters.
+    if isinstance(sides, str) or not isinstance(sides, Sequence):
+        raise TypeError(f"sides must be a sequence of names, got {sides!r}")
     for side in sides:
-        check_choice("side", side, get_args(Side))
+        check_choice("sides", side, get_args(Side))
     check_numbers(eps=eps)
 
     def normalize(x: jax.Array, w: jax.Array | None, dims: MatrixDims) -> jax.Array:

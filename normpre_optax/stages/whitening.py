@@ -80,7 +80,8 @@ def whiten(
         Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148.
     """
     check_numbers(rms=rms, compute_dtype=compute_dtype)
-    iterations = static_int("whitening_steps", steps, least=1, below=1000)  # unrolled
+    # The iterations are unrolled: their number is limited.
+    iterations = static_int("steps", steps, least=1, below=1000)
     options = (("steps", iterations), ("compute_dtype", compute_dtype))
     f = EachMatrix(whitening.whiten, options)
     return spectral(f, rms=rms, matrix_dims=matrix_dims)
