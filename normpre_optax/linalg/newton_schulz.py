@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from normpre_optax.linalg.batches import one_at_a_time
 from normpre_optax.linalg.products import (
@@ -105,7 +106,7 @@ def newton_schulz(
     headroom: float = 1.0,
     compute_dtype: Operands = None,
     norm: str = "frobenius",
-    rms: jax.typing.ArrayLike | None = None,
+    rms: ArrayLike | None = None,
 ) -> jax.Array:
     """Approximate ``msign(x) = U V^T``.
 
@@ -199,7 +200,7 @@ def _plain_step(
     start: jax.Array | float,
     triple: Triple,
     times: Product,
-    norm: jax.typing.ArrayLike | None,
+    norm: ArrayLike | None,
 ) -> jax.Array:
     """Return one step from ``start x``, with ``r`` its Gram matrix, at a norm."""
     a, b, c = triple
@@ -217,7 +218,7 @@ def _gram_steps(
     start: jax.Array | float,
     part: tuple[Triple, ...],
     times: Product,
-    norm: jax.typing.ArrayLike | None,
+    norm: ArrayLike | None,
 ) -> jax.Array:
     """Return several steps from ``start x``, with ``r`` its Gram matrix.
 
@@ -240,7 +241,7 @@ def _gram_steps(
     return times(q * scale, x) if wide else times(x, q * scale)
 
 
-def exact_msign(x: jax.Array, rms: jax.typing.ArrayLike | None = None) -> jax.Array:
+def exact_msign(x: jax.Array, rms: ArrayLike | None = None) -> jax.Array:
     """Return ``U V^T`` over the nonzero singular values, by an SVD.
 
     Example:

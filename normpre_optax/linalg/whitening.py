@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from normpre_optax.linalg.products import inverse_root, product
 from normpre_optax.linalg.rows import Axes
@@ -40,8 +41,8 @@ def standardized_rows(x: jax.Array, along: Axes) -> jax.Array:
 def whiten(
     x: jax.Array,
     steps: int = 6,
-    compute_dtype: jax.typing.DTypeLike | None = None,
-    rms: jax.typing.ArrayLike | None = None,
+    compute_dtype: DTypeLike | None = None,
+    rms: ArrayLike | None = None,
 ) -> jax.Array:
     """Return ``Z x`` with ``Z`` close to ``(x x^T / ||x x^T||_F)^(-1/2)``.
 

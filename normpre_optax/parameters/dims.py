@@ -92,7 +92,7 @@ class MatrixDims:
             )
 
 
-class Block(NamedTuple):
+class OutputBlock(NamedTuple):
     """An output block: its slice on the first output axis, its dims and its shape."""
 
     at: slice
@@ -233,7 +233,7 @@ def from_matrices(
     return jnp.transpose(ordered, back)
 
 
-def blocks_of(shape: tuple[int, ...], dims: MatrixDims) -> list[Block]:
+def blocks_of(shape: tuple[int, ...], dims: MatrixDims) -> list[OutputBlock]:
     """Return the output blocks of a parameter.
 
     Example:
@@ -246,7 +246,7 @@ def blocks_of(shape: tuple[int, ...], dims: MatrixDims) -> list[Block]:
     axis = outputs[0]
     blocks = dims.output_blocks
     if blocks == 1:
-        return [Block(slice(0, shape[axis]), dims, shape)]
+        return [OutputBlock(slice(0, shape[axis]), dims, shape)]
     rows = _size(shape, outputs)
     if isinstance(blocks, int):
         blocks = (rows // blocks,) * blocks
@@ -256,5 +256,5 @@ def blocks_of(shape: tuple[int, ...], dims: MatrixDims) -> list[Block]:
     found = []
     for start, end in itertools.pairwise(ends):
         block_shape = (*shape[:axis], end - start, *shape[axis + 1 :])
-        found.append(Block(slice(start, end), dims_of_one, block_shape))
+        found.append(OutputBlock(slice(start, end), dims_of_one, block_shape))
     return found

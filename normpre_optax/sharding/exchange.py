@@ -44,7 +44,7 @@ Stacks = list[jax.Array]
 Position = dict[str, jax.Array]  # index of this device along every mesh axis
 
 
-class _Layout(NamedTuple):
+class _Storage(NamedTuple):
     """How a parameter is stored."""
 
     dims: MatrixDims
@@ -99,11 +99,11 @@ def exchange(
         Arrays with the shapes and shardings of ``arrays``.
     """
     sizes = dict(mesh.shape)
-    layouts = [
-        _layout(x, d, spec, sizes)
+    stored = [
+        _storage(x, d, spec, sizes)
         for x, d, spec in zip(arrays, dims, specs, strict=True)
     ]
-    shards = [layout.shard for layout in layouts]
+    shards = [storage.shard for storage in stored]
     teams = plan(sizes, shards)
     local = [team for team in teams if not team.communicates]
     moving = [team for team in teams if team.communicates]
@@ -115,11 +115,16 @@ def exchange(
             return compute(stacks, operands)
 
         at = _position(sizes)
-        stacks = [layout.to_stack(x) for x, layout in zip(parts, layouts, strict=True)]
+        stacks = []
+        for storage, x in zip(stored, parts, strict=True):
+            stacks.append(storage.to_stack(x))
         new = _computed_at_home(own, stacks, local)
         if moving:
             new |= _computed_by_owners(own, stacks, route, at)
-        return [layout.from_stack(new[i], parts[i]) for i, layout in enumerate(layouts)]
+        out = []
+        for i, storage in enumerate(stored):
+            out.append(storage.from_stack(new[i], parts[i]))
+        return out
 
     out = list(specs)
     run = jax.shard_map(
@@ -134,12 +139,13 @@ def exchange(
     return run(list(arrays), operands)
 
 
-def _layout(
+def _storage(
     x: jax.Array, dims: MatrixDims, spec: PartitionSpec, sizes: Sizes
-) -> _Layout:
+) -> _Storage:
     """Return how a parameter with this sharding is stored on a device."""
     transposed = is_stored_transposed(x.ndim, dims)
-    return _Layout(dims, transposed, shard_of(x.shape, dims, spec, transposed, sizes))
+    shard = shard_of(x.shape, dims, spec, transposed, sizes)
+    return _Storage(dims, transposed, shard)
 
 
 def _sent_dtype(dtype: jnp.dtype, rounded: bool) -> jnp.dtype:
@@ -194,7 +200,15 @@ def _computed_by_owners(
 def _to_owners(
     team: Team, lines: list[jax.Array], sizes: Sizes, at: Position
 ) -> jax.Array:
-    """Return the pieces of this device's matrices: ``(pieces, length, LANES)``."""
+    """Return the pieces of this device's matrices: ``(pieces, length, LANES)``.
+
+    Example, on a mesh ``{"data": 2, "fsdp": 2}``, with copies along "data" and pieces
+    along "fsdp": owner ``2 c + p`` is the device at data ``c`` and fsdp ``p``.
+    ``outgoing`` has this device's pieces for the owners 0, 1, 2, 3, and ``by_copy`` has
+    those for ``[[0, 1], [2, 3]]``. The device at data 1 and fsdp 0 sends ``by_copy[1]``
+    along "fsdp": to itself, which is owner 2, and to its neighbour, owner 3. Its copy
+    at data 0 has the same pieces, and sends those for the owners 0 and 1.
+    """
     outgoing = jnp.stack([_packed(team, own, lines) for own in team.owned])
     by_copy = outgoing.reshape(-1, math.prod(team.grid), team.length, LANES)
     # All copies have all pieces, so each sends only to owners with its own index.

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.sharding.placement import axes_of
 
-Axes = tuple[str, ...]
+MeshAxes = tuple[str, ...]
 Sizes = dict[str, int]  # number of devices along each mesh axis
 # lanes of a TPU's vector unit: pieces are communicated in lines of this many elements
 LANES = 128
@@ -49,8 +49,8 @@ class Shard(NamedTuple):
     rows: int
     columns: int
     grid: tuple[int, int]  # pieces of a matrix along rows and columns
-    batch: Axes  # mesh axes that shard its batch axes
-    pieces: Axes  # mesh axes that shard its rows, then its columns
+    batch: MeshAxes  # mesh axes that shard its batch axes
+    pieces: MeshAxes  # mesh axes that shard its rows, then its columns
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,7 +58,7 @@ class Shard(NamedTuple):
         return self.rows * self.grid[0], self.columns * self.grid[1]
 
     @property
-    def axes(self) -> Axes:
+    def axes(self) -> MeshAxes:
         """Mesh axes that shard the parameter."""
         return self.batch + self.pieces
 
@@ -97,14 +97,14 @@ class Team(NamedTuple):
     """
 
     members: list[int]
-    copies: Axes
-    pieces: Axes
+    copies: MeshAxes
+    pieces: MeshAxes
     grid: tuple[int, int]
     owned: list[list[Matrix]]
     length: int
 
     @property
-    def axes(self) -> Axes:
+    def axes(self) -> MeshAxes:
         """Mesh axes whose devices are the owners; the first one varies slowest."""
         return self.copies + self.pieces
 
@@ -130,12 +130,12 @@ class Run(NamedTuple):
 Program = tuple[tuple[Run, ...], ...]  # what a device computes: its runs of every team
 
 
-class _Side(NamedTuple):
+class _Extent(NamedTuple):
     """Rows, columns or batch axes of a parameter, flattened, on one device."""
 
     size: int
     devices: int  # over how many devices they are sharded
-    names: Axes
+    names: MeshAxes
 
 
 def shard_of(
@@ -149,9 +149,9 @@ def shard_of(
     batch_axes, row_axes, column_axes = split_axes(len(shape), dims)
     if transposed:
         row_axes, column_axes = column_axes, row_axes
-    batch = _side(batch_axes, shape, spec, sizes)
-    rows = _side(row_axes, shape, spec, sizes)
-    columns = _side(column_axes, shape, spec, sizes)
+    batch = _extent(batch_axes, shape, spec, sizes)
+    rows = _extent(row_axes, shape, spec, sizes)
+    columns = _extent(column_axes, shape, spec, sizes)
     return Shard(
         count=batch.size,
         rows=rows.size,
@@ -162,26 +162,38 @@ def shard_of(
     )
 
 
-def _side(
+def _extent(
     axes: tuple[int, ...], shape: tuple[int, ...], spec: PartitionSpec, sizes: Sizes
-) -> _Side:
-    names: Axes = ()
+) -> _Extent:
+    names: MeshAxes = ()
     for axis in axes:
         # A spec may have fewer entries than the parameter has axes.
         if axis < len(spec):
             names += axes_of(spec[axis])
     devices = math.prod(sizes[name] for name in names)
     size = math.prod(shape[axis] for axis in axes)
-    return _Side(size // devices, devices, names)
+    return _Extent(size // devices, devices, names)
 
 
-def flat_index(at: Mapping[str, Any], sizes: Sizes, axes: Axes) -> Any:
+def flat_index(at: Mapping[str, Any], sizes: Sizes, axes: MeshAxes) -> Any:
     """Return the index along several flattened mesh axes; the first varies slowest.
 
     Args:
         at: index along every mesh axis: numbers, or a device's traced ones.
         sizes: sizes of the mesh axes.
         axes: the axes to flatten.
+
+    Example:
+        The devices of a 2 x 2 mesh are 0, 1 at ``data`` 0, and 2, 3 at ``data`` 1.
+
+        >>> from normpre_optax.sharding.plan import flat_index
+        >>> sizes, at = {"data": 2, "fsdp": 2}, {"data": 1, "fsdp": 0}
+        >>> flat_index(at, sizes, ("data", "fsdp"))
+        2
+        >>> flat_index(at, sizes, ("fsdp", "data"))  # along the columns
+        1
+        >>> flat_index(at, sizes, ("fsdp",)), flat_index(at, sizes, ())
+        (0, 0)
     """
     index = 0
     for a in axes:
@@ -189,7 +201,9 @@ def flat_index(at: Mapping[str, Any], sizes: Sizes, axes: Axes) -> Any:
     return index
 
 
-class _Plan(NamedTuple):
+class _Candidate(NamedTuple):
+    """A plan, and what it costs."""
+
     teams: list[Team]
     load: float  # operations of the busiest device
     lines: int  # that a device communicates each way
@@ -200,7 +214,7 @@ class _Draft:
     """A team while matrices are assigned to its owners."""
 
     members: list[int]
-    copies: Axes
+    copies: MeshAxes
     owned: list[list[Matrix]]
     lines: np.ndarray  # in the list of each owner
     # Flat indices (owner, device): an owner is several devices if other axes replicate
@@ -216,11 +230,11 @@ def plan(sizes: Sizes, shards: Sequence[Shard]) -> list[Team]:
     largest load. Along a pure data-parallel axis the computation is replicated, and
     nothing is communicated. If no parameter is sharded, all axes share the work.
     """
-    plans = [_plan(sizes, shards, axes) for axes in _choices(sizes, shards)]
-    return min(plans, key=lambda found: (found.load, found.lines)).teams
+    candidates = [_candidate(sizes, shards, axes) for axes in _choices(sizes, shards)]
+    return min(candidates, key=lambda found: (found.load, found.lines)).teams
 
 
-def _choices(sizes: Sizes, shards: Sequence[Shard]) -> Iterator[Axes]:
+def _choices(sizes: Sizes, shards: Sequence[Shard]) -> Iterator[MeshAxes]:
     """Yield the sets of axes along which copies may share the work, smallest first."""
     used = set().union(*(shard.axes for shard in shards))
     candidates = used or set(sizes)
@@ -233,7 +247,7 @@ def _choices(sizes: Sizes, shards: Sequence[Shard]) -> Iterator[Axes]:
         yield from itertools.combinations(free, count)
 
 
-def _plan(sizes: Sizes, shards: Sequence[Shard], sharing: Axes) -> _Plan:
+def _candidate(sizes: Sizes, shards: Sequence[Shard], sharing: MeshAxes) -> _Candidate:
     """Return the plan in which copies along these axes share the work."""
     loads = np.zeros(math.prod(sizes.values()))
     drafts: dict[tuple, _Draft] = {}
@@ -254,7 +268,7 @@ def _plan(sizes: Sizes, shards: Sequence[Shard], sharing: Axes) -> _Plan:
             loads[draft.devices[owner]] += shard.work
     teams = [_team(draft, shards) for draft in drafts.values()]
     sent = sum(len(team.owned) * team.length for team in teams if team.communicates)
-    return _Plan(teams, float(loads.max()), sent)
+    return _Candidate(teams, float(loads.max()), sent)
 
 
 def _most_expensive_first(shards: Sequence[Shard]) -> list[int]:
@@ -264,8 +278,14 @@ def _most_expensive_first(shards: Sequence[Shard]) -> list[int]:
     return sorted(range(len(shards)), key=order)
 
 
-def _draft(sizes: Sizes, shard: Shard, sharing: Axes) -> _Draft:
-    """Return a team without matrices, for parameters that are sharded like this one."""
+def _draft(sizes: Sizes, shard: Shard, sharing: MeshAxes) -> _Draft:
+    """Return a team without matrices, for parameters that are sharded like this one.
+
+    Example: the devices of the mesh ``{"data": 2, "fsdp": 2}`` are 0, 1 at data 0, and
+    2, 3 at data 1. A parameter that is sharded along "fsdp" has two owners, ``devices =
+    [[0, 2], [1, 3]]``, because "data" replicates the computation. If copies along
+    "data" share the work, it has four: ``[[0], [1], [2], [3]]``.
+    """
     copies = tuple(a for a in sizes if a in sharing and a not in shard.axes)
     owners = copies + shard.pieces
     others = tuple(a for a in sizes if a not in owners)

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from normpre_optax.linalg.products import at_least_float32
-from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
+from normpre_optax.parameters.dims import (
+    MatrixDims,
+    OutputBlock,
+    blocks_of,
+    split_axes,
+)
 from normpre_optax.sharding.placement import (
     sharded_like,
     spec_of,
@@ -48,7 +53,9 @@ def split_blocks(
     """
     specs = list(assigned(updates, params, matrix_dims).values())
     leaves, treedef = jax.tree.flatten(updates)
-    weights = [None] * len(leaves) if params is None else jax.tree.leaves(params)
+    weights = [None] * len(leaves)
+    if params is not None:
+        weights = jax.tree.leaves(params)
     others = [jax.tree.leaves(tree) for tree in trees]
     blocks: list[Block] = []
     counts = []
@@ -78,16 +85,19 @@ def _blocks_of_parameter(
     rest: Sequence[Any],
 ) -> list[Block]:
     """Return one block per output block of a parameter."""
-    places = blocks_of(u.shape, dims)
-    if len(places) > 1 and sharding is not None:
+    output_blocks = blocks_of(u.shape, dims)
+    count = len(output_blocks)
+    if count > 1 and sharding is not None:
         # `_split` gathers the axis that is split.
         sharding = without_axis(sharding, _first_output(u, dims))
-    parts = [_split(x, dims, places) for x in (u, w, *rest)]
+    parts = [_split(x, dims, output_blocks) for x in (u, w, *rest)]
     blocks = []
-    for i, (_, own_dims, _) in enumerate(places):
-        name = path if len(places) == 1 else f"{path}/{i}"
+    for i, own in enumerate(output_blocks):
+        name = path
+        if count > 1:
+            name = f"{path}/{i}"
         own_u, own_w, *own_rest = [split[i] for split in parts]
-        blocks.append(Block(name, own_dims, sharding, own_u, own_w, own_rest))
+        blocks.append(Block(name, own.dims, sharding, own_u, own_w, own_rest))
     return blocks
 
 
@@ -97,22 +107,29 @@ def _first_output(x: jax.Array, dims: MatrixDims) -> int:
     return outputs[0]
 
 
-def _split(x: Any, dims: MatrixDims, places: list) -> list[Any]:
+def _split(x: Any, dims: MatrixDims, blocks: list[OutputBlock]) -> list[Any]:
     """Split an array with the outputs of a parameter into blocks; repeat a number."""
+    count = len(blocks)
     if x is None or jnp.ndim(x) == 0:
-        return [x] * len(places)
+        return [x] * count
     x = at_least_float32(x)
-    if len(places) == 1:
+    if count == 1:
         return [x]
     axis = _first_output(x, dims)
-    if x.shape[axis] == len(places):  # one entry per block
-        return jnp.split(x, len(places), axis)
+    if x.shape[axis] == count:  # one entry per block
+        return jnp.split(x, count, axis)
     x = unsharded(x, axis)
-    return [jax.lax.slice_in_dim(x, at.start, at.stop, axis=axis) for at, *_ in places]
+    parts = []
+    for block in blocks:
+        start = block.at.start
+        stop = block.at.stop
+        parts.append(jax.lax.slice_in_dim(x, start, stop, axis=axis))
+    return parts
 
 
 def _joined(parts: list[jax.Array], u: jax.Array, dims: MatrixDims) -> jax.Array:
     """Return the blocks of a parameter as one array, sharded like its update."""
     if len(parts) == 1:
         return parts[0]
-    return sharded_like(jnp.concatenate(parts, _first_output(u, dims)), u)
+    joined = jnp.concatenate(parts, _first_output(u, dims))
+    return sharded_like(joined, u)

@@ -106,8 +106,11 @@ def direction(
         mesh = mesh_of(updates)
         if mesh is not None and mesh.size == 1 and _is_traced(updates):
             run = _without_explicit_axes(run, mesh, (updates, state))
-        new, state = by_platform(run, updates, state, params)(updates, state, params)
-        like = updates if params is None else params
+        args = updates, state, params
+        new, state = by_platform(run, *args)(*args)
+        like = params
+        if params is None:
+            like = updates
         return jax.tree.map(lambda u, p: u.astype(p.dtype), new, like), state
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -41,8 +41,17 @@ from normpre_optax.trees import DimsTree
 
 # Solves small problems together, see ``batches.solve_together``.
 Solve = Callable[..., list[Any]]
+# Fields that are part of the tree's structure: compared, not traced.
+_STATIC = {"static": True}
 # A spectral function with its step and numbers.
 OfStacks = Callable[..., list[jax.Array]]
+
+
+class Placement(NamedTuple):
+    """Where the matrices of a parameter are on a mesh; equal ones may be one stack."""
+
+    sharding: PartitionSpec | int  # a number of its own, if the sharding is unknown
+    shared: bool  # whether small problems are the same on all devices
 
 
 @jax.tree_util.register_dataclass
@@ -56,14 +65,13 @@ class Stack:
             ``sketch.matrix_ids``; or None. The axis of one makes it a stack of
             matrices, too.
         transposed: whether rows of ``x`` are inputs; not known of exchanged matrices.
-        placed: on a mesh, the sharding (or a number, if unknown), and whether small
-            problems are the same on all devices; stacks of equal ones are joined.
+        placed: where they are, if they stay sharded on a mesh.
     """
 
     x: jax.Array
     ids: Any = None
-    transposed: bool = dataclasses.field(default=False, metadata={"static": True})
-    placed: Any = dataclasses.field(default=None, metadata={"static": True})
+    transposed: bool = dataclasses.field(default=False, metadata=_STATIC)
+    placed: Placement | None = dataclasses.field(default=None, metadata=_STATIC)
 
 
 class SpectralFunction(Protocol):
@@ -202,11 +210,12 @@ def _run(
         return _on_owners(f, dims, specs, mesh, xs, (step, numbers))
 
     if spec_of(xs[0]) is not None:
-        # Explicit axes, which all parameters have or none: start again with Auto ones
-        # (of one device: no mesh). With Explicit ones, JAX would ask for the sharding
-        # of every result.
-        again = in_auto_axes(functools.partial(_run, f, sources), mesh, list(specs))
-        return again(xs, step, numbers)
+        # Explicit axes, which all parameters have or none: JAX would ask for the
+        # sharding of every result. So `_run` calls itself once, with Auto axes: there
+        # `mesh_of` is None on one device, and `spec_of` is None on several.
+        run = functools.partial(_run, f, sources)
+        run_with_auto_axes = in_auto_axes(run, mesh, list(specs))
+        return run_with_auto_axes(xs, step, numbers)
 
     stacks = _stacks(sources, xs, f.draws)
     if not f.whole_matrices:
@@ -313,15 +322,18 @@ def _sharded(
     stacks: list[Stack],
 ) -> list[jax.Array]:
     """Compute sharded stacks, one per shape; small problems are shared by devices."""
-    # A parameter whose sharding is unknown is in a place of its own.
-    shardings = range(len(stacks)) if None in specs else specs
-    placed = zip(shardings, used.shared, strict=True)
-    stacks = [
-        dataclasses.replace(stack, placed=place)
-        for stack, place in zip(stacks, placed, strict=True)
-    ]
-    joined, places = _joined(stacks)
-    shared = [stack.placed[1] for stack in joined]
+    # Parameters whose shardings are unknown are not joined.
+    shardings: Any = specs
+    if None in specs:
+        shardings = range(len(stacks))
+    placed = []
+    for stack, *own in zip(stacks, shardings, used.shared, strict=True):
+        placed.append(dataclasses.replace(stack, placed=Placement(*own)))
+    joined, places = _joined(placed)
+    shared = []
+    for stack in joined:
+        assert stack.placed is not None
+        shared.append(stack.placed.shared)
     solve = functools.partial(solve_shared, shared, axes=used.matrices)
     return separate(of_stacks(joined, solve=solve), places)
 

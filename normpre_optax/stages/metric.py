@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from normpre_optax.checks import check_numbers
 from normpre_optax.linalg.platforms import by_platform
@@ -41,9 +42,9 @@ class MetricState(NamedTuple):
 
 def with_metric(
     spectral: optax.GradientTransformation,
-    strength: jax.typing.ArrayLike = 0.5,
+    strength: ArrayLike = 0.5,
     clip: float = 2.0,
-    decay: jax.typing.ArrayLike = 0.95,
+    decay: ArrayLike = 0.95,
     *,
     matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -98,7 +99,9 @@ def with_metric(
 
     def init(params, *, matrix_dims=matrix_dims):
         found = assigned(params, None, matrix_dims)
-        rows, columns = mean_squares(optax.tree.zeros_like(params), found)
+        # Those of zeros: arrays with the shapes and shardings that `update` computes.
+        zeros = optax.tree.zeros_like(params)
+        rows, columns = mean_squares(zeros, found)
         return MetricState(rows, columns, init_stage(inner, params, found))
 
     def update(updates, state, params=None, *, matrix_dims=matrix_dims, **extra_args):
@@ -134,7 +137,7 @@ def with_metric(
 
 
 def _in_metric(
-    strength: jax.typing.ArrayLike,
+    strength: ArrayLike,
     clip: float,
     u: jax.Array,
     w: jax.Array | None,
@@ -153,7 +156,7 @@ def _in_metric(
     return u
 
 
-def average(old: PyTree, new: PyTree, decay: jax.typing.ArrayLike) -> Any:
+def average(old: PyTree, new: PyTree, decay: ArrayLike) -> Any:
     """Return ``decay old + (1 - decay) new`` of two trees."""
     return jax.tree.map(lambda o, n: replicated(decay * o + (1 - decay) * n), old, new)
 
@@ -203,16 +206,16 @@ def _mean_squares(
     _, outputs, inputs = split_axes(g.ndim, dims)
     squares = jnp.square(at_least_float32(g))
     rows = jnp.mean(squares, inputs, keepdims=True)
-    places = blocks_of(g.shape, dims)
-    if len(places) == 1:
+    output_blocks = blocks_of(g.shape, dims)
+    if len(output_blocks) == 1:
         return rows, jnp.mean(squares, outputs, keepdims=True)
     axis = outputs[0]
     shape = [1] * g.ndim
     shape[axis] = -1
     index = jnp.arange(g.shape[axis]).reshape(shape)
     columns = []
-    for at, *_ in places:
+    for block in output_blocks:
         # A mask, because a slice would gather a sharded axis.
-        inside = (index >= at.start) & (index < at.stop)
+        inside = (index >= block.at.start) & (index < block.at.stop)
         columns.append(jnp.mean(squares, outputs, keepdims=True, where=inside))
     return rows, jnp.concatenate(columns, axis)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from normpre_optax.checks import check_numbers
 
@@ -17,17 +18,17 @@ class TwoMomentaState(NamedTuple):
     ``fast`` and ``slow`` are trees like the parameters.
     """
 
-    count: jax.typing.ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
+    count: ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
     fast: optax.Updates
     slow: optax.Updates
 
 
 def two_momenta(
-    fast: jax.typing.ArrayLike = 0.85,
-    slow: jax.typing.ArrayLike = 0.98,
-    slow_weight: jax.typing.ArrayLike | Callable = 0.56,
-    gradient_share: jax.typing.ArrayLike = 0.05,
-    accumulator_dtype: jax.typing.DTypeLike | None = None,
+    fast: ArrayLike = 0.85,
+    slow: ArrayLike = 0.98,
+    slow_weight: ArrayLike | Callable = 0.56,
+    gradient_share: ArrayLike = 0.05,
+    accumulator_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Mix a fast and a slow average of the gradients with the gradient.
 

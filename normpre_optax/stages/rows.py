@@ -3,7 +3,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -119,6 +119,14 @@ _Factors = tuple[jax.Array, jax.Array]
 _Weights = Sequence[jax.Array | None]
 
 
+class _Key(NamedTuple):
+    """What matrices that are computed as one stack have in common."""
+
+    axes: _RowAxes
+    # Shape and sharding; or the number of the matrix, which then is a stack of its own.
+    common: Hashable
+
+
 def _row_axes(block: Block) -> _RowAxes:
     _, outputs, inputs = split_axes(block.u.ndim, block.dims)
     return _RowAxes(rows=inputs, columns=outputs)
@@ -136,12 +144,7 @@ def _unit_tangents(
 
     If ``side`` is "alternating", ``by_rows`` selects one of them.
     """
-    # Matrices with equal keys are one stack.
-    if stacks_pay(ms, rule.shardings):
-        shapes = [m.shape for m in ms]
-        keys = list(zip(rule.axes, shapes, rule.shardings, strict=True))
-    else:
-        keys = list(zip(rule.axes, range(len(ms)), strict=True))
+    keys = _keys(rule, ms)
     if side == "rows" or side == "columns":
         factors = _factors(rule, keys, side, ms, ws)
     elif platform() == "tpu":
@@ -149,19 +152,31 @@ def _unit_tangents(
     else:
         factors = _factors_branched(rule, keys, ms, ws, by_rows)
     new = []
-    for m, w, (a, b) in zip(ms, ws, separate(factors, places(keys)), strict=True):
+    each = separate(factors, places(keys))
+    for m, w, (a, b) in zip(ms, ws, each, strict=True):
         new.append(a * m if w is None else a * m - b * w)
     return new
 
 
+def _keys(rule: _Rule, ms: Sequence[jax.Array]) -> list[_Key]:
+    """Return a key for each matrix: those with equal ones are one stack."""
+    common: Iterable[Hashable] = range(len(ms))
+    if stacks_pay(ms, rule.shardings):
+        shapes = [m.shape for m in ms]
+        common = zip(shapes, rule.shardings, strict=True)
+    each = zip(rule.axes, common, strict=True)
+    return [_Key(axes, own) for axes, own in each]
+
+
 def _factors(
-    rule: _Rule, keys: list[tuple], side: Side, ms: Sequence[jax.Array], ws: _Weights
+    rule: _Rule, keys: list[_Key], side: Side, ms: Sequence[jax.Array], ws: _Weights
 ) -> list[_Factors]:
     """Return ``a`` and ``b`` of ``a M - b W``, for one stack per key."""
     stacks, _ = join(list(zip(ms, ws, strict=True)), keys)
     found = []
-    for (axes, *_), (m, w) in zip(dict.fromkeys(keys), stacks, strict=True):
-        own = axes.rows if side == "rows" else axes.columns
+    different = dict.fromkeys(keys)  # in the order of the stacks
+    for key, (m, w) in zip(different, stacks, strict=True):
+        own = key.axes.rows if side == "rows" else key.axes.columns
         along = tuple(axis + 1 for axis in own)  # axis 0 is that of the stack
         a, b = rows.unit_tangent_factors(m, w, along, rule.tangent)
         size = rule.norm(math.prod(m.shape[axis] for axis in along))
@@ -171,7 +186,7 @@ def _factors(
 
 def _factors_selected(
     rule: _Rule,
-    keys: list[tuple],
+    keys: list[_Key],
     ms: Sequence[jax.Array],
     ws: _Weights,
     by_rows: jax.Array,
@@ -187,7 +202,7 @@ def _factors_selected(
 
 def _factors_branched(
     rule: _Rule,
-    keys: list[tuple],
+    keys: list[_Key],
     ms: Sequence[jax.Array],
     ws: _Weights,
     by_rows: jax.Array,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from normpre_optax.checks import check_function, check_numbers
 from normpre_optax.linalg.products import inverse_norm, inverse_root
@@ -36,7 +37,7 @@ CONVENTIONS: dict[str, Callable[[int, int], float]] = {
 
 
 def scale_to_rms(
-    rms: jax.typing.ArrayLike | None = 0.2, *, matrix_dims: DimsTree = None
+    rms: ArrayLike | None = 0.2, *, matrix_dims: DimsTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Scale every matrix to a root mean square: ``R(T) = rms T / RMS(T)``.
 
@@ -72,7 +73,7 @@ def scale_to_rms(
     return per_parameter(scaled, matrix_dims)
 
 
-def with_rms(t: jax.Array, dims: MatrixDims, rms: jax.typing.ArrayLike) -> jax.Array:
+def with_rms(t: jax.Array, dims: MatrixDims, rms: ArrayLike) -> jax.Array:
     """Return the matrices of a parameter scaled to a root mean square."""
     _, outputs, inputs = split_axes(t.ndim, dims)
     _, m, n = matrix_shape(t.shape, dims)
@@ -118,7 +119,7 @@ class RowMomentState(NamedTuple):
 
 
 def scale_by_row_moment(
-    b2: jax.typing.ArrayLike = 0.95, eps: float = 1e-10, *, matrix_dims: DimsTree = None
+    b2: ArrayLike = 0.95, eps: float = 1e-10, *, matrix_dims: DimsTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Divide rows by the roots of their second moments; keep the matrix's norm.
 
@@ -149,7 +150,9 @@ def scale_by_row_moment(
 
     def init(params, *, matrix_dims=matrix_dims):
         found = assigned(params, None, matrix_dims)
-        moment, _ = mean_squares(optax.tree.zeros_like(params), found)
+        # Those of zeros: arrays with the shapes and shardings that `update` computes.
+        zeros = optax.tree.zeros_like(params)
+        moment, _ = mean_squares(zeros, found)
         return RowMomentState(moment)
 
     def scaled(o, w, dims, moment):

@@ -101,12 +101,24 @@ class ClipLeading:
         return narrowed(xs, dtype)
 
     def clipping(
-        self, side: int, total: jax.Array, threshold: ArrayLike
+        self, dimension: int, total: jax.Array, threshold: ArrayLike
     ) -> tuple[sketch.Clipping, int]:
         """Return what is clipped of matrices, and the size of their sketch.
 
+        ``level^2 = max(least, share (total - squares of the rank largest))``, where
+        ``total`` is the sum of the squares of all singular values. If not ``relative``,
+        ``least`` is ``threshold^2`` and ``share`` is zero, so that the level is the
+        threshold. If it is, ``share`` makes it the threshold times the root mean square
+        of the remaining ``dimension - rank`` singular values, and ``least`` keeps it
+        from zero.
+
+        Example: 4, 3, 2, 1 are the singular values, rank is 2 and the relative
+        threshold 1. Then ``total = 16 + 9 + 4 + 1 = 30``, ``share = 1 / (4 - 2)``,
+        ``least = 0.01 * 30 / 4 = 0.075``, and ``level^2 = max(0.075, (30 - 25) / 2) =
+        2.5``: 4 and 3 become 1.58.
+
         Args:
-            side: smaller side of the matrices.
+            dimension: smaller dimension of the matrices.
             total: their sums of squares.
             threshold: level of the clipping, or its multiple if ``relative``.
 
@@ -114,29 +126,32 @@ class ClipLeading:
             The clipping, whose rank is how many singular values may be clipped, and how
             many directions the sketch has.
         """
-        most = side
+        most = dimension
         if self.relative:  # one remains
-            most = max(1, side - 1)
-        rank = min(self._rank(side), most)
-        size = min(rank + self.oversample, side)
+            most = max(1, dimension - 1)
+        rank = min(self._rank(dimension), most)
+        size = min(rank + self.oversample, dimension)
         if self.method == "products":  # all directions of the sketch may be clipped
             size = min(size, most)
             rank = size
         found = sketch.to_threshold(total, rank, threshold)
         if not self.relative:
             return found, size
-        if side == rank:  # one singular value, none remains: its level is itself
+        if dimension == rank:
+            # A matrix of one row: its singular value is among the largest, and none
+            # remains for a mean. The level is that singular value, which stays as it
+            # is: `share` is still zero, and the square of the only one is `total`.
             return found._replace(least=total), size
         squared_multiple = found.least
-        least = squared_multiple * total * (_LEAST**2 / side)
-        share = squared_multiple / (side - rank)
+        least = squared_multiple * total * (_LEAST**2 / dimension)
+        share = squared_multiple / (dimension - rank)
         return found._replace(least=least, share=share), size
 
-    def _rank(self, side: int) -> int:
+    def _rank(self, dimension: int) -> int:
         """Return how many singular values are clipped at most."""
         if isinstance(self.rank, int):
             return self.rank
-        return max(1, round(self.rank * side))
+        return max(1, round(self.rank * dimension))
 
 
 def _is_tall(x: jax.Array, transposed: bool) -> bool:

@@ -59,7 +59,9 @@ def stage(
         def run(updates, state, params):
             return step(updates, state, params, matrix_dims)
 
-        return by_platform(run, updates, state, params)(updates, state, params)
+        # Once to tell whether they are traced and where they are, and once to compute.
+        args = updates, state, params
+        return by_platform(run, *args)(*args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -2,7 +2,7 @@
 """The normalization of Muon+: of rows, of columns, or of one after the other."""
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,8 @@ from normpre_optax.checks import check_choice, check_numbers
 from normpre_optax.linalg.products import inverse_root
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.stages.directions import per_parameter
+from normpre_optax.stages.rows import Side
 from normpre_optax.trees import DimsTree
-
-Side = Literal["rows", "columns"]
 
 
 def normalize_successively(

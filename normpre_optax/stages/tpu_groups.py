@@ -66,11 +66,16 @@ def _one_group_after_the_other(
     state: optax.OptState,
     params: optax.Params,
 ) -> tuple[optax.Updates, optax.OptState]:
-    new_updates: dict[Any, Any] = {}  # by path in the tree
+    # By path in the tree. A masked parameter has no leaf, so that every group replaces
+    # its own ones. All groups start from the same step counters, and agree on the new
+    # ones.
+    new_updates: dict[Any, Any] = {}
     new_state: dict[Any, Any] = dict(jax.tree.leaves_with_path(state))
     previous = None
     for members in groups:
         only = functools.partial(_masked, members)
+        # `map_params` finds what is like the parameters in the state. As a "leaf", each
+        # such tree is passed to `only` as a whole.
         own_state = optax.tree.map_params(chain, only, state, is_leaf=lambda _: True)
         own = only(updates), only(params)
         if previous is not None:  # after the group before
@@ -82,7 +87,10 @@ def _one_group_after_the_other(
         )
         new_updates |= dict(jax.tree.leaves_with_path(previous))
         new_state |= dict(jax.tree.leaves_with_path(own_state))
-    in_order = [new_updates[path] for path, _ in jax.tree.leaves_with_path(updates)]
+    # The leaves of the groups, in the order of the tree; those of the state have it.
+    in_order = []
+    for path, _ in jax.tree.leaves_with_path(updates):
+        in_order.append(new_updates[path])
     return (
         jax.tree.structure(updates).unflatten(in_order),
         jax.tree.structure(state).unflatten(new_state.values()),

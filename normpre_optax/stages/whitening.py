@@ -3,6 +3,7 @@
 
 import jax
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from normpre_optax.checks import check_numbers, static_int
 from normpre_optax.linalg import whitening
@@ -44,8 +45,8 @@ def standardize_rows(
 
 def whiten(
     steps: int = 6,
-    compute_dtype: jax.typing.DTypeLike | None = None,
-    rms: jax.typing.ArrayLike | None = None,
+    compute_dtype: DTypeLike | None = None,
+    rms: ArrayLike | None = None,
     *,
     matrix_dims: DimsTree = None,
 ) -> optax.GradientTransformationExtraArgs:
