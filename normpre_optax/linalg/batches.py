@@ -47,10 +47,14 @@ def join(
         >>> [x.shape for x in stacks], found
         ([(2, 2), (1, 3)], [(0, 0), (1, 0), (0, 1)])
     """
+
+    def stacked(*xs: jax.Array) -> jax.Array:
+        return jnp.stack(xs)
+
     stacks = []
     for members in grouped(keys):
         trees = [items[i] for i in members]
-        stacks.append(jax.tree.map(lambda *xs: jnp.stack(xs), *trees))
+        stacks.append(jax.tree.map(stacked, *trees))
     return stacks, places(keys)
 
 
@@ -107,8 +111,9 @@ def solve_together(
     """
     results: list[Any] = [None] * len(problems)
     for members in grouped(_matrix_shapes(problem) for problem in problems):
-        solved = stacked(f)(*_concatenated([problems[i] for i in members]))
-        leads = [problems[i][0].shape[:-2] for i in members]
+        own = [problems[i] for i in members]
+        solved = stacked(f)(*_concatenated(own))
+        leads = [problem[0].shape[:-2] for problem in own]
         ends = itertools.accumulate(map(math.prod, leads), initial=0)
         ranges = itertools.pairwise(ends)
         for i, lead, (start, end) in zip(members, leads, ranges, strict=True):
@@ -129,7 +134,11 @@ def _concatenated(problems: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
 
 def _part(stacks: Any, start: int, end: int, lead: tuple[int, ...]) -> Any:
     """Return a range of a tree of stacks, with these leading axes."""
-    return jax.tree.map(lambda x: x[start:end].reshape(*lead, *x.shape[1:]), stacks)
+
+    def part(x: jax.Array) -> jax.Array:
+        return x[start:end].reshape(*lead, *x.shape[1:])
+
+    return jax.tree.map(part, stacks)
 
 
 def batched(f: Callable, ndim: int) -> Callable:

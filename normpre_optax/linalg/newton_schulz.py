@@ -8,7 +8,7 @@ functions take one matrix; ``jax.vmap`` takes a stack.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,14 +18,16 @@ from jax.typing import ArrayLike
 from normpre_optax.linalg.batches import one_at_a_time
 from normpre_optax.linalg.products import (
     Operands,
+    Product,
     exact_product,
     inverse_root,
+    on_smaller_side,
     product,
     rounds,
+    smaller_gram,
 )
 
 Triple = tuple[float, float, float]
-Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
     # Keller Jordan, Muon (github.com/KellerJordan/Muon); for any number of steps.
@@ -141,19 +143,20 @@ def newton_schulz(
         Jordan et al., Muon, 2024; Bernstein and Newhouse, arXiv 2409.20325.
     """
     times = functools.partial(product, dtype=compute_dtype)
-    wide = x.shape[0] <= x.shape[1]
     result_norm = None  # Frobenius
     if rms is not None:
         result_norm = rms * math.sqrt(x.size)
     parts = _parts(x.shape, table, compute_dtype)
     last = len(parts) - 1
     for number, part in enumerate(parts):
-        r = times(x, x.T) if wide else times(x.T, x)
+        r = smaller_gram(x, times)
         start = 1.0
         if number == 0:
             start = _start(r, x.size, headroom, norm)
         r = r * jnp.square(start)
-        own_norm = result_norm if number == last else None
+        own_norm = None
+        if number == last:
+            own_norm = result_norm
         if len(part) == 1:
             x = _plain_step(x, r, start, part[0], times, own_norm)
         else:
@@ -205,8 +208,7 @@ def _plain_step(
     """Return one step from ``start x``, with ``r`` its Gram matrix, at a norm."""
     a, b, c = triple
     z = start * (b * r + c * times(r, r))
-    wide = x.shape[0] <= x.shape[1]
-    x = (a * start) * x + (times(z, x) if wide else times(x, z))
+    x = (a * start) * x + on_smaller_side(z, x, times)
     if norm is None:
         return x
     return x * (norm * inverse_root(jnp.sum(x * x)))
@@ -237,8 +239,7 @@ def _gram_steps(
     if norm is not None:
         # ||q x||^2 from small matrices.
         scale = start * norm * inverse_root(jnp.sum(times(q, first) * q))
-    wide = x.shape[0] <= x.shape[1]
-    return times(q * scale, x) if wide else times(x, q * scale)
+    return on_smaller_side(q * scale, x, times)
 
 
 def exact_msign(x: jax.Array, rms: ArrayLike | None = None) -> jax.Array:

@@ -5,6 +5,8 @@
 usual float32 product: one bfloat16 pass on a TPU, TF32 on a GPU, float32 on a CPU.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -13,6 +15,7 @@ from normpre_optax.linalg.platforms import platform
 
 # The dtype of the operands of products, see `product`; may be "narrow".
 Operands = DTypeLike | None
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def at_least_float32(x: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
@@ -64,7 +67,9 @@ def product(a: jax.Array, b: jax.Array, dtype: Operands = None) -> jax.Array:
     if dtype is not None:
         a = a.astype(dtype)
         b = b.astype(dtype)
-    sums = jnp.dtype(jnp.float32) if a.dtype.itemsize < 4 else a.dtype
+    sums = a.dtype
+    if sums.itemsize < 4:
+        sums = jnp.dtype(jnp.float32)
     if a.dtype != sums and platform() == "cpu":
         # XLA's CPU backend lacks half-precision products with float32 sums.
         a = a.astype(sums)
@@ -95,6 +100,26 @@ def narrowed(xs: list[jax.Array], dtype: Operands) -> tuple[list[jax.Array], Ope
     return rounded, jnp.bfloat16
 
 
+def smaller_gram(x: jax.Array, times: Product) -> jax.Array:
+    """Return ``x x^T`` or ``x^T x``: the smaller one, by this product."""
+    if is_wide(x):
+        return times(x, x.T)
+    return times(x.T, x)
+
+
+def on_smaller_side(z: jax.Array, x: jax.Array, times: Product) -> jax.Array:
+    """Return ``z x`` or ``x z``, for ``z`` of the size of ``smaller_gram(x)``."""
+    if is_wide(x):
+        return times(z, x)
+    return times(x, z)
+
+
+def is_wide(x: jax.Array) -> bool:
+    """Return whether a matrix has at least as many columns as rows."""
+    rows, columns = x.shape
+    return rows <= columns
+
+
 def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
     """Return ``a b`` in the operands' own precision on every platform."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
@@ -114,7 +139,8 @@ def inverse_root(squares: jax.Array, terms: int = 0) -> jax.Array:
     """
     least = 100 * float(jnp.finfo(squares.dtype).tiny) * terms
     is_zero = squares <= least
-    return jnp.where(is_zero, 0, jax.lax.rsqrt(jnp.where(is_zero, 1, squares)))
+    nonzero = jnp.where(is_zero, 1, squares)
+    return jnp.where(is_zero, 0, jax.lax.rsqrt(nonzero))
 
 
 def inverse_norm(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -45,7 +45,8 @@ def unit_rows_and_columns(x: jax.Array, along: Axes, across: Axes) -> jax.Array:
     """
     rows = inverse_norm(x, along)
     columns = inverse_norm(x, across)
-    largest = jnp.min(jnp.where(rows == 0, jnp.inf, rows), across, keepdims=True)
+    nonzero = jnp.where(rows == 0, jnp.inf, rows)
+    largest = jnp.min(nonzero, across, keepdims=True)
     relative = jnp.where(rows == 0, 0, rows / largest)
     return x * (relative * columns)
 
@@ -118,11 +119,15 @@ def _radial(
     mw = jnp.sum(m * w, along, keepdims=True)
     ww = jnp.sum(w * w, along, keepdims=True)
     # The radial part of m is along_w w.
-    along_w = jnp.where(ww == 0, 0, mw / jnp.where(ww == 0, 1, ww))
+    divisor_ww = jnp.where(ww == 0, 1, ww)
+    along_w = jnp.where(ww == 0, 0, mw / divisor_ww)
     # Its share of ||m||^2.
-    share = jnp.where(mm == 0, 0, along_w * (mw / jnp.where(mm == 0, 1, mm)))
+    divisor_mm = jnp.where(mm == 0, 1, mm)
+    share = jnp.where(mm == 0, 0, along_w * (mw / divisor_mm))
     kept = 1 - ww if tangent == "relaxed" else jnp.zeros_like(ww)
     eps = jnp.finfo(mm.dtype).eps
     tangential = jnp.where(1 - share < 16 * eps, 0, 1 - share)
     left = tangential + kept * (kept * share)
-    return mm, (1 - kept) * along_w, jnp.where(left <= (8 * eps) ** 2, 0, left)
+    left = jnp.where(left <= (8 * eps) ** 2, 0, left)
+    radial = (1 - kept) * along_w
+    return mm, radial, left

@@ -144,8 +144,9 @@ def clip_by_sketch(
         grams = exact_product(q, q.mT), exact_product(b, b.mT)
         problems.append((*grams, *clipping))
     solver = _factor_by_products if products else _factor_by_eigenvectors
+    factors = solve(solver, problems)
     found = []
-    for q, b, (f, squares) in zip(qs, bs, solve(solver, problems), strict=True):
+    for q, b, (f, squares) in zip(qs, bs, factors, strict=True):
         found.append(Clipped(q, exact_product(f, b), squares))
     return found
 
@@ -191,9 +192,11 @@ def _factor_by_eigenvectors(
     # eigh sorts in ascending order.
     index = jnp.arange(len(values), dtype=rank.dtype)
     among = index >= len(values) - rank[0]
-    level = jnp.maximum(least, share * (total - jnp.sum(jnp.where(among, values, 0))))
+    remaining = total - jnp.sum(jnp.where(among, values, 0))
+    level = jnp.maximum(least, share * remaining)
     clipped = among & (values > level[0])
-    gains = jnp.where(clipped, jnp.sqrt(level[0] / jnp.where(clipped, values, 1)), 1)
+    divisors = jnp.where(clipped, values, 1)
+    gains = jnp.where(clipped, jnp.sqrt(level[0] / divisors), 1)
     gains = jnp.where(jnp.isnan(values), values, gains)
     z = exact_product(vectors.T, inverse)
     factor = exact_product(z.T * (gains - 1)[None], z)
@@ -215,9 +218,11 @@ def _factor_by_products(
 ) -> tuple[jax.Array, jax.Array]:
     """The same for all modes of the subspace, by products alone."""
     inverse, interaction = _orthonormal(gram, interaction)
-    level = jnp.maximum(least, share * (total - jnp.trace(interaction)))
+    remaining = total - jnp.trace(interaction)
+    level = jnp.maximum(least, share * remaining)
     # Zero stays zero, NaN stays NaN.
-    change = clipping_factor(interaction / jnp.where(level == 0, 1, level))
+    divisor = jnp.where(level == 0, 1, level)
+    change = clipping_factor(interaction / divisor)
     moved = exact_product(change, interaction)
     removed = -2 * jnp.trace(moved) - jnp.sum(moved * change)
     factor = exact_product(inverse.T, exact_product(change, inverse))
@@ -239,8 +244,10 @@ def _orthonormal(
     are noise and are left out.
     """
     short = jnp.diagonal(gram) < 1e-4
-    inverse = _inverse_cholesky(jnp.where(short[:, None] | short[None], 0, gram))
-    return inverse, exact_product(exact_product(inverse, interaction), inverse.T)
+    kept = jnp.where(short[:, None] | short[None], 0, gram)
+    inverse = _inverse_cholesky(kept)
+    half = exact_product(inverse, interaction)
+    return inverse, exact_product(half, inverse.T)
 
 
 def _inverse_cholesky(g: jax.Array) -> jax.Array:
@@ -252,9 +259,10 @@ def _inverse_cholesky(g: jax.Array) -> jax.Array:
     """
     scale = inverse_root(jnp.diagonal(g))
     identity = jnp.eye(len(g), dtype=g.dtype)
-    unit = scale[:, None] * g * scale[None] / (1 + 2 * len(g) * jnp.finfo(g.dtype).eps)
-    unit = jnp.where(identity == 1, jnp.where(jnp.isnan(g), g, 1), unit)
-
+    eps = jnp.finfo(g.dtype).eps
+    unit = scale[:, None] * g * scale[None] / (1 + 2 * len(g) * eps)
+    diagonal = jnp.where(jnp.isnan(g), g, 1)
+    unit = jnp.where(identity == 1, diagonal, unit)
     return one_at_a_time(_inverse_factor)(unit) * scale[None]
 
 

@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from normpre_optax.linalg.products import inverse_root, product
+from normpre_optax.linalg.products import (
+    inverse_root,
+    on_smaller_side,
+    product,
+    smaller_gram,
+)
 from normpre_optax.linalg.rows import Axes
 
 
@@ -68,19 +73,19 @@ def whiten(
         Ma, Gong, Scetbon and Meeds, SWAN, arXiv 2412.13148; Higham, Functions of
         Matrices, 2008, section 6.7.
     """
-    wide = x.shape[0] <= x.shape[1]
     times = functools.partial(product, dtype=compute_dtype)
     # Two steps of scaling, or the fourth powers of large entries overflow.
     unit = x * inverse_root(jnp.sum(x * x), x.size)
-    gram = times(unit, unit.T) if wide else times(unit.T, unit)
+    gram = smaller_gram(unit, times)
     y = gram * inverse_root(jnp.sum(gram * gram))
     z = identity = jnp.eye(len(y), dtype=y.dtype)
     for _ in range(steps):
         factor = 1.5 * identity - 0.5 * times(z, y)
         y = times(y, factor)
         z = times(factor, z)
-    whitened = times(z, x) if wide else times(x, z)
+    whitened = on_smaller_side(z, x, times)
     if rms is None:
         return whitened
     norm = rms * math.sqrt(x.size)
-    return whitened * (norm * inverse_root(jnp.sum(whitened * whitened)))
+    squares = jnp.sum(whitened * whitened)
+    return whitened * (norm * inverse_root(squares))
