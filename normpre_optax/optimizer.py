@@ -139,6 +139,12 @@ def _check_direction(direction: object) -> None:
     """Raise a TypeError for what returns no direction when called with the axes."""
     if callable(direction):
         made = direction(matrix_dims=None)
+        if isinstance(made, CompleteOptimizer):
+            # Two learning rates, with two minus signs, would go uphill.
+            raise TypeError(
+                "direction returns a complete optimizer, with a learning rate of its"
+                " own: pass its direction, such as scale_by_muon"
+            )
         if isinstance(made, optax.GradientTransformation):
             return
     raise TypeError(
@@ -191,7 +197,7 @@ class Built(NamedTuple):
     transformation: optax.GradientTransformationExtraArgs
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MatricesAndAdamW:
     """An optimizer of two groups: a direction for matrices, AdamW for the rest.
 

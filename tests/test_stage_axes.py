@@ -54,3 +54,13 @@ def test_a_complete_optimizer_is_refused_inside_of_wrappers_too():
             wrap(npo.muon(1e-2))
     with pytest.raises(TypeError, match=message):
         updated(optax.chain(npo.muon(1e-2)))
+
+
+def test_a_complete_optimizer_is_no_direction():
+    """Its steps point downhill, and with_adamw would turn them around."""
+
+    def complete(matrix_dims=None):
+        return npo.muon(1e-2, matrix_dims=matrix_dims)
+
+    with pytest.raises(TypeError, match="direction returns a complete optimizer"):
+        npo.with_adamw(complete, 1e-2)
