@@ -206,7 +206,9 @@ def test_nnx_shapes_of_a_sharded_optimizer(name, kind):
         made = nnx.state(nnx.jit(lambda: create(name))())
         assert describe(shapes) == describe(made)
         of_optimizer = kernels_of(shapes[1])
-        assert {"x" in x.sharding.spec for x in of_optimizer} == {True}
+        assert all("x" in x.sharding.spec for x in of_optimizer)
+        # SWAN has no momentum, and so no state of a kernel's shape.
+        assert bool(of_optimizer) == (not name.startswith("swan"))
 
 
 def test_nnx_creates_a_masked_optimizer_in_jit():
