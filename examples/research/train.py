@@ -7,7 +7,8 @@ optimizers:
 
 - ``normpre_g_from_x``, ``normpre_l_from_x``: the preconditioner is built before
   normalization, from X instead of Psi;
-- ``normpre_h_variant``, ``soap_hyperball``: see ``variants``;
+- ``normpre_h_variant``, ``muon_falling_hyperball``, ``soap_hyperball``: see
+  ``variants``;
 - ``optax_muon``: optax's Muon for the matrices that other optimizers use.
 """
 
@@ -24,7 +25,11 @@ from examples.pretrain import optimizers
 from examples.pretrain.compare import results, study
 from examples.pretrain.main import main
 from examples.research.ablations import normpre_from_x
-from examples.research.variants import normpre_h_variant, soap_hyperball
+from examples.research.variants import (
+    muon_falling_hyperball,
+    normpre_h_variant,
+    soap_hyperball,
+)
 from normpre_optax import with_adamw
 from normpre_optax.parameters.rules import assign
 
@@ -61,6 +66,11 @@ FURTHER = {
         "#117733",
     ),
     "normpre_h_variant": (normpre_h_variant, "NormPre-H variant", "#DDCC77"),
+    "muon_falling_hyperball": (
+        muon_falling_hyperball,
+        "Muon, falling momentum, Hyperball",
+        "#44AA99",
+    ),
     "optax_muon": (optax_muon, "optax Muon", "#999933"),
     "soap_hyperball": (soap_hyperball, "SOAP, Hyperball", "#6699CC"),
 }

@@ -2,9 +2,10 @@
 """Variants of ``normpre_h`` for comparison with it: one choice of its metric, momenta
 or schedule at a time.
 
-``normpre_h_variant`` is ``normpre_h`` with further options, and ``soap_hyperball`` is a
-ceiling: SOAP's direction (Vyas et al., arXiv 2409.11321) under Hyperball, which keeps
-two Gram matrices and their eigenbases.
+``normpre_h_variant`` is ``normpre_h`` with further options.
+``muon_falling_hyperball`` is Muon under Hyperball with a momentum that falls during the
+run. ``soap_hyperball`` is a ceiling: SOAP's direction (Vyas et al., arXiv 2409.11321)
+under Hyperball, which keeps two Gram matrices and their eigenbases.
 """
 
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from normpre_optax.stages.stage import assigned
 
 Sides = Literal["both", "before", "after"]
 Statistic = Literal["gradient", "momentum", "residual"]
+Follows = Literal["run", "rate"]
 
 
 @checked
@@ -49,6 +51,9 @@ def normpre_h_variant(
     onset: int = 0,
     ramp: float = 4.0,
     end: int = 0,
+    last_slow_weight: float | None = None,
+    falls_from: float = 0.25,
+    follows: Follows = "run",
     metric_strength: float = 0.5,
     clip: float = 2.0,
     decay: float = 0.95,
@@ -80,6 +85,9 @@ def normpre_h_variant(
         ramp: power of ``1 - slow_momentum^t`` that multiplies the weight at step t; 0
             for none.
         end: steps until the weight is zero again, linearly from ``onset``; 0 keeps it.
+        last_slow_weight: weight at the end of the run; None keeps ``slow_weight``.
+        falls_from: share of the run after which the weight falls to it.
+        follows: whether it falls linearly in the "run", or with the learning "rate".
         metric_strength: as in ``normpre_h``.
         clip: of ``with_metric``.
         decay: of ``with_metric``.
@@ -91,7 +99,7 @@ def normpre_h_variant(
         radial: whether ``U`` keeps its part along the weights, as whole matrices.
         peak_power: front-loaded learning rate ``peak (1 - (t / steps)^power)``; 0 keeps
             the schedule.
-        steps: of the run, for ``peak_power``.
+        steps: of the run, for ``peak_power`` and ``last_slow_weight``.
         ns_steps: as in ``normpre_h``.
         ns_norm: as in ``normpre_h``.
         learning_rate_multipliers: as in ``normpre_h``.
@@ -102,10 +110,16 @@ def normpre_h_variant(
         matrix_dims: as in ``normpre_h``.
     """
 
+    share = constant(slow_weight)
+    if last_slow_weight is not None and follows == "run":
+        share = falling(slow_weight, last_slow_weight, falls_from, steps)
+    elif last_slow_weight is not None:
+        share = following(learning_rate, slow_weight, last_slow_weight, steps)
+
     def weight(t: Any) -> Any:
         falls = jnp.clip(1 - (t - onset) / (end - onset), 0, 1) if end else 1.0
         ramped = (1 - slow_momentum ** (t + 1.0)) ** ramp if ramp else 1.0
-        return jnp.where(t >= onset, slow_weight * falls * ramped, 0.0)
+        return jnp.where(t >= onset, share(t) * falls * ramped, 0.0)
 
     def chain(matrix_dims: Any) -> optax.GradientTransformation:
         spectral, both = (
@@ -150,9 +164,96 @@ def normpre_h_variant(
     )
 
 
+def constant(value: float) -> Callable[[Any], Any]:
+    """A schedule that has one value."""
+    return lambda t: value
+
+
+def falling(first: float, last: float, start: float, steps: int) -> Callable:
+    """A schedule that falls linearly from a share ``start`` of the run to its end."""
+    if steps < 1:
+        raise ValueError("a weight that falls during the run needs steps=")
+
+    def value(t: Any) -> Any:
+        fallen = jnp.clip((t / steps - start) / (1 - start), 0, 1)
+        return first + (last - first) * fallen
+
+    return value
+
+
+def following(rate: Callable, first: float, last: float, steps: int) -> Callable:
+    """A schedule that falls as a learning rate falls from its peak to zero."""
+    if steps < 1:
+        raise ValueError("a weight that follows the learning rate needs steps=")
+    peak = _peak(rate, steps)
+
+    def value(t: Any) -> Any:
+        return last + (first - last) * rate(t) / peak
+
+    return value
+
+
+def _peak(schedule: Callable, steps: int) -> float:
+    """The largest of the learning rates of every tenth step."""
+    return float(jnp.max(jnp.stack([schedule(t) for t in range(0, steps, 10)])))
+
+
+class FallingMomentumState(NamedTuple):
+    """Number of updates, and the average of the gradients."""
+
+    count: Any
+    average: Any
+
+
+def falling_momentum(
+    momentum: Callable[[Any], Any],
+) -> optax.GradientTransformation:
+    """Nesterov's momentum with a decay that is a schedule.
+
+    ``M = b M + (1 - b) G`` and ``U = (1 - b) G + b M``: with a constant b, Muon's
+    momentum times 1 - b.
+    """
+
+    def init(params):
+        return FallingMomentumState(
+            jnp.zeros((), jnp.int32), optax.tree.zeros_like(params)
+        )
+
+    def update(updates, state, params=None):
+        b = momentum(state.count)
+        average = optax.tree.update_moment(updates, state.average, b, 1)
+        new = optax.tree.update_moment(updates, average, b, 1)
+        return new, FallingMomentumState(state.count + 1, average)
+
+    return optax.GradientTransformation(init, update)
+
+
+@checked
+def scale_by_falling_muon(
+    *,
+    momentum: float = 0.97,
+    last_momentum: float = 0.91,
+    falls_from: float = 0.25,
+    steps: int = 0,
+    matrix_dims: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon with a momentum whose age, ``1 / (1 - momentum)``, falls linearly."""
+    age = falling(1 / (1 - momentum), 1 / (1 - last_momentum), falls_from, steps)
+
+    def decay(t: Any) -> Any:
+        return 1 - 1 / age(t)
+
+    return direction(
+        falling_momentum(decay), precondition_globally(), matrix_dims=matrix_dims
+    )
+
+
+muon_falling_hyperball = complete(scale_by_falling_muon, hyperball=True)
+
+
 def _front_loaded(schedule: Callable, power: float, steps: int) -> Callable:
     """A tenth of the peak is left at the end, as in the program's schedule."""
-    peak = float(jnp.max(jnp.stack([schedule(t) for t in range(0, steps, 10)])))
+    peak = _peak(schedule, steps)
     warmup = 100
     return lambda t: (
         peak

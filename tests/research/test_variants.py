@@ -10,7 +10,14 @@ import optax
 import pytest
 
 import normpre_optax as npo
-from examples.research.variants import normpre_h_variant, scale_by_soap, soap_hyperball
+from examples.research.variants import (
+    falling,
+    following,
+    muon_falling_hyperball,
+    normpre_h_variant,
+    scale_by_soap,
+    soap_hyperball,
+)
 from tests import cases
 
 SHAPES = {"layers": [{"up": (6, 12), "down": (12, 6)}], "bias": (3,)}
@@ -19,7 +26,8 @@ SHAPES = {"layers": [{"up": (6, 12), "down": (12, 6)}], "bias": (3,)}
 @functools.cache
 def path(make, **options):
     """Parameters after five steps."""
-    tx = make(0.02, 0.01, **options)
+    options.setdefault("adam_learning_rate", 0.01)
+    tx = make(0.02, **options)
     params = cases.numbers(SHAPES)
     state = tx.init(params)
     update = cases.updater(tx)
@@ -31,11 +39,14 @@ def path(make, **options):
 
 def distance(**options):
     """From normpre_h, relative to the length of the path."""
-    start = cases.numbers(SHAPES)
-    own = path(npo.normpre_h)
-    other = path(normpre_h_variant, **options)
+    return apart(path(npo.normpre_h), path(normpre_h_variant, **options))
+
+
+def apart(own, other):
+    """How far two paths end apart, relative to the length of the first."""
     difference = optax.tree.norm(optax.tree.sub(own, other))
-    return difference / optax.tree.norm(optax.tree.sub(own, start))
+    walked = optax.tree.norm(optax.tree.sub(own, cases.numbers(SHAPES)))
+    return difference / walked
 
 
 @pytest.mark.parametrize(
@@ -63,6 +74,45 @@ OTHERS = [
 @pytest.mark.parametrize("options", OTHERS)
 def test_every_option_has_an_effect(options):
     assert distance(**options) > 1e-3
+
+
+def test_a_weight_that_ends_where_it_starts_is_constant():
+    assert distance(last_slow_weight=0.56, steps=5) < 1e-5
+
+
+def test_a_weight_that_falls_has_an_effect():
+    """Without the ramp, after which the slow average has no share in five steps."""
+    constant = path(normpre_h_variant, ramp=0.0)
+    falls = path(normpre_h_variant, ramp=0.0, last_slow_weight=0.1, steps=5)
+    assert apart(constant, falls) > 1e-3
+
+
+def test_a_weight_falls_linearly_after_a_share_of_the_run():
+    weight = falling(0.9, 0.3, 0.25, 100)
+    found = [float(weight(t)) for t in (0, 25, 50, 100, 200)]
+    np.testing.assert_allclose(found, [0.9, 0.9, 0.7, 0.3, 0.3], rtol=1e-6)
+
+
+def test_a_weight_follows_the_learning_rate():
+    def rate(t):
+        return 0.02 * (1 - t / 100)
+
+    weight = following(rate, 0.9, 0.3, 100)
+    found = [float(weight(t)) for t in (0, 50, 100)]
+    np.testing.assert_allclose(found, [0.9, 0.6, 0.3], rtol=1e-6)
+
+
+def test_muon_with_a_momentum_that_does_not_fall_is_muon():
+    """Newton-Schulz divides by the norm, so that a momentum times 1 - b is the same."""
+    own = path(npo.muon, norm_control="hyperball", adam_learning_rate=0.01)
+    options = {"momentum": 0.95, "last_momentum": 0.95, "steps": 5}
+    other = path(muon_falling_hyperball, adam_learning_rate=0.01, **options)
+    assert apart(own, other) < 1e-5
+
+
+def test_muon_with_a_falling_momentum_needs_the_steps_of_the_run():
+    with pytest.raises(ValueError, match="needs steps="):
+        muon_falling_hyperball(0.02, 0.01)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
