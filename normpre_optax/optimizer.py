@@ -190,9 +190,8 @@ class Known(NamedTuple):
 
 
 class Built(NamedTuple):
-    """A transformation, and what it was built from besides the form of parameters."""
+    """The transformation of both groups, and the options that it was built with."""
 
-    assignment: Assignment
     options: ParameterOptions
     transformation: optax.GradientTransformationExtraArgs
 
@@ -203,7 +202,7 @@ class MatricesAndAdamW:
 
     ``init`` and ``update`` are those of an optax transformation. The groups, and the
     transformation of both, depend on the parameters. They are kept by the form of the
-    parameters: structure, shapes and dtypes.
+    parameters: structure, shapes and dtypes (see ``_form``).
 
     Attributes:
         direction: the direction of matrices with the axes ``matrix_dims=``.
@@ -242,10 +241,14 @@ class MatricesAndAdamW:
         norms_by_role = self.hyperball and self.row_norms is None
         for caution in cautions(assignment, params, norms_by_role):
             warn_user(caution)
-        transformation = self.build(params, assignment)
+        form = _form(params)
+        # What was built had the groups of an earlier `init`. These may be others:
+        # `matrix_dims` may be a function.
+        self.built.pop(form, None)
+        transformation = self.transformation_of(form, params, assignment)
         weights = jax.tree.map(at_least_float32, params)
         state = transformation.init(weights)
-        self.known[_form(params)] = Known(assignment, _abstract(state))
+        self.known[form] = Known(assignment, _abstract(state))
         return place_state(transformation, state, weights)
 
     def update(
@@ -262,12 +265,18 @@ class MatricesAndAdamW:
             raise ValueError(f"this optimizer needs the parameters: {PASS_PARAMS}")
         updates = _like("gradients", updates, params, ARGUMENTS)
         weights = jax.tree.map(at_least_float32, params)
-        known = self.known_of(params, weights)
+        form = _form(params)
+        if form not in self.known:  # a checkpoint is restored without `init`
+            self.known[form] = self.known_of(form, params, weights)
+        known = self.known[form]
         state = _like("state", state, known.state, CREATOR)
-        gradients = jax.tree.map(_gradient, updates, params)
-        transformation = self.build(params, known.assignment)
+        # Placed before they are converted: float32 has more bytes to communicate.
+        arrays = jax.tree.map(jnp.asarray, updates)
+        placed = jax.tree.map(sharded_like, arrays, params)
+        gradients = jax.tree.map(at_least_float32, placed)
+        transformation = self.transformation_of(form, params, known.assignment)
         steps, state = transformation.update(gradients, state, weights, **extra_args)
-        return jax.tree.map(_in_dtype_of, params, steps), state
+        return optax.tree.cast_like(steps, params), state
 
     def assign(self, params: optax.Params) -> Assignment:
         """Return the group of every parameter."""
@@ -275,35 +284,28 @@ class MatricesAndAdamW:
             check_dtype_of(path, leaf.dtype)
         return assign(params, self.matrix_dims)
 
-    def known_of(self, params: optax.Params, weights: optax.Params) -> Known:
-        """Return what is known of parameters, also if ``init`` has not seen them.
+    def known_of(
+        self, form: Hashable, params: optax.Params, weights: optax.Params
+    ) -> Known:
+        """Return the groups and the form of the state, of which nothing is computed."""
+        assignment = self.assign(params)
+        transformation = self.transformation_of(form, params, assignment)
+        return Known(assignment, jax.eval_shape(transformation.init, weights))
 
-        A checkpoint is restored without ``init``.
-        """
-        form = _form(params)
-        if form not in self.known:
-            assignment = self.assign(params)
-            transformation = self.build(params, assignment)
-            state = jax.eval_shape(transformation.init, weights)
-            self.known[form] = Known(assignment, state)
-        return self.known[form]
-
-    def build(
-        self, params: optax.Params, assignment: Assignment
+    def transformation_of(
+        self, form: Hashable, params: optax.Params, assignment: Assignment
     ) -> optax.GradientTransformationExtraArgs:
-        """Return the transformation of parameters: the kept one, if it still holds.
+        """Return the transformation of both groups: the kept one, if it still holds.
 
-        Options may be functions of the parameters. They are asked every time. A
-        transformation with an array in it is not kept: the array may be a tracer.
+        Options may be functions of the parameters, so they are evaluated every time.
         """
         options = self.options_of(params, assignment)
         if not options.are_static():
-            return self.build_with(params, assignment, options)
-        form = _form(params)
+            # Not kept: an array may be a tracer, which must not outlive its trace.
+            return self.build(params, assignment, options)
         kept = self.built.get(form)
-        if kept is None or (kept.assignment, kept.options) != (assignment, options):
-            transformation = self.build_with(params, assignment, options)
-            kept = Built(assignment, options, transformation)
+        if kept is None or kept.options != options:
+            kept = Built(options, self.build(params, assignment, options))
             self.built[form] = kept
         return kept.transformation
 
@@ -327,7 +329,7 @@ class MatricesAndAdamW:
             row_norms = row_norms_by_path(self.row_norms, params, assignment)
         return ParameterOptions(specs, decays, multipliers, row_norms)
 
-    def build_with(
+    def build(
         self, params: optax.Params, assignment: Assignment, options: ParameterOptions
     ) -> optax.GradientTransformationExtraArgs:
         """Return the transformation of both groups, with these options."""
@@ -459,16 +461,6 @@ def _abstract(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _gradient(update: jax.typing.ArrayLike, parameter: jax.Array) -> jax.Array:
-    """Return a gradient in at least float32, placed as its parameter."""
-    return at_least_float32(sharded_like(jnp.asarray(update), parameter))
-
-
-def _in_dtype_of(parameter: jax.typing.ArrayLike, step: jax.Array) -> jax.Array:
-    """Return a step in the dtype of its parameter."""
-    return step.astype(jnp.asarray(parameter).dtype)
-
-
 def _like(what: str, given: PyTree, wanted: PyTree, hint: str) -> PyTree:
     """Return the arrays of a tree in the structure of another.
 
@@ -481,9 +473,10 @@ def _like(what: str, given: PyTree, wanted: PyTree, hint: str) -> PyTree:
     here = _by_path(given)
     there = _by_path(wanted)
     for path in here | there:
-        own = _shape_at(path, here)
-        expected = _shape_at(path, there)
-        if own != expected:
+        in_both = path in here and path in there
+        if not in_both or np.shape(here[path]) != np.shape(there[path]):
+            own = _shape_at(path, here)
+            expected = _shape_at(path, there)
             raise ValueError(f"{what}: {path!r} has {own}, expected {expected}. {hint}")
     return jax.tree.structure(wanted).unflatten([here[path] for path in there])
 

@@ -401,9 +401,9 @@ _FAULTS = {
     ),
     "updates_stay_float32": (
         "optimizer.py",
-        "_in_dtype_of",
-        "step.astype(jnp.asarray(parameter).dtype)",
-        "step",
+        "",
+        "optax.tree.cast_like(steps, params)",
+        "steps",
         "tests/test_properties.py -k dtypes",
     ),
     "multipliers_ignored": (
