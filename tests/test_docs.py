@@ -114,6 +114,7 @@ def test_the_version_is_the_same_everywhere():
         ROOT / "pyproject.toml": r'^version = "(.*)"$',
         DOCS / "CITATION.cff": r"^version: (.*)$",
         DOCS / "changelog.md": r"^## ([\d.]+) \(",  # the newest entry is the first
+        DOCS / "get_started.md": r"^normpre_optax @ .*@v(.*)$",
     }
     for path, pattern in versions.items():
         found = re.search(pattern, path.read_text(), re.MULTILINE)
