@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer step costs on TPUs and GPUs, estimated from programs compiled for
-them: none is needed.
+"""What an optimizer step costs on TPUs and GPUs, estimated without having any.
 
     python -m examples.research.ahead --target v5e h100 --model gpt2_small --layers 12
     python -m examples.research.ahead --target v5e --train-step gpt2_small --optimizers
@@ -11,15 +10,17 @@ The compilers of TPUs (``pip install ".[tpu-compile]"``) and NVIDIA's GPUs
 update and application, with gradients, state and parameters donated. From the compiled
 program ``machine_cost`` estimates its time; the compiler itself says how much memory it
 needs. Next to the optimizers stand AdamW and a matrix product of 4096 x 4096 in
-bfloat16, on which an estimate can be held against what is known. ``--train-step`` does
+bfloat16, whose times are known, to compare the estimates with. ``--train-step`` does
 the same with a whole step of the pretraining program. Nothing is allocated, nothing
 runs.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import math
 import os
 import time
@@ -49,8 +50,9 @@ from examples.pretrain.train import TrainState, make_train_step, micro_batches, 
 from examples.research import machine_cost, optimizer_step, report, shapes
 from examples.research.machine_cost import MACHINES
 
-BASELINE, PRODUCT = "optax_muon", "matmul"
-SIDE = 4096
+BASELINE = "optax_muon"
+PRODUCT = "matmul"
+SIDE = 4096  # of the matrices of that product
 # How often loops turn whose bounds are data. No optimizer of the library has one left;
 # others, or a model, may.
 TURNS = 1.5
@@ -84,16 +86,17 @@ class Options:
 
 
 def missing(target: str) -> str:
-    """Which extra has to be installed to compile for ``target``, empty where it can be
-    compiled for.
-    """
+    """The extra to install to compile for ``target``; empty where one can already."""
     if isinstance(MACHINES[target], machine_cost.Tpu):
-        return "" if importlib.util.find_spec("libtpu") else "tpu-compile"
-    plugins = importlib.util.find_spec("jax_plugins")
-    found = plugins and any(
-        importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)
-    )
-    return "" if found else "gpu-compile"
+        if importlib.util.find_spec("libtpu"):
+            return ""
+        return "tpu-compile"
+    # A submodule can only be looked for where its package is.
+    if importlib.util.find_spec("jax_plugins"):
+        for version in (12, 13):
+            if importlib.util.find_spec(f"jax_plugins.xla_cuda{version}"):
+                return ""
+    return "gpu-compile"
 
 
 @functools.cache
@@ -114,27 +117,9 @@ def devices(target: str, count: int | None = None, slices: int = 1) -> list[Any]
         )
     machine = MACHINES[target]
     if isinstance(machine, machine_cost.Tpu):
-        os.environ.update(
-            {
-                name: os.environ.get(name, value)
-                for name, value in TPU_ENVIRONMENT.items()
-            }
-        )
-        name = machine.topology
-        if count is not None:  # as square as a power of two allows
-            chip, _, usual = name.partition(":")
-            short = 2 ** (int(math.log2(count // slices)) // 2)
-            if usual.count("x") != 1 or short < 2 or count % (slices * short):
-                raise SystemExit(
-                    f"{count} devices of {target}: only powers of two, and of v5e and"
-                    " v6e, are known here"
-                )
-            name = f"{chip}:{short}x{count // slices // short}"
-        split = {"num_slices": slices} if slices > 1 else {}
-        return topologies.get_topology_desc(
-            platform="tpu", topology_name=name, **split
-        ).devices
-    shape = f"1x{max((count or 8) // 8, 1)}x{min(count or 8, 8)}"
+        return _tpu_devices(target, machine, count, slices)
+    many = count or 8
+    shape = f"1x{max(many // 8, 1)}x{min(many, 8)}"  # nodes of eight
     cuda = topologies.get_topology_desc(
         platform="cuda",
         topology_name=shape,
@@ -144,37 +129,78 @@ def devices(target: str, count: int | None = None, slices: int = 1) -> list[Any]
     return cuda.devices
 
 
+def _tpu_devices(
+    target: str, machine: machine_cost.Tpu, count: int | None, slices: int
+) -> list[Any]:
+    """All devices of TPUs that are not there, in one slice or several."""
+    for name, value in TPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    topology = machine.topology
+    if count is not None:
+        topology = _square(target, topology, count, slices)
+    split = {}
+    if slices > 1:
+        split["num_slices"] = slices
+    found = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology, **split
+    )
+    return found.devices
+
+
+def _square(target: str, topology: str, count: int, slices: int) -> str:
+    """The name of a slice as square as a power of two allows.
+
+    Args:
+        target: for the error.
+        topology: that of a slice of usual size, such as "v5e:2x2".
+        count: devices of all slices.
+        slices: their number.
+
+    Raises:
+        SystemExit: where there is no such slice.
+    """
+    chip, _, usual = topology.partition(":")
+    short = 2 ** (int(math.log2(count // slices)) // 2)
+    if usual.count("x") != 1 or short < 2 or count % (slices * short):
+        raise SystemExit(
+            f"{count} devices of {target}: only powers of two, and of v5e and"
+            " v6e, are known here"
+        )
+    return f"{chip}:{short}x{count // slices // short}"
+
+
 def compiled(target: str, function: Any, arguments: tuple) -> tuple[Any, float]:
-    """A jitted function compiled for ``target`` on these shapes, and the seconds that
-    took.
+    """A jitted function compiled for ``target`` on these shapes.
+
+    Returns:
+        The compiled program, and the seconds that tracing and compiling took.
 
     Raises:
         SystemExit: with the compiler's words where the program does not fit into the
             chip's memory.
     """
     machine = MACHINES[target]
-    sharding = NamedSharding(
-        Mesh(np.array(devices(target)[:1]), ("device",)), PartitionSpec()
-    )
+    mesh = Mesh(np.array(devices(target)[:1]), ("device",))
+    sharding = NamedSharding(mesh, PartitionSpec())
 
     def place(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    # Without a GPU there is nothing to time kernels on.
-    flags: Any = {"xla_gpu_autotune_level": 0} if machine.platform == "cuda" else {}
+    flags: Any = {}
+    if machine.platform == "cuda":  # without a GPU there is nothing to time kernels on
+        flags["xla_gpu_autotune_level"] = 0
     start = time.perf_counter()
-    with (
-        warnings.catch_warnings()
-    ):  # There are three donated trees for two results; a cache cannot give these back.
+    with warnings.catch_warnings():
+        # There are three donated trees for two results.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        # Programs for devices that are not there cannot be read from a cache.
         warnings.filterwarnings(
             "ignore", "Error reading persistent compilation cache entry"
         )
-        lowered = function.trace(*jax.tree.map(place, arguments)).lower(
-            lowering_platforms=(machine.platform,)
-        )
+        traced = function.trace(*jax.tree.map(place, arguments))
+        lowered = traced.lower(lowering_platforms=(machine.platform,))
         try:
-            return lowered.compile(compiler_options=flags), time.perf_counter() - start
+            program = lowered.compile(compiler_options=flags)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -183,17 +209,28 @@ def compiled(target: str, function: Any, arguments: tuple) -> tuple[Any, float]:
                 f"{target}: {said} --layers takes fewer layers, --micro-batch fewer"
                 " sequences"
             ) from None
+    return program, time.perf_counter() - start
 
 
 def row_of(
     target: str, function: Any, arguments: tuple, weights: Any, state: Any
 ) -> dict[str, Any]:
-    """Compile, and estimate time and memory; ``weights`` and ``state`` are what sizes
-    are compared with.
+    """Compile, and estimate time and memory.
+
+    Args:
+        target: a name in ``MACHINES``.
+        function: a jitted function.
+        arguments: its arguments, or their shapes.
+        weights: tree of the parameters; bytes are also given per byte of it.
+        state: tree of the optimizer's state.
+
+    Returns:
+        What ``estimate`` returns.
     """
     program, seconds = compiled(target, function, arguments)
     memory = program.memory_analysis()
-    size, count = _bytes(weights), sum(x.size for x in jax.tree.leaves(weights))
+    size = _bytes(weights)
+    count = sum(x.size for x in jax.tree.leaves(weights))
     row = machine_cost.meter(program.as_text(), MACHINES[target], TURNS)
     return row | {
         "compile_s": seconds,
@@ -213,6 +250,7 @@ def row_of(
 
 
 def _bytes(tree: Any) -> int:
+    """Size of all arrays of a tree, or of their shapes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
@@ -220,8 +258,7 @@ def _bytes(tree: Any) -> int:
 def estimate(
     target: str, model: str, layers: int | None, optimizer_name: str
 ) -> dict[str, Any]:
-    """One row: an optimizer's step on the matrices of a model, compiled for and priced
-    on a chip.
+    """One row: an optimizer's step on the matrices of a model, estimated for a chip.
 
     Args:
         target: a name in ``machine_cost.MACHINES``.
@@ -240,14 +277,13 @@ def estimate(
     """
     if optimizer_name == PRODUCT:
         square = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.bfloat16)
-        return row_of(
-            target, jax.jit(jnp.matmul), (square, square), (square, square), ()
-        )
+        factors = (square, square)
+        return row_of(target, jax.jit(jnp.matmul), factors, factors, ())
     params = jax.eval_shape(lambda: shapes.matrices(model, layers=layers))
-    step, arguments = optimizer_step.jitted(
-        optimizer_step.KNOWN[optimizer_name](1e-3), params
-    )
-    return row_of(target, step, arguments, params, arguments[1])
+    optimizer = optimizer_step.KNOWN[optimizer_name](1e-3)
+    step, arguments = optimizer_step.jitted(optimizer, params)
+    _, state, _ = arguments
+    return row_of(target, step, arguments, params, state)
 
 
 @functools.cache
@@ -259,23 +295,22 @@ def estimate_train_step(
     *,
     micro_batch: int | None = None,
 ) -> dict[str, Any]:
-    """One row: a whole step of ``examples.pretrain`` on one device, model arithmetic in
-    bfloat16, attention XLA's.
+    """One row: a whole step of ``examples.pretrain`` on one device.
 
-    Arguments and result are ``estimate``'s; ``config_name`` is a file of
-    ``examples.pretrain.configs``, and ``micro_batch`` the number of sequences whose
-    gradients are taken at once, None for as many as it says.
+    The model computes in bfloat16, with XLA's attention. Arguments and result are
+    ``estimate``'s; ``config_name`` is a file of ``examples.pretrain.configs``, and
+    ``micro_batch`` the number of sequences whose gradients are computed at once, None
+    for as many as it says.
     """
     config = configs.load(config_name)
     model = dataclasses.replace(
         config.model, layers=layers or config.model.layers, attention="xla"
     )
-    micro_batch = micro_batch or config.micro_batch
     config = dataclasses.replace(
         config,
         model=model,
         optimizer=optimizer_name,
-        micro_batch=micro_batch,
+        micro_batch=micro_batch or config.micro_batch,
         replicas=1,
         fsdp=1,
     )
@@ -294,19 +329,19 @@ def estimate_train_step(
 
 
 def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Rows, each over those of AdamW and of optax's Muon, where they are there."""
+    """Rows with their ratios to AdamW and to optax's Muon, where these are there."""
     found = {}
     for name, row in rows.items():
-        over = {
-            f"over_{other}": row["ms"] / rows[other]["ms"]
-            for other in ("adamw", BASELINE)
-            if other in rows
-        }
+        over = {}
+        for other in ("adamw", BASELINE):
+            if other in rows:
+                over[f"over_{other}"] = row["ms"] / rows[other]["ms"]
         if BASELINE in rows:
-            over[f"compile_over_{BASELINE}"] = (
-                row["compile_s"] / rows[BASELINE]["compile_s"]
-            )
-        found[name] = row if name == PRODUCT else row | over
+            ratio = row["compile_s"] / rows[BASELINE]["compile_s"]
+            over[f"compile_over_{BASELINE}"] = ratio
+        found[name] = row
+        if name != PRODUCT:
+            found[name] = row | over
     return found
 
 
@@ -315,19 +350,9 @@ def result_of(
 ) -> dict[str, Any]:
     """What is written as JSON."""
     machine = MACHINES[target]
-    result = report.header(
-        report.command("ahead", dataclasses.replace(options, target=(target,))),
-        devices(target)[0],
-    )
-    for package in (
-        ("libtpu",)
-        if machine.platform == "tpu"
-        else ("jax-cuda12-plugin", "jax-cuda13-plugin")
-    ):
-        try:
-            result["versions"][package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    command = report.command("ahead", dataclasses.replace(options, target=(target,)))
+    result = report.header(command, devices(target)[0])
+    result["versions"] |= compiler_versions(machine)
     return result | {
         "what": "estimated by the compiler; nothing was run",
         "target": target,
@@ -343,77 +368,104 @@ def result_of(
     }
 
 
+def compiler_versions(machine: machine_cost.Machine) -> dict[str, str]:
+    """Versions of the packages with the compiler for a machine that are installed."""
+    packages = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+    if machine.platform == "tpu":
+        packages = ("libtpu",)
+    versions = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The report as a table."""
-    versions, gpu = result["versions"], MACHINES[result["target"]].platform == "cuda"
+    gpu = MACHINES[result["target"]].platform == "cuda"
     compilers = ", ".join(
         f"{name} {version}"
-        for name, version in versions.items()
+        for name, version in result["versions"].items()
         if name not in ("python", "numpy")
     )
-    layers = (
-        f"layers of {result['model']}: {result['layers']}"
-        if result["layers"]
-        else result["model"]
-    )
-    step = "A whole train step" if result["whole_train_step"] else "An optimizer step"
-    shown = {
-        title: f for title, f in columns(gpu).items() if title not in _hidden(result)
-    }
-    page = (
+    step = "An optimizer step"
+    if result["whole_train_step"]:
+        step = "A whole train step"
+    model = result["model"]
+    if result["layers"]:
+        model = f"layers of {model}: {result['layers']}"
+    hidden = _hidden(result)
+    shown = {title: f for title, f in columns(gpu).items() if title not in hidden}
+    return (
         f"`{result['command']}`, {result['date']}, {compilers}.\n\n{step} on one"
-        f" {result['chip']}, {layers}: **{result['what']}.**"
-        f" {result['assumptions']}\n\n" + report.table("", shown, result["rows"])
+        f" {result['chip']}, {model}: **{result['what']}.**"
+        f" {result['assumptions']}\n\n"
+        + report.table("", shown, result["rows"])
+        + unpriced_note(result["rows"], gpu)
     )
-    unpriced = [
-        f"{name}: "
-        + ", ".join(f"{what} x {times:g}" for what, times in row["unpriced"].items())
-        for name, row in result["rows"].items()
-        if row["unpriced"]
-    ]
-    known = "beyond their bytes and their launch" if gpu else "beyond their bytes"
-    return page + (
+
+
+def unpriced_note(rows: dict[str, dict[str, Any]], gpu: bool) -> str:
+    """What an estimate leaves out: the instructions that no time is known for."""
+    unpriced = []
+    for name, row in rows.items():
+        if row["unpriced"]:
+            calls = [f"{what} x {times:g}" for what, times in row["unpriced"].items()]
+            unpriced.append(f"{name}: {', '.join(calls)}")
+    if not unpriced:
+        return ""
+    known = "beyond their bytes"
+    if gpu:
+        known = "beyond their bytes and their launch"
+    return (
         f"\nNo time is known for, and none is counted {known}: {'; '.join(unpriced)}.\n"
-        if unpriced
-        else ""
     )
 
 
 def columns(gpu: bool) -> dict[str, Callable[[dict], str]]:
-    """Titles of the first table, and what stands under them."""
+    """Titles of the table, and functions of a row for the cells below them."""
     number = report.number
 
     def figure(key):
         return lambda row: number(row[key])
 
-    def scaled(key, unit):
-        return lambda row: number(row[key] / unit)
+    def gigabytes(key):
+        return lambda row: number(row[key] / 1e9)
 
+    def two_digits(key):
+        return lambda row: f"{row[key]:.2f}"
+
+    def teraflops(row):
+        kinds = [f"{number(n / 1e12)} {kind}" for kind, n in row["flops"].items()]
+        return ", ".join(kinds)
+
+    compute = "cycles ms"
+    launches = {}
+    if gpu:
+        compute = "kernels ms"
+        launches["kernels"] = lambda row: f"{row['kernels']:,.0f}"
     return {
         "ms": figure("ms"),
-        "kernels ms" if gpu else "cycles ms": figure("compute_ms"),
+        compute: figure("compute_ms"),
         "HBM ms": figure("hbm_ms"),
         "eigh ms": figure("eigh_ms"),
-        **({"kernels": lambda row: f"{row['kernels']:,.0f}"} if gpu else {}),
+        **launches,
         "/ AdamW": figure("over_adamw"),
         "/ optax Muon": figure(f"over_{BASELINE}"),
-        "TFLOP": lambda row: ", ".join(
-            f"{number(n / 1e12)} {kind}" for kind, n in row["flops"].items()
-        ),
+        "TFLOP": teraflops,
         "bytes / weight": figure("hbm_bytes_per_weight"),
-        "peak GB": scaled("peak_bytes", 1e9),
-        "arguments GB": scaled("argument_bytes", 1e9),
-        "temporaries GB": scaled("temporary_bytes", 1e9),
-        "temporaries / weights": lambda row: (
-            f"{row['temporaries_per_weight_byte']:.2f}"
-        ),
-        "state / weights": lambda row: f"{row['state_per_weight_byte']:.2f}",
+        "peak GB": gigabytes("peak_bytes"),
+        "arguments GB": gigabytes("argument_bytes"),
+        "temporaries GB": gigabytes("temporary_bytes"),
+        "temporaries / weights": two_digits("temporaries_per_weight_byte"),
+        "state / weights": two_digits("state_per_weight_byte"),
         "compile s": lambda row: f"{row['compile_s']:.1f}",
         "compile / optax Muon": figure(f"compile_over_{BASELINE}"),
     }
 
 
 def _hidden(result: dict[str, Any]) -> set[str]:
+    """Columns that a table of whole train steps, or one of optimizers, has not."""
     if result["whole_train_step"]:
         return {"temporaries / weights", "state / weights", "bytes / weight"}
     return {"peak GB", "arguments GB", "temporaries GB"}
@@ -426,11 +478,12 @@ def chosen_names(options: Options) -> list[str]:
         SystemExit: where a target, model, configuration or optimizer is not known, or
             there are no such layers.
     """
-    known = [*TRAINED] if options.train_step else [*optimizer_step.KNOWN, PRODUCT]
+    known = [*optimizer_step.KNOWN, PRODUCT]
+    if options.train_step:
+        known = [*TRAINED]
     names = list(options.optimizers)
-    if (
-        options.optimizers == Options.optimizers
-    ):  # optax's, for one, is not among those of the pretraining program
+    # Of the default, optax's for one is not among those of the pretraining program.
+    if options.optimizers == Options.optimizers:
         names = [name for name in names if name in known]
     _among("--target", options.target, MACHINES)
     _among("--optimizers", names, known)
@@ -446,6 +499,7 @@ def chosen_names(options: Options) -> list[str]:
 
 
 def _among(option: str, given: Sequence[str], known: Iterable[str]) -> None:
+    """Refuse names that are not known, and an option without any."""
     for name in given or [""]:
         if name not in known:
             raise SystemExit(
@@ -464,32 +518,47 @@ def main(options: Options) -> None:
     names = chosen_names(options)
     options.out.mkdir(parents=True, exist_ok=True)
     for target in options.target:
-        devices(target)
+        devices(target)  # is its compiler there, before any work
     rows: dict[str, dict[str, dict]] = {target: {} for target in options.target}
     too_large = []
-    of, one = options.model, estimate
-    if options.train_step:
-        of, one = (
-            options.train_step,
-            functools.partial(estimate_train_step, micro_batch=options.micro_batch),
-        )
-    work = [(target, name) for target in options.target for name in names]
+    work = list(itertools.product(options.target, names))
     for target, name in track(work, "compiling", console=console):
         try:
-            rows[target][name] = one(target, of, options.layers, name)
+            rows[target][name] = _estimated(options, target, name)
         except SystemExit as error:
             too_large.append(f"{name} on {error}")
-    what = f"train_step_{of}" if options.train_step else of
     for target, estimated in rows.items():
-        report_name = f"ahead_{target}_{what}" + (
-            f"_{options.layers}layers" if options.layers else ""
-        )
         if estimated:
             result = result_of(options, target, estimated)
-            report.write(options.out, report_name, result, markdown(result))
-            console.print(markdown(result), soft_wrap=True)
+            page = markdown(result)
+            report.write(options.out, _report_name(options, target), result, page)
+            console.print(page, soft_wrap=True)
     if too_large:
         raise SystemExit("\n".join(too_large))
+
+
+def _estimated(options: Options, target: str, name: str) -> dict[str, Any]:
+    """One row: that of the train step where one is asked for."""
+    if not options.train_step:
+        return estimate(target, options.model, options.layers, name)
+    return estimate_train_step(
+        target,
+        options.train_step,
+        options.layers,
+        name,
+        micro_batch=options.micro_batch,
+    )
+
+
+def _report_name(options: Options, target: str) -> str:
+    """Name of the files of a report."""
+    what = options.model
+    if options.train_step:
+        what = f"train_step_{options.train_step}"
+    name = f"ahead_{target}_{what}"
+    if options.layers:
+        name += f"_{options.layers}layers"
+    return name
 
 
 if __name__ == "__main__":

@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of an optimizer moves, multiplies and needs on a mesh, counted from the
-compiled program.
+"""What a step of an optimizer communicates, multiplies and stores on a mesh.
 
     python -m examples.research.collectives
     python -m examples.research.collectives --target v5e --devices 16 64 --slices 2
 
-Nothing is allocated and nothing runs: parameters are shapes, devices are virtual, or
-those of a machine that is not there, by whose compiler. Parameters are sharded over the
-axis ``fsdp`` of at most 64 devices (``--fsdp``) of one slice, on their first (or
-longest) axis that divides, and replicated over ``data`` beyond. Bytes are output bytes
-of the collectives, operations those of matrix products, both per device and step (the
-mean of a row-oriented and a column-oriented one); they depend on shapes and on the
-compiler's version only.
+It is counted from the compiled program. Nothing is allocated and nothing runs:
+parameters are shapes, devices are virtual, or those of a machine that is not there, for
+which its compiler compiles. Parameters are sharded over the axis ``fsdp`` of at most 64
+devices (``--fsdp``) of one slice, on their first (or longest) axis that divides, and
+replicated over ``data`` beyond. Bytes are output bytes of the collectives, operations
+those of matrix products, both per device and step (the mean of a row-oriented and a
+column-oriented one); they depend on shapes and on the compiler's version only.
 """
 
 import dataclasses
 import functools
+import operator
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+# Read when JAX looks for its backends.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=512"
 )
@@ -30,6 +31,7 @@ import numpy as np
 import optax
 import tyro
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
@@ -48,33 +50,34 @@ def last_two(path: str, leaf: Any) -> MatrixDims:
 
 
 def optax_dims(params: Any) -> Any:
-    """The same in optax's words."""
-    return jax.tree.map(
-        lambda x: optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1), params
-    )
+    """The same in optax's words, for a tree of parameters."""
+
+    def last_two_axes(x):
+        return optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
+
+    return jax.tree.map(last_two_axes, params)
 
 
 def oriented(factory: Callable) -> tuple[Callable, ...]:
     """NormPre in the orientation of even and of odd steps."""
     return tuple(
-        functools.partial(factory, 1e-3, orientation=o, matrix_dims=last_two)
-        for o in ("rows", "columns")
+        functools.partial(factory, 1e-3, orientation=orientation, matrix_dims=last_two)
+        for orientation in ("rows", "columns")
     )
 
 
+OPTAX_MUON = functools.partial(
+    optax.contrib.muon, 1e-3, muon_weight_dimension_numbers=optax_dims
+)
+NORMPRE_H = functools.partial(
+    normpre_h, 1.6e-2, adam_learning_rate=1e-3, matrix_dims=last_two
+)
+# Each as the optimizers whose mean is taken: one, or one for each orientation.
 OPTIMIZERS = {
     "adamw": (functools.partial(optax.adamw, 1e-3),),
-    BASELINE: (
-        functools.partial(
-            optax.contrib.muon, 1e-3, muon_weight_dimension_numbers=optax_dims
-        ),
-    ),
+    BASELINE: (OPTAX_MUON,),
     "muon": (functools.partial(muon, 1e-3, matrix_dims=last_two),),
-    "normpre_h": (
-        functools.partial(
-            normpre_h, 1.6e-2, adam_learning_rate=1e-3, matrix_dims=last_two
-        ),
-    ),
+    "normpre_h": (NORMPRE_H,),
     "normpre_g": oriented(normpre_g),
     "normpre_l": oriented(normpre_l),
 }
@@ -101,34 +104,43 @@ class Options:
     out: Path = Path("docs/results")  # Folder for the report.
 
 
-def spec_of(x, mesh: jax.sharding.Mesh, longest: bool) -> PartitionSpec:
-    """The first or the longest axis that divides, over ``fsdp``; vectors and scalars
-    are replicated.
+# --- Counting
+# ------------------------------------------------------------------------------------
 
-    Experts, the second of four axes, are over ``expert``; of what has layers in front
-    the inputs come first.
+
+def spec_of(x: jax.Array, mesh: jax.sharding.Mesh, longest: bool) -> PartitionSpec:
+    """How a parameter is sharded.
+
+    The first or the longest axis that divides is sharded over ``fsdp``; vectors and
+    scalars are replicated. Experts, the second of four axes, are over ``expert``; of
+    what has layers in front the inputs come first.
     """
-    order = sorted(
-        range(x.ndim), key=lambda a: -x.shape[a] if longest else (a < x.ndim - 2, a)
-    )
-    axis = next(
-        (a for a in order if x.ndim > 1 and x.shape[a] % mesh.shape["fsdp"] == 0), None
-    )
-    names = {axis: "fsdp"} | ({1: "expert"} if x.ndim == 4 else {})
-    return PartitionSpec(*(names.get(a) for a in range(x.ndim)))
+    if x.ndim < 2:
+        return PartitionSpec(*[None] * x.ndim)
+    axes = [*range(x.ndim - 2, x.ndim), *range(x.ndim - 2)]
+    if longest:
+        axes = sorted(range(x.ndim), key=lambda axis: -x.shape[axis])
+    names: list[str | None] = [None] * x.ndim
+    if x.ndim == 4:
+        names[1] = "expert"
+    sharded = next((a for a in axes if x.shape[a] % mesh.shape["fsdp"] == 0), None)
+    if sharded is not None and names[sharded] is None:
+        names[sharded] = "fsdp"
+    return PartitionSpec(*names)
 
 
 def mesh_of(devices: int, axis_type: AxisType, options: Options) -> jax.sharding.Mesh:
-    """Axes ``data`` (between slices, and beyond so many devices), ``expert`` and
-    ``fsdp``.
+    """A mesh of ``data``, ``expert`` and ``fsdp``.
+
+    ``data`` are the slices, and what is beyond so many devices.
     """
     fsdp = min(devices // options.slices // options.expert, options.fsdp)
-    many = devices if devices > 1 else None
-    found = (
-        ahead.devices(options.target, many, options.slices)
-        if options.target
-        else jax.devices()
-    )
+    if not options.target:
+        found = jax.devices()
+    elif devices > 1:
+        found = ahead.devices(options.target, devices, options.slices)
+    else:  # a slice of one device is not known
+        found = ahead.devices(options.target, None, options.slices)
     grid = np.array(found[:devices]).reshape(-1, options.expert, fsdp)
     return jax.sharding.Mesh(
         grid, ("data", "expert", "fsdp"), axis_types=(axis_type,) * 3
@@ -142,87 +154,116 @@ def count(
     options: Options,
 ) -> dict:
     """Compile one step and count it."""
-    machine = MACHINES[options.target] if options.target else None
-
-    def placed(tree, spec=lambda x: spec_of(x, mesh, options.axis == "longest")):
-        def place(x):
-            return jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x))
-            )
-
-        return jax.tree.map(place, tree)
-
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = placed(jax.eval_shape(lambda: shapes.matrices(model)))
-    state = jax.eval_shape(tx.init, params)
-    # With Explicit axes the state knows its sharding.
-    if AxisType.Auto in mesh.axis_types:
-        state = placed(state)
-    else:
-        state = placed(
-            state, lambda x: x.sharding.spec if x.sharding else PartitionSpec()
-        )
-    out = jax.tree.map(lambda x: x.sharding, (params, state))
-    traced = jax.jit(step, donate_argnums=(1, 2), out_shardings=out).trace(
-        params, state, params
-    )
+    platform = "cpu"
     # Without a machine its code is not needed: only what the partitioner made of the
     # program.
-    quick: Any = {} if machine else {"xla_backend_optimization_level": 0}
-    lowered = traced.lower(lowering_platforms=(machine.platform if machine else "cpu",))
-    compiled = lowered.compile(compiler_options=quick)
-    text, memory = compiled.as_text() or "", compiled.memory_analysis()
-    near = (
-        NODE if machine and machine.platform == "cuda" else mesh.size // options.slices
-    )
-    cost = hlo.cost(text, ahead.TURNS if machine else None, near)
+    flags: Any = {"xla_backend_optimization_level": 0}
+    machine = None
+    turns = None
+    if options.target:
+        machine = MACHINES[options.target]
+        platform = machine.platform
+        flags = {}
+        turns = ahead.TURNS
+    lowered = traced(model, tx, mesh, options).lower(lowering_platforms=(platform,))
+    compiled = lowered.compile(compiler_options=flags)
+    text = compiled.as_text() or ""
+    near = mesh.size // options.slices
+    if platform == "cuda":
+        near = NODE
+    cost = hlo.cost(text, turns, near)
+    milliseconds = 0.0
+    if machine:
+        milliseconds = meter(text, machine, turns)["ms"]
+    temporaries = 0
+    if memory := compiled.memory_analysis():
+        temporaries = memory.temp_size_in_bytes
     return {
         "bytes": cost.bytes,
         "far_bytes": cost.far,
         "overlapped_bytes": cost.overlapped,
         "collectives": cost.collectives,
         "flops": cost.flops,
-        "ms": meter(text, machine, ahead.TURNS)["ms"] if machine else 0.0,
-        "temporary_bytes": memory.temp_size_in_bytes if memory else 0,
+        "ms": milliseconds,
+        "temporary_bytes": temporaries,
     }
 
 
+def traced(
+    model: str,
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    options: Options,
+) -> Any:
+    """One step on the sharded matrices of a model, ready to be lowered."""
+
+    def as_parameter(x):
+        return spec_of(x, mesh, options.axis == "longest")
+
+    def as_it_says(x):
+        if x.sharding:
+            return x.sharding.spec
+        return PartitionSpec()
+
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    shape = jax.eval_shape(lambda: shapes.matrices(model))
+    params = placed(shape, mesh, as_parameter)
+    state = jax.eval_shape(tx.init, params)
+    # With Explicit axes the state knows its sharding.
+    spec = as_it_says
+    if AxisType.Auto in mesh.axis_types:
+        spec = as_parameter
+    state = placed(state, mesh, spec)
+    out = jax.tree.map(lambda x: x.sharding, (params, state))
+    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
+    return jitted.trace(params, state, params)
+
+
+def placed(
+    tree: Any, mesh: jax.sharding.Mesh, spec: Callable[[Any], PartitionSpec]
+) -> Any:
+    """Shapes of a tree's arrays, sharded as ``spec`` says."""
+
+    def place(x):
+        sharding = NamedSharding(mesh, spec(x))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(place, tree)
+
+
 def measure(model: str, name: str, devices: int, options: Options) -> dict:
-    """Mean over the orientations; the larger of their temporaries. optax knows Auto
-    axes only.
-    """
-    mesh = mesh_of(
-        devices, AxisType.Auto if name == BASELINE else AxisType.Explicit, options
-    )
+    """Mean over the orientations; the larger of their temporaries."""
+    axis_type = AxisType.Explicit
+    if name == BASELINE:  # optax knows Auto axes only
+        axis_type = AxisType.Auto
+    mesh = mesh_of(devices, axis_type, options)
     counts = [count(model, build(), mesh, options) for build in OPTIMIZERS[name]]
-    kinds = {kind for c in counts for kind in c["collectives"]}
 
     def mean(values):
         return sum(values) / len(counts)
 
-    return {
-        "model": model,
-        "optimizer": name,
-        "devices": devices,
-        **{
-            what: mean([c[what] for c in counts])
-            for what in ("bytes", "far_bytes", "overlapped_bytes", "flops", "ms")
-        },
-        "collectives": {
-            kind: mean([c["collectives"].get(kind, 0) for c in counts])
-            for kind in sorted(kinds)
-        },
-        "temporary_bytes": max(c["temporary_bytes"] for c in counts),
-    }
+    row: dict[str, Any] = {"model": model, "optimizer": name, "devices": devices}
+    for what in ("bytes", "far_bytes", "overlapped_bytes", "flops", "ms"):
+        row[what] = mean([one[what] for one in counts])
+    by_kind = [one["collectives"] for one in counts]
+    row["collectives"] = {}
+    for kind in sorted(set().union(*by_kind)):
+        row["collectives"][kind] = mean([one.get(kind, 0) for one in by_kind])
+    row["temporary_bytes"] = max(one["temporary_bytes"] for one in counts)
+    return row
+
+
+# --- The report
+# ------------------------------------------------------------------------------------
 
 
 def markdown(result: dict) -> str:
     """One table a model."""
-    rows = {(r["model"], r["optimizer"], r["devices"]): r for r in result["rows"]}
-    timed = any(r["ms"] for r in result["rows"])
+    rows = result["rows"]
+    timed = any(row["ms"] for row in rows)
     page = (
         f"`{result['command']}`, {result['date']}, jax {result['versions']['jax']},"
         f" optax {result['versions']['optax']}. Per device and step: output bytes of"
@@ -234,104 +275,134 @@ def markdown(result: dict) -> str:
             " and ms, the time without the network, are estimates of the compiler and"
             " our model: nothing was run."
         )
-
-    def mb(what):
-        return lambda r: f"{r[what] / 1e6:.1f}"
-
-    def times_alone(r):
-        alone = rows[r["model"], r["optimizer"], 1]["flops"]
-        return f"{r['flops'] * r['devices'] / alone:.2f}" if r["flops"] else ""
-
-    columns = {
-        "optimizer": lambda r: r["optimizer"],
-        "MB moved": mb("bytes"),
-        "of it far": lambda r: mb("far_bytes")(r) if timed else "",
-        "of it overlapped": lambda r: mb("overlapped_bytes")(r) if timed else "",
-        "ms": lambda r: f"{r['ms']:.2f}" if timed else "",
-        "optax Muon / this": lambda r: (
-            f"{rows[r['model'], BASELINE, r['devices']]['bytes'] / r['bytes']:.1f}"
-            if r["bytes"]
-            else ""
-        ),
-        "GFLOP": lambda r: f"{r['flops'] / 1e9:.1f}",
-        "x devices / alone": times_alone,
-        "temporaries MB": lambda r: f"{r['temporary_bytes'] / 1e6:.0f}",
-    }
-    for model in dict.fromkeys(r["model"] for r in result["rows"]):
-        of_model = sorted(
-            (r for r in result["rows"] if r["model"] == model),
-            key=lambda r: r["devices"],
-        )
-        page += (
-            f"\n\n{model}:\n\n" + report.table("devices", columns, of_model).rstrip()
-        )
+    columns = columns_of(rows, timed)
+    for model in distinct(rows, "model"):
+        of_model = [row for row in rows if row["model"] == model]
+        of_model.sort(key=operator.itemgetter("devices"))
+        table = report.table("devices", columns, of_model)
+        page += f"\n\n{model}:\n\n{table.rstrip()}"
     return page + "\n"
+
+
+def columns_of(rows: list[dict], timed: bool) -> dict[str, Callable[[dict], str]]:
+    """Titles of a table, and functions of a row for the cells below them.
+
+    ``report.table`` leaves a cell empty where its function raises a KeyError, and a
+    column without any.
+    """
+    known = {(row["model"], row["optimizer"], row["devices"]): row for row in rows}
+
+    def megabytes(what):
+        return lambda row: f"{row[what] / 1e6:.1f}"
+
+    def times_alone(row):
+        alone = known[row["model"], row["optimizer"], 1]["flops"]
+        if not row["flops"]:
+            return ""
+        return f"{row['flops'] * row['devices'] / alone:.2f}"
+
+    def times_less(row):
+        if not row["bytes"]:
+            return ""
+        peer = known[row["model"], BASELINE, row["devices"]]["bytes"]
+        return f"{peer / row['bytes']:.1f}"
+
+    estimated = {}
+    if timed:
+        estimated = {
+            "of it far": megabytes("far_bytes"),
+            "of it overlapped": megabytes("overlapped_bytes"),
+            "ms": lambda row: f"{row['ms']:.2f}",
+        }
+    return {
+        "optimizer": lambda row: row["optimizer"],
+        "MB moved": megabytes("bytes"),
+        **estimated,
+        "optax Muon / this": times_less,
+        "GFLOP": lambda row: f"{row['flops'] / 1e9:.1f}",
+        "x devices / alone": times_alone,
+        "temporaries MB": lambda row: f"{row['temporary_bytes'] / 1e6:.0f}",
+    }
+
+
+def distinct(rows: list[dict], key: str) -> list:
+    """The values of ``key``, each once, in the order of the rows."""
+    return list(dict.fromkeys(row[key] for row in rows))
 
 
 def draw(result: dict) -> Figure:
     """Bytes and operations by number of devices, a column for every model."""
-    models = list(dict.fromkeys(r["model"] for r in result["rows"]))
-    names = list(dict.fromkeys(r["optimizer"] for r in result["rows"]))
-    counts = sorted({r["devices"] for r in result["rows"]})
+    rows = result["rows"]
+    models = distinct(rows, "model")
+    counts = sorted(distinct(rows, "devices"))
     figure = Figure(figsize=(max(5.5, 4 * len(models)), 6.5), layout="constrained")
     axes = figure.subplots(2, len(models), squeeze=False, sharex=True)
+    names = distinct(rows, "optimizer")
     for column, model in enumerate(models):
-        for i, name in enumerate(names):
-            rows = [
-                r
-                for r in result["rows"]
-                if (r["model"], r["optimizer"]) == (model, name)
+        for place, name in enumerate(names):
+            look = {
+                "marker": "osv^DP"[place % 6],
+                "color": f"C{place}",
+                "label": name,
+            }
+            drawn = [
+                row
+                for row in rows
+                if row["model"] == model and row["optimizer"] == name
             ]
-            for row, key in enumerate(("bytes", "flops")):
-                points = [(r["devices"], r[key]) for r in rows if r[key]]
-                if points:
-                    axes[row, column].loglog(
-                        *zip(*points, strict=True),
-                        marker="osv^DP"[i % 6],
-                        color=f"C{i}",
-                        label=name,
-                    )
-        axes[0, column].set(
-            title=model, ylabel="bytes communicated" if column == 0 else ""
-        )
-        axes[1, column].set(
-            xlabel="devices", ylabel="operations of products" if column == 0 else ""
-        )
-    for ax in axes.flat:
-        ax.set_xticks(counts, counts)
-        ax.minorticks_off()
-        ax.grid(alpha=0.3)
-    figure.legend(
-        *axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4
-    )
+            draw_curve(axes[0, column], drawn, "bytes", look)
+            draw_curve(axes[1, column], drawn, "flops", look)
+        axes[0, column].set_title(model)
+        axes[1, column].set_xlabel("devices")
+    axes[0, 0].set_ylabel("bytes communicated")
+    axes[1, 0].set_ylabel("operations of products")
+    for one in axes.flat:
+        one.set_xticks(counts, counts)
+        one.minorticks_off()
+        one.grid(alpha=0.3)
+    handles, labels = axes[1, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
     return figure
+
+
+def draw_curve(axes: Axes, rows: list[dict], key: str, look: dict[str, Any]) -> None:
+    """A line over the numbers of devices, of what is not zero."""
+    points = [(row["devices"], row[key]) for row in rows if row[key]]
+    if points:
+        axes.loglog(*zip(*points, strict=True), **look)
 
 
 def main(options: Options) -> None:
     """Count, print, write."""
-    work = [
-        (m, o, n)
-        for n in options.devices
-        for m in options.models
-        for o in options.optimizers
-    ]
+    work: list[tuple[str, str, int]] = []
+    for devices in options.devices:
+        for model in options.models:
+            work += [(model, name, devices) for name in options.optimizers]
     rows = [measure(*one, options) for one in track(work, "compiling")]
-    parts = {
-        options.target: options.target,
-        f"{options.slices}_slices": options.slices > 1,
-        f"fsdp_{options.fsdp}": options.fsdp != Options.fsdp,
-        "experts": options.expert > 1,
-        options.axis: options.axis != Options.axis,
-    }
-    name = "_".join(
-        ["collectives", *(part for part, is_named in parts.items() if is_named)]
-    )
-    device = ahead.devices(options.target)[0] if options.target else jax.devices()[0]
-    result = report.header(report.command("collectives", options), device) | {
-        "rows": rows
-    }
-    report.write(options.out, name, result, markdown(result), draw(result))
-    Console(highlight=False).print(markdown(result), soft_wrap=True)
+    device = jax.devices()[0]
+    if options.target:
+        device = ahead.devices(options.target)[0]
+    result = report.header(report.command("collectives", options), device)
+    result["rows"] = rows
+    page = markdown(result)
+    report.write(options.out, _report_name(options), result, page, draw(result))
+    Console(highlight=False).print(page, soft_wrap=True)
+
+
+def _report_name(options: Options) -> str:
+    """Name of the report's files: what differs from the default."""
+    parts = ["collectives"]
+    if options.target:
+        parts.append(options.target)
+    if options.slices > 1:
+        parts.append(f"{options.slices}_slices")
+    if options.fsdp != Options.fsdp:
+        parts.append(f"fsdp_{options.fsdp}")
+    if options.expert > 1:
+        parts.append("experts")
+    if options.axis != Options.axis:
+        parts.append(options.axis)
+    return "_".join(parts)
 
 
 if __name__ == "__main__":

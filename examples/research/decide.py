@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide between optimizers: ``python -m examples.research.decide --config nano --seeds
-41-48 --optimizers "..."``.
+"""Decide between optimizers.
+
+    python -m examples.research.decide --config nano --seeds 41-48 --optimizers "..."
 
 Each optimizer is tuned on seeds 0 to 2 and compared with a baseline on other seeds, by
 the differences of runs with the same initialization and data order. Tuning goes one
@@ -15,10 +16,10 @@ import dataclasses
 import functools
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tyro
@@ -57,99 +58,143 @@ class Options:
     rest: tyro.conf.Suppress[tuple[str, ...]] = ()  # Options of train.
 
 
-Setting = tuple[
-    float, ...
-]  # learning rates of the matrix group and of the AdamW group, weight decay
+class Setting(NamedTuple):
+    """What is tuned of an optimizer, in the order in which it is tuned."""
+
+    learning_rate: float  # Of the matrix group.
+    adam_learning_rate: float
+    weight_decay: float
+
+
+# Flags whose values are tried first; each is a field of ``Setting`` in the plural.
+GRIDS = ("learning_rates", "adam_learning_rates", "weight_decays")
+EXTENDED = ("learning_rate", "adam_learning_rate")  # beyond the values tried first
 
 
 def arm(optimizer: str, chosen: Setting | None, seed: int) -> Arm:
     """The run of an optimizer with a setting; None is that of its name."""
     name, settings = split_name(optimizer)
     if chosen is None:
-        rate = settings.pop("learning_rate")
-        return Arm(join_name(name, settings), float(rate), seed)
-    rate, adam, decay = chosen
-    settings |= {"adam_learning_rate": f"{adam:g}"} | (
-        {} if decay == 0.1 else {"weight_decay": f"{decay:g}"}
-    )
-    return Arm(join_name(name, settings), rate, seed)
+        rate = float(settings.pop("learning_rate"))
+        return Arm(join_name(name, settings), rate, seed)
+    settings["adam_learning_rate"] = f"{chosen.adam_learning_rate:g}"
+    # The decay that ``train`` has anyway is left out: folders are named without it.
+    if chosen.weight_decay != 0.1:
+        settings["weight_decay"] = f"{chosen.weight_decay:g}"
+    return Arm(join_name(name, settings), chosen.learning_rate, seed)
 
 
 def loss(study: Study, one: Arm) -> float:
-    """The last validation loss of a run that has ended."""
+    """The last validation loss of a run that has ended; infinite if it diverged."""
     found = study.results[one].get("validation_loss")
-    return np.inf if found is None else found
+    if found is None:
+        return np.inf
+    return found
+
+
+# --- Tuning
+# ------------------------------------------------------------------------------------
 
 
 def tune(
     study: Study, optimizers: Sequence[str], options: Options
 ) -> dict[str, Setting]:
     """The best setting of every optimizer on the seeds to tune on."""
-    flags = ("learning_rates", "adam_learning_rates", "weight_decays")
-    grids = [_numbers(flag, getattr(options, flag), ",", float) for flag in flags]
-    best: dict[str, Setting] = dict.fromkeys(
-        optimizers, tuple(grid[0] for grid in grids)
-    )
-    tried: dict[str, set[Setting]] = {optimizer: set() for optimizer in optimizers}
+    grids = {}
+    for option, flag in zip(Setting._fields, GRIDS, strict=True):
+        grids[option] = _numbers(flag, getattr(options, flag), ",", float)
+    first = Setting(**{option: grid[0] for option, grid in grids.items()})
+    tuning = _Tuning(study, dict.fromkeys(optimizers, first))
+    for option, grid in grids.items():
+        tuning.search(option, grid)
+    return tuning.best_of_finalists()
+
+
+class _Tuning:
+    """The settings tried so far, and the best of each optimizer."""
+
+    def __init__(self, study: Study, best: dict[str, Setting]) -> None:
+        self.study = study
+        self.best = best
+        self.tried: dict[str, set[Setting]] = {name: set() for name in best}
 
     def score(
-        optimizer: str, chosen: Setting, seeds: Sequence[int] = TUNE[:1]
+        self, optimizer: str, chosen: Setting, seeds: Sequence[int] = TUNE[:1]
     ) -> float:
-        return float(
-            np.mean([loss(study, arm(optimizer, chosen, seed)) for seed in seeds])
+        """Mean loss of a setting over seeds that have run."""
+        arms = [arm(optimizer, chosen, seed) for seed in seeds]
+        return float(np.mean([loss(self.study, one) for one in arms]))
+
+    def search(self, option: str, grid: Sequence[float]) -> None:
+        """Run the values of ``grid``, and more while the best is at an end of them."""
+        wanted: dict[str, set[Setting]] = {}
+        for name, chosen in self.best.items():
+            if option in EXTENDED or not is_relative(name):
+                wanted[name] = {chosen._replace(**{option: value}) for value in grid}
+        while wanted:
+            self.run(wanted)
+            beyond: dict[str, set[Setting]] = {}
+            for name in wanted:
+                more = self.choose(name, option)
+                if more is not None and option in EXTENDED:
+                    beyond[name] = {more}
+            wanted = beyond
+
+    def run(self, wanted: Mapping[str, set[Setting]]) -> None:
+        """Run settings with the first seed."""
+        arms: list[Arm] = []
+        for name, found in wanted.items():
+            arms += [arm(name, chosen, TUNE[0]) for chosen in sorted(found)]
+            self.tried[name] |= found
+        self.study.run(arms)
+
+    def choose(self, name: str, option: str) -> Setting | None:
+        """Keep the best value of an option.
+
+        Returns:
+            The next setting beyond it if it is at an end of those tried and did not
+            diverge, else None.
+        """
+        line = self._alike_but_for(option, name)
+        best = min(line, key=functools.partial(self.score, name))
+        self.best[name] = best
+        if best == line[0]:
+            factor = 0.5
+        elif best == line[-1]:
+            factor = 2.0
+        else:
+            return None
+        if not np.isfinite(self.score(name, best)):
+            return None
+        return best._replace(**{option: factor * getattr(best, option)})
+
+    def _alike_but_for(self, option: str, name: str) -> list[Setting]:
+        """What was tried with the best values of all other options, in order."""
+        without = self.best[name]._replace(**{option: 0})
+        return sorted(
+            chosen
+            for chosen in self.tried[name]
+            if chosen._replace(**{option: 0}) == without
         )
 
-    for axis, grid in enumerate(grids):
-        extends = axis < 2  # learning rates
-
-        def at(chosen: Setting, value: float, axis: int = axis) -> Setting:
-            return (*chosen[:axis], value, *chosen[axis + 1 :])
-
-        wanted = {
-            name: {at(chosen, value) for value in grid}
-            for name, chosen in best.items()
-            if extends or not is_relative(name)
-        }
-        while wanted:
-            study.run(
-                [
-                    arm(name, chosen, TUNE[0])
-                    for name, found in wanted.items()
-                    for chosen in sorted(found)
-                ]
-            )
-            beyond: dict[str, set[Setting]] = {}
-            for name, found in wanted.items():
-                tried[name] |= found
-                line = sorted(
-                    chosen
-                    for chosen in tried[name]
-                    if at(chosen, 0) == at(best[name], 0)
-                )
-                best[name] = min(line, key=functools.partial(score, name))
-                factor = {line[-1]: 2.0, line[0]: 0.5}.get(best[name])
-                if factor and extends and np.isfinite(score(name, best[name])):
-                    beyond[name] = {at(best[name], best[name][axis] * factor)}
-            wanted = beyond
-    finalists = {
-        name: sorted(found, key=functools.partial(score, name))[:2]
-        for name, found in tried.items()
-    }
-    study.run(
-        [
-            arm(name, chosen, seed)
-            for seed in TUNE[1:]
-            for name, two in finalists.items()
-            for chosen in two
-        ]
-    )
-    return {
-        name: min(two, key=functools.partial(score, name, seeds=TUNE))
-        for name, two in finalists.items()
-    }
+    def best_of_finalists(self) -> dict[str, Setting]:
+        """The better of each optimizer's two best settings, on all seeds to tune on."""
+        finalists: dict[str, list[Setting]] = {}
+        for name, found in self.tried.items():
+            finalists[name] = sorted(found, key=functools.partial(self.score, name))[:2]
+        arms: list[Arm] = []
+        for seed in TUNE[1:]:
+            for name, two in finalists.items():
+                arms += [arm(name, chosen, seed) for chosen in two]
+        self.study.run(arms)
+        best = {}
+        for name, two in finalists.items():
+            best[name] = min(two, key=functools.partial(self.score, name, seeds=TUNE))
+        return best
 
 
 def _numbers(flag: str, text: str, between: str, kind: type) -> list[Any]:
+    """The numbers that the user wrote for ``--flag``."""
     try:
         return [kind(part) for part in text.split(between)]
     except ValueError:
@@ -159,161 +204,236 @@ def _numbers(flag: str, text: str, between: str, kind: type) -> list[Any]:
         ) from None
 
 
+# --- The command
+# ------------------------------------------------------------------------------------
+
+
 def main(arguments: Sequence[str]) -> None:
     """The command line."""
     options = read_compare(arguments, Options, "examples.research.decide")
     tuned = ("--learning-rate", "--adam-learning-rate", "--weight-decay")
     study = make_study("decide", options, "--optimizer", "--seed", *tuned)
-    optimizers = [
-        part.strip().replace(" ", "")
-        for part in options.optimizers.split(";")
-        if part.strip()
-    ]
+    written = [part.strip().replace(" ", "") for part in options.optimizers.split(";")]
+    optimizers = [name for name in written if name]
+    seeds = seeds_of(options)
+    check_optimizers(study, optimizers, options)
+    with study.begun():
+        chosen = settings_that_decide(study, optimizers, options)
+        arms: list[Arm] = []
+        for seed in seeds:
+            arms += [arm(name, chosen[name], seed) for name in optimizers]
+        study.run(arms)
+        by_name = {}
+        for name in optimizers:
+            by_name[name] = [arm(name, chosen[name], seed) for seed in seeds]
+        shorter = slope(study, by_name[optimizers[0]], options)
+        content = study.facts(
+            f"python -m examples.research.decide {shlex.join(arguments)}"
+        )
+        content |= {
+            "seeds": list(seeds),
+            "rows": rows_of(study, by_name),
+            "slope": shorter,
+            "arms": arms_of(study),
+        }
+        write_report(study, content)
+
+
+def seeds_of(options: Options) -> range:
+    """The seeds that decide.
+
+    Raises:
+        RunError: if they are not first-last, or some of them are for tuning.
+    """
     ends = _numbers("seeds", options.seeds, "-", int)
     seeds = range(ends[0], ends[-1] + 1)
     if not seeds or len(ends) > 2 or set(seeds) & set(TUNE):
         raise RunError(
             f"--seeds {options.seeds}: write first-last; seeds 0 to 2 are for tuning"
         )
+    return seeds
+
+
+def check_optimizers(study: Study, optimizers: Sequence[str], options: Options) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        RunError: if one is there twice, none is there, one is not known, or one that is
+            tuned sets what is tuned.
+    """
     if not optimizers or len(set(optimizers)) < len(optimizers):
         raise RunError(
             f"--optimizers {options.optimizers!r}: name each optimizer once, at"
             " least one"
         )
     for name in optimizers:
-        settings = split_name(name)[1]
-        if "learning_rate" not in settings and (
-            found := {"adam_learning_rate", "weight_decay"} & settings.keys()
-        ):
-            raise RunError(
-                f"--optimizers: {name} is tuned, also its {min(found)}: remove it, or"
-                " add learning_rate="
-            )
-        study.check(
-            arm(name, None if "learning_rate" in settings else (1e-2, 1e-2, 0.1), 0)
-        )
-    with study.begun():
-        chosen: dict[str, Any] = {
-            name: None for name in optimizers if "learning_rate" in split_name(name)[1]
-        }
-        chosen |= tune(
-            study, [name for name in optimizers if name not in chosen], options
-        )
-        study.run(
-            [arm(name, chosen[name], seed) for seed in seeds for name in optimizers]
-        )
-        losses = {
-            name: [loss(study, arm(name, chosen[name], seed)) for seed in seeds]
-            for name in optimizers
-        }
-        shorter = slope(
-            study,
-            [arm(optimizers[0], chosen[optimizers[0]], s) for s in seeds],
-            options,
-        )
-        rows = [
-            {
-                "optimizer": label(arm(name, chosen[name], 0).optimizer),
-                "learning_rate": arm(name, chosen[name], 0)[1],
-            }
-            | {"losses": found, "less": list(np.subtract(found, losses[optimizers[0]]))}
-            for name, found in losses.items()
-        ]
-        content = study.facts(
-            f"python -m examples.research.decide {shlex.join(arguments)}"
-        )
-        content |= {
-            "seeds": list(seeds),
-            "rows": rows,
-            "slope": shorter,
-            "arms": study.records(),
-        }
-        content["arms"] = [
-            {
-                k: x.get(k)
-                for k in (*Arm._fields, "status", "validation_loss", "train_seconds")
-            }
-            for x in content["arms"]
-        ]
-        page = (
-            "# Decision:"
-            f" {content['settings']}\n\n{setting(content)}\n{decision(content)}"
-        )
-        report.write(
-            study.folder / "report", "decision", content, page, page_name="README.md"
-        )
-        study.console.print(f"\n{decision(content)}\nReport: {study.folder}/report/")
+        _, settings = split_name(name)
+        setting_to_check = None
+        if "learning_rate" not in settings:
+            setting_to_check = Setting(1e-2, 1e-2, 0.1)  # any: is the name one?
+            found = {"adam_learning_rate", "weight_decay"} & settings.keys()
+            if found:
+                raise RunError(
+                    f"--optimizers: {name} is tuned, also its {min(found)}: remove it,"
+                    " or add learning_rate="
+                )
+        study.check(arm(name, setting_to_check, 0))
+
+
+def settings_that_decide(
+    study: Study, optimizers: Sequence[str], options: Options
+) -> dict[str, Setting | None]:
+    """The tuned setting of every optimizer, None for one whose name has its own."""
+    chosen: dict[str, Setting | None] = {}
+    to_tune = []
+    for name in optimizers:
+        if "learning_rate" in split_name(name)[1]:
+            chosen[name] = None
+        else:
+            to_tune.append(name)
+    return chosen | tune(study, to_tune, options)
 
 
 def slope(study: Study, arms: Sequence[Arm], options: Options) -> list[float]:
-    """Mean losses of the baseline at 0.9, 1 and 1.1 times the steps; empty without
-    ``--steps-saved``.
+    """Mean losses of the baseline at 0.9, 1 and 1.1 times the steps.
+
+    Empty without ``--steps-saved``.
     """
+    if not options.steps_saved:
+        return []
     means = []
-    for factor in (SLOPE[0], 1.0, SLOPE[1]) if options.steps_saved else ():
-        steps = round(factor * study.config.steps)
-        flags = [*study.config_flags, "--steps", str(steps)]
-        own = dataclasses.replace(
-            study,
-            config_flags=flags,
-            folder=study.folder / f"{steps}_steps",
-            results={},
-        )
-        own = study if factor == 1 else own
-        own.folder.mkdir(exist_ok=True)
+    for factor in (SLOPE[0], 1.0, SLOPE[1]):
+        own = study
+        if factor != 1:
+            own = with_steps(study, round(factor * study.config.steps))
         own.run(arms)
         means.append(float(np.mean([loss(own, one) for one in arms])))
     return means
 
 
-def decision(content: dict[str, Any]) -> str:
-    """The table: losses of the seeds that decide, their mean, and differences from the
-    baseline, which is first.
-    """
-    steps, means = content["config"]["steps"], content["slope"]
-    heads = [
-        "optimizer",
-        "learning rate",
-        *map(str, content["seeds"]),
-        "mean",
-        "deviation",
-    ]
-    heads += ["less the baseline", "t", "steps saved"]
-    lines = []
-    for row in content["rows"]:
-        less, mean = np.array(row["less"]), np.mean(row["losses"])
-        cells = [
-            row["optimizer"],
-            f"{row['learning_rate']:g}",
-            *(f"{x:.4f}" for x in row["losses"]),
-            f"{mean:.4f}",
-        ]
-        cells.append(f"{np.std(row['losses'], ddof=1):.4f}" if len(less) > 1 else "")
-        if row is not content["rows"][0]:
-            error = (
-                np.std(less, ddof=1) / len(less) ** 0.5
-                if len(less) > 1 and np.isfinite(less).all()
-                else 0
-            )
-            cells.append(f"{less.mean():+.4f}" + f" ± {error:.4f}" * bool(error))
-            cells.append(f"{less.mean() / error:.1f}" if error else "")
-        if (
-            row is not content["rows"][0]
-            and means
-            and means[2] < means[0]
-            and np.isfinite(mean)
-        ):  # the steps at which the baseline would have this loss
-            per_nat = np.log(SLOPE[1] / SLOPE[0]) / (means[2] - means[0])
-            cells.append(f"{np.exp((mean - means[1]) * per_nat) - 1:+.1%}")
-        lines.append([*cells, *[""] * (len(heads) - len(cells))])
-    shorter = f"{means[0]:.4f}, {means[2]:.4f}" if means else ""
-    note = (
-        f"The baseline at {SLOPE[0]} and {SLOPE[1]} times the {steps:,} steps:"
-        f" {shorter}.\n"
-        if means
-        else ""
+def with_steps(study: Study, steps: int) -> Study:
+    """The study of runs of so many steps, in a folder within that of ``study``."""
+    folder = study.folder / f"{steps}_steps"
+    folder.mkdir(exist_ok=True)
+    return dataclasses.replace(
+        study,
+        config_flags=[*study.config_flags, "--steps", str(steps)],
+        folder=folder,
+        results={},
     )
-    return f"{table(heads, lines)}\n{note}"
+
+
+# --- The report
+# ------------------------------------------------------------------------------------
+
+
+def rows_of(study: Study, arms: Mapping[str, Sequence[Arm]]) -> list[dict[str, Any]]:
+    """Losses of every optimizer and their differences from the first, the baseline."""
+    losses = {}
+    for name, of_seeds in arms.items():
+        losses[name] = [loss(study, one) for one in of_seeds]
+    baseline = next(iter(losses.values()))
+    rows = []
+    for name, found in losses.items():
+        example = arms[name][0]
+        rows.append(
+            {
+                "optimizer": label(example.optimizer),
+                "learning_rate": example.learning_rate,
+                "losses": found,
+                "less": list(np.subtract(found, baseline)),
+            }
+        )
+    return rows
+
+
+def arms_of(study: Study) -> list[dict[str, Any]]:
+    """All runs of a study with what a report keeps of them."""
+    kept = (*Arm._fields, "status", "validation_loss", "train_seconds")
+    arms = []
+    for record in study.records():
+        arms.append({key: record.get(key) for key in kept})
+    return arms
+
+
+def write_report(study: Study, content: dict[str, Any]) -> None:
+    """Write the report into the study's folder, and print its table."""
+    shown = decision(content)
+    page = f"# Decision: {content['settings']}\n\n{setting(content)}\n{shown}"
+    folder = study.folder / "report"
+    report.write(folder, "decision", content, page, page_name="README.md")
+    study.console.print(f"\n{shown}\nReport: {study.folder}/report/")
+
+
+def decision(content: dict[str, Any]) -> str:
+    """The table of losses, their mean, and differences from the baseline.
+
+    The losses are those of the seeds that decide; the baseline is first.
+    """
+    rows = content["rows"]
+    means = content["slope"]
+    heads = ["optimizer", "learning rate", *map(str, content["seeds"])]
+    heads += ["mean", "deviation", "less the baseline", "t", "steps saved"]
+    lines = []
+    for row in rows:
+        cells = loss_cells(row)
+        if row is not rows[0]:
+            cells += difference_cells(np.array(row["less"]))
+            cells.append(steps_saved(float(np.mean(row["losses"])), means))
+        empty = [""] * (len(heads) - len(cells))
+        lines.append(cells + empty)
+    return f"{table(heads, lines)}\n{slope_note(content['config']['steps'], means)}"
+
+
+def loss_cells(row: dict[str, Any]) -> list[str]:
+    """Name, learning rate, losses, their mean and sample standard deviation."""
+    losses = row["losses"]
+    deviation = ""
+    if len(losses) > 1:
+        deviation = f"{np.std(losses, ddof=1):.4f}"
+    return [
+        row["optimizer"],
+        f"{row['learning_rate']:g}",
+        *(f"{value:.4f}" for value in losses),
+        f"{np.mean(losses):.4f}",
+        deviation,
+    ]
+
+
+def difference_cells(less: np.ndarray) -> list[str]:
+    """Mean difference from the baseline with its standard error, and t."""
+    mean = f"{less.mean():+.4f}"
+    if len(less) < 2 or not np.isfinite(less).all():
+        return [mean, ""]
+    error = np.std(less, ddof=1) / len(less) ** 0.5
+    if not error:
+        return [mean, ""]
+    return [f"{mean} ± {error:.4f}", f"{less.mean() / error:.1f}"]
+
+
+def steps_saved(loss: float, means: Sequence[float]) -> str:
+    """How many more steps the baseline would need for this loss, as a share.
+
+    The loss is taken to fall with the logarithm of the steps. Empty where the slope is
+    not known, or the baseline's loss does not fall.
+    """
+    if not means or not np.isfinite(loss):
+        return ""
+    shorter, usual, longer = means
+    if not longer < shorter:
+        return ""
+    per_nat = np.log(SLOPE[1] / SLOPE[0]) / (longer - shorter)
+    return f"{np.exp((loss - usual) * per_nat) - 1:+.1%}"
+
+
+def slope_note(steps: int, means: Sequence[float]) -> str:
+    """The line below the table, if the slope was measured."""
+    if not means:
+        return ""
+    return (
+        f"The baseline at {SLOPE[0]} and {SLOPE[1]} times the {steps:,} steps:"
+        f" {means[0]:.4f}, {means[2]:.4f}.\n"
+    )
 
 
 if __name__ == "__main__":

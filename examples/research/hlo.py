@@ -9,7 +9,6 @@ collectives and operations of products, ``machine_cost`` the time on a TPU or GP
 """
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -28,25 +27,21 @@ COLLECTIVES = (
 )
 # What names, groups or waits for values, and does not compute any.
 FREE = {
-    *(
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "add-dependency",
-        "opt-barrier",
-    ),
-    *(
-        "partition-id",
-        "replica-id",
-        "copy-done",
-        "slice-done",
-        "dynamic-slice-done",
-        "async-update",
-        "async-done",
-    ),
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "add-dependency",
+    "opt-barrier",
+    "partition-id",
+    "replica-id",
+    "copy-done",
+    "slice-done",
+    "dynamic-slice-done",
+    "async-update",
+    "async-done",
 }
 _BYTES = {"pred": 1, "bf16": 2, "f16": 2, "c64": 8, "c128": 16, "token": 0}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
@@ -57,8 +52,9 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{\s*$")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line: ``name = shape operation(operands), rest``; ``literal`` is what stands
-    in the parentheses.
+    """One line: ``name = shape operation(operands), rest``.
+
+    ``literal`` is what stands in the parentheses.
     """
 
     name: str
@@ -94,9 +90,7 @@ class Executed(NamedTuple):
 
 
 class Array(NamedTuple):
-    """An array in a shape; ``memory`` is the number of its memory space, 0 for the main
-    one.
-    """
+    """An array in a shape; ``memory`` is its memory space, 0 for the main one."""
 
     dtype: str
     sizes: tuple[int, ...]
@@ -109,9 +103,7 @@ class Array(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Operations (two a multiply-add) of a matrix product on operands of one type at
-    one precision.
-    """
+    """A matrix product: operations (two a multiply-add), type and precision."""
 
     flops: float
     dtype: str
@@ -119,12 +111,12 @@ class Product(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Per device and run: output bytes by kind of collective, and operations (two a
-    multiply-add) of products.
+    """What one device does in a run.
 
-    ``far`` are those of the bytes that collectives exchange with devices beyond the
-    fast network, ``overlapped`` those that move while the device computes, as the
-    compiler has scheduled it.
+    ``collectives`` are output bytes by kind, ``flops`` operations (two a multiply-add)
+    of products. ``far`` are those of the bytes that are exchanged with devices beyond
+    the fast network, ``overlapped`` those that are communicated while the device
+    computes, as the compiler has scheduled it.
     """
 
     collectives: dict[str, float]
@@ -139,8 +131,9 @@ class Cost(NamedTuple):
 
 
 def cost(text: str, turns: float | None = None, group: int | None = None) -> Cost:
-    """Count a compiled program. Of a conditional, every kind of cost is that of the
-    branch with most of it.
+    """Count a compiled program.
+
+    Of a conditional, every kind of cost is that of the branch with most of it.
 
     Args:
         text: ``compiled.as_text()``.
@@ -158,36 +151,58 @@ def cost(text: str, turns: float | None = None, group: int | None = None) -> Cos
     program = parse(text)
 
     def flops(instruction: Instruction, computation: Computation) -> float:
+        found = products(program, instruction, computation)
+        return sum(product.flops for product in found)
+
+    bytes_by_kind = {}
+    for kind in kinds_of_collectives(program):
+        communicated = communicated_bytes(program, turns, _is_of_kind(kind))
+        if communicated:
+            bytes_by_kind[kind] = communicated
+    far: float = 0
+    if group is not None:
+        far = communicated_bytes(program, turns, _is_beyond(group))
+    return Cost(
+        collectives=bytes_by_kind,
+        flops=total(executed(program, flops, turns), flops),
+        far=far,
+        overlapped=communicated_bytes(program, turns, overlaps),
+    )
+
+
+def kinds_of_collectives(program: Program) -> list[str]:
+    """Those of ``COLLECTIVES`` that are in a program, in that order."""
+    present = set()
+    for computation in program.computations.values():
+        present |= {collective(i) for i in computation.values()}
+    return [kind for kind in COLLECTIVES if kind in present]
+
+
+def communicated_bytes(
+    program: Program,
+    turns: float | None,
+    is_counted: Callable[[Instruction, Computation], bool],
+) -> float:
+    """Output bytes of the collectives for which ``is_counted`` is true."""
+
+    def weight(instruction: Instruction, computation: Computation) -> float:
         return sum(
-            product.flops for product in products(program, instruction, computation)
+            collective_bytes(i)
+            for i, where in inside(program, instruction, computation)
+            if is_counted(i, where) and not continued(i, where)
         )
 
-    def moved(which: Callable[[Instruction, Computation], bool]) -> float:
-        def weight(instruction: Instruction, computation: Computation) -> float:
-            within = inside(program, instruction, computation)
-            return sum(
-                collective_bytes(i)
-                for i, where in within
-                if which(i, where) and not continued(i, where)
-            )
+    return total(executed(program, weight, turns), weight)
 
-        return total(executed(program, weight, turns), weight)
 
-    kinds = {
-        collective(i)
-        for computation in program.computations.values()
-        for i in computation.values()
-    }
-    totals = {
-        kind: moved(lambda i, _, kind=kind: collective(i) == kind)
-        for kind in COLLECTIVES
-        if kind in kinds
-    }
-    far = 0 if group is None else moved(lambda i, _: goes_beyond(i, group))
-    done = total(executed(program, flops, turns), flops)
-    return Cost(
-        {kind: n for kind, n in totals.items() if n}, done, far, moved(overlaps)
-    )
+def _is_of_kind(kind: str) -> Callable[[Instruction, Computation], bool]:
+    """A function that says whether an instruction is a collective of this kind."""
+    return lambda instruction, _: collective(instruction) == kind
+
+
+def _is_beyond(group: int) -> Callable[[Instruction, Computation], bool]:
+    """A function that says whether an instruction communicates beyond a group."""
+    return lambda instruction, _: goes_beyond(instruction, group)
 
 
 def total(
@@ -204,41 +219,64 @@ def total(
 def parse(text: str) -> Program:
     """The computations of ``compiled.as_text()``."""
     computations: dict[str, Computation] = {}
-    entry, current = "", {}
+    entry = ""
+    current: Computation = {}
     for line in text.splitlines():
         start = _COMPUTATION.match(line)
         if start and not line.startswith(" "):
             current = computations.setdefault(start[1], {})
-            entry = start[1] if line.startswith("ENTRY") else entry
-            continue
-        found = _INSTRUCTION.match(line)
-        operation = _OPERATION.search(found[3]) if found else None
-        if found and operation:
-            literal, rest = _in_parentheses(found[3][operation.end() :])
-            shape, root = found[3][: operation.start()], bool(found[1])
-            current[found[2]] = Instruction(
-                found[2], shape, operation[1], _names(literal), literal, rest, root
-            )
+            if line.startswith("ENTRY"):
+                entry = start[1]
+        elif instruction := _instruction(line):
+            current[instruction.name] = instruction
     return Program(computations, entry)
 
 
+def _instruction(line: str) -> Instruction | None:
+    """The instruction of a line, None where there is none."""
+    found = _INSTRUCTION.match(line)
+    if not found:
+        return None
+    root, name, said = found.groups()
+    operation = _OPERATION.search(said)
+    if not operation:
+        return None
+    literal, rest = _in_parentheses(said[operation.end() :])
+    return Instruction(
+        name=name,
+        shape=said[: operation.start()],
+        operation=operation[1],
+        operands=_names(literal),
+        literal=literal,
+        rest=rest,
+        root=bool(root),
+    )
+
+
 def _in_parentheses(text: str) -> tuple[str, str]:
+    """What stands before the parenthesis that closes an open one, and after it."""
     depth = 1
     for i, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
+        if character == "(":
+            depth += 1
+        elif character == ")":
+            depth -= 1
         if depth == 0:
             return text[:i], text[i + 1 :]
     return text, ""
 
 
 def _names(literal: str) -> tuple[str, ...]:
+    """Names of the instructions that an instruction takes."""
     return tuple(re.findall(r"%([\w.\-]+)", literal))
 
 
 def attribute(instruction: Instruction, pattern: str) -> str | None:
     """The first group of ``pattern`` in what follows the operands."""
     found = re.search(pattern, instruction.rest)
-    return found[1] if found else None
+    if found is None:
+        return None
+    return found[1]
 
 
 def called(instruction: Instruction) -> str | None:
@@ -250,33 +288,36 @@ def inside(
     program: Program, instruction: Instruction, computation: Computation
 ) -> Iterator[tuple[Instruction, Computation]]:
     """An instruction, or all of those that are fused in it, with their computations."""
-    name = called(instruction) if instruction.operation == "fusion" else None
-    if name is None:
+    fused = None
+    if instruction.operation == "fusion":
+        fused = called(instruction)
+    if fused is None:
         yield instruction, computation
         return
-    within = program.computations[name]
+    within = program.computations[fused]
     for i in within.values():
         yield from inside(program, i, within)
 
 
 def bytes_of(dtype: str) -> float:
     """Size of one entry."""
+    if dtype in _BYTES:
+        return _BYTES[dtype]
+    # The first number of f32, s4 and f8e4m3fn is that of their bits.
     bits = re.match(r"(?:[fsuc]|f8\w*?)(\d+)", dtype)
-    return _BYTES[dtype] if dtype in _BYTES else int(bits[1]) / 8 if bits else 4
+    if bits is None:
+        return 4
+    return int(bits[1]) / 8
 
 
 def arrays(shape: str) -> list[Array]:
     """The arrays of a shape, which may be a tuple."""
     found = []
     for dtype, sizes, layout in _ARRAY.findall(shape):
-        space = re.search(r"S\((\d+)\)", layout)
-        found.append(
-            Array(
-                dtype,
-                tuple(int(s) for s in sizes.split(",") if s),
-                int(space[1]) if space else 0,
-            )
-        )
+        memory = 0
+        if space := re.search(r"S\((\d+)\)", layout):
+            memory = int(space[1])
+        found.append(Array(dtype, tuple(_whole_numbers(sizes)), memory))
     return found
 
 
@@ -311,25 +352,31 @@ def executed(
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
+    """What ``executed`` is given, for all computations that are walked."""
+
     program: Program
     weight: Callable[[Instruction, Computation], float]
     turns: float | None
 
     def computation(self, name: str, constants: dict[int, int]) -> list[Executed]:
-        """What ``name`` launches; ``constants`` are elements of its parameter that are
-        known.
+        """What ``name`` launches.
+
+        Args:
+            name: of a computation.
+            constants: elements of its parameter, a tuple, that are known, by index.
         """
-        body, found = self.program.computations[name], []
+        body = self.program.computations[name]
+        found: list[Executed] = []
         for i in body.values():
             if i.operation == "while":
                 found += self.loop(i, body, constants)
             elif i.operation == "conditional":
                 found += self.branches(i)
-            elif i.operation in ("call", "async-start") and called(i):
-                handed = (
-                    _tuple_constants(i, body, constants) if len(i.operands) == 1 else {}
-                )
-                found += self.computation(called(i) or "", handed)
+            elif i.operation in ("call", "async-start") and (inner := called(i)):
+                passed = {}
+                if len(i.operands) == 1:
+                    passed = _tuple_constants(i, body, constants)
+                found += self.computation(inner, passed)
             elif i.operation not in FREE:
                 found.append(Executed(i, body, 1))
         return found
@@ -337,18 +384,14 @@ class _Walk:
     def loop(
         self, i: Instruction, body: Computation, constants: dict[int, int]
     ) -> list[Executed]:
-        condition, inner = (
-            attribute(i, r"condition=%?([\w.\-]+)"),
-            attribute(i, r"body=%?([\w.\-]+)"),
-        )
+        """What a loop launches in all of its turns."""
+        condition = attribute(i, r"condition=%?([\w.\-]+)")
+        inner = attribute(i, r"body=%?([\w.\-]+)")
         assert condition
         assert inner
         starts = _tuple_constants(i, body, constants)
-        kept = {
-            k: v
-            for k, v in starts.items()
-            if k in _invariant(self.program.computations[inner])
-        }
+        unchanged = _invariant(self.program.computations[inner])
+        kept = {index: n for index, n in starts.items() if index in unchanged}
         once = self.computation(inner, kept)
         count = trips(self.program, i, starts, kept)
         if count is not None:
@@ -357,20 +400,22 @@ class _Walk:
         if self.turns is None and total(once, self.weight):
             raise ValueError(f"loop {i.name} does not say how often it turns")
         turns = self.turns or 0
+        # The condition is computed once more, when the loop ends.
         return _times(checks, turns + 1) + _times(once, turns)
 
     def branches(self, i: Instruction) -> list[Executed]:
+        """What the most expensive branch of a conditional launches."""
         listed = attribute(i, r"branch_computations=\{([^}]*)\}")
-        names = (
-            listed.split(",")
-            if listed
-            else re.findall(r"(?:true|false)_computation=([^,\s]+)", i.rest)
-        )
+        if listed:
+            names = listed.split(",")
+        else:
+            names = re.findall(r"(?:true|false)_computation=([^,\s]+)", i.rest)
         runs = [self.computation(name.strip().lstrip("%"), {}) for name in names]
         return max(runs, key=lambda run: total(run, self.weight))
 
 
 def _times(done: list[Executed], n: float) -> list[Executed]:
+    """The same ``n`` times as often."""
     return [e._replace(times=e.times * n) for e in done]
 
 
@@ -389,43 +434,48 @@ def trips(
     if known:
         return int(known)
     condition = program.computations[attribute(loop, r"condition=%?([\w.\-]+)") or ""]
-    test, operands = root_of(condition), root_of(condition).operands
+    test = root_of(condition)
+    operands = test.operands
     if test.operation == "fusion":
         fused = program.computations[called(test) or ""]
         test = root_of(fused)
-        outer = {
-            i.name: operands[int(i.literal)]
-            for i in fused.values()
-            if i.operation == "parameter"
-        }
+        outer = {}
+        for i in fused.values():
+            if i.operation == "parameter":
+                outer[i.name] = operands[int(i.literal)]
         operands = tuple(outer.get(name, name) for name in test.operands)
         condition = fused | condition
     if test.operation != "compare" or attribute(test, r"direction=(\w+)") != "LT":
         return None
-    start, bound = (
-        _constant(operands[0], condition, starts),
-        _constant(operands[1], condition, kept),
-    )
-    return None if bound is None else max(bound - (start or 0), 0)
+    start = _constant(operands[0], condition, starts)
+    bound = _constant(operands[1], condition, kept)
+    if bound is None:
+        return None
+    return max(bound - (start or 0), 0)
 
 
 def _constant(
     name: str, computation: Computation, parameter: dict[int, int]
 ) -> int | None:
-    """The whole number that ``name`` is; ``parameter`` are known elements of the
-    computation's tuple.
+    """The whole number that ``name`` is, None where it is not known.
+
+    ``parameter`` are known elements of the computation's tuple.
     """
     i = computation[name]
     if i.operation == "constant" and re.fullmatch(r"-?\d+", i.literal):
         return int(i.literal)
-    if (
-        i.operation == "get-tuple-element"
-        and computation[i.operands[0]].operation == "parameter"
-    ):
+    if _is_element_of_parameter(i, computation):
         return parameter.get(int(attribute(i, r"index=(\d+)") or -1))
     if i.operation in ("copy", "bitcast", "copy-done", "copy-start"):
         return _constant(i.operands[0], computation, parameter)
     return None
+
+
+def _is_element_of_parameter(i: Instruction, computation: Computation) -> bool:
+    """Whether an instruction takes an element of the tuple of its computation."""
+    if i.operation != "get-tuple-element":
+        return False
+    return computation[i.operands[0]].operation == "parameter"
 
 
 def _tuple_constants(
@@ -437,26 +487,26 @@ def _tuple_constants(
         return parameter
     if start.operation != "tuple":
         return {}
-    found = {
-        k: _constant(name, computation, parameter)
-        for k, name in enumerate(start.operands)
-    }
-    return {k: v for k, v in found.items() if v is not None}
+    constants = {}
+    for index, name in enumerate(start.operands):
+        found = _constant(name, computation, parameter)
+        if found is not None:
+            constants[index] = found
+    return constants
 
 
 def _invariant(body: Computation) -> set[int]:
-    """Elements of a loop's tuple that its body hands on as they are."""
+    """Elements of a loop's tuple that its body leaves as they are."""
     root = root_of(body)
     if root.operation != "tuple":
         return set()
-    results = [body[name] for name in root.operands]
-    return {
-        k
-        for k, i in enumerate(results)
-        if i.operation == "get-tuple-element"
-        and body[i.operands[0]].operation == "parameter"
-        and attribute(i, r"index=(\d+)") == str(k)
-    }
+    unchanged = set()
+    for index, name in enumerate(root.operands):
+        i = body[name]
+        is_element = _is_element_of_parameter(i, body)
+        if is_element and attribute(i, r"index=(\d+)") == str(index):
+            unchanged.add(index)
+    return unchanged
 
 
 # --- Counting
@@ -468,41 +518,42 @@ def collective(instruction: Instruction) -> str | None:
     kind = instruction.operation.removesuffix("-start")
     if kind == "recv" and "is_host_transfer=true" not in instruction.rest:
         return None  # a part of a permutation
-    return kind if kind in COLLECTIVES else None
+    if kind not in COLLECTIVES:
+        return None
+    return kind
 
 
 def continued(instruction: Instruction, computation: Computation) -> bool:
-    """Whether it stands for a collective that another fusion has begun: a TPU's repeat
-    it until it is done.
+    """Whether it stands for a collective that another fusion has begun.
+
+    A TPU's fusions repeat a collective until it is done.
     """
-    return _in_chain(instruction) and not any(
-        call_target(i) == "AsyncCollectiveStart" for i in computation.values()
-    )
+    if not _in_chain(instruction):
+        return False
+    targets = [call_target(i) for i in computation.values()]
+    return "AsyncCollectiveStart" not in targets
 
 
 def overlaps(instruction: Instruction, computation: Computation) -> bool:
-    """Whether it is a collective that has something to compute scheduled between its
-    beginning and its end.
-    """
+    """Whether it is a collective between whose start and end something is computed."""
     if collective(instruction) is None or instruction.operation == "recv":
         return False
     if _in_chain(instruction):
         return True
     if not instruction.operation.endswith("-start"):
         return False
-    following = list(computation.values())[
-        list(computation).index(instruction.name) + 1 :
-    ]
-    between = itertools.takewhile(
-        lambda i: instruction.name not in i.operands, following
-    )
-    return any(
-        i.operation not in FREE and not i.operation.endswith(("-start", "-done"))
-        for i in between
-    )
+    place = list(computation).index(instruction.name)
+    for i in list(computation.values())[place + 1 :]:
+        if instruction.name in i.operands:  # the end
+            return False
+        is_asynchronous = i.operation.endswith(("-start", "-done"))
+        if i.operation not in FREE and not is_asynchronous:
+            return True
+    return False
 
 
 def _in_chain(instruction: Instruction) -> bool:
+    """Whether it is a collective that a TPU computes in several fusions."""
     return collective(instruction) is not None and "chain_id=" in instruction.rest
 
 
@@ -512,66 +563,85 @@ def call_target(instruction: Instruction) -> str | None:
 
 
 def goes_beyond(instruction: Instruction, group: int) -> bool:
-    """Whether it is a collective of devices that are not of one group of so many, one
-    after the other.
+    """Whether it is a collective of devices of more than one group.
+
+    A group are so many devices, one after the other.
     """
     kind = collective(instruction)
-    if kind in (None, "recv"):
-        return kind == "recv"
-    return any(
-        len({device // group for device in one}) > 1 for one in groups(instruction)
-    )
+    if kind is None:
+        return False
+    if kind == "recv":  # from another slice
+        return True
+    for devices in groups(instruction):
+        if len({device // group for device in devices}) > 1:
+            return True
+    return False
 
 
 def groups(instruction: Instruction) -> list[list[int]]:
-    """The devices between which a collective moves data."""
+    """The devices between which a collective communicates."""
     pairs = attribute(instruction, r"source_target_pairs=(\{\{[\d,{}]*\}\})")
     listed = pairs or attribute(instruction, r"replica_groups=(\{\{[\d,{}]*\}\})")
     if listed:
         return [_whole_numbers(one) for one in re.findall(r"\{([\d,]+)\}", listed)]
+    # [2,4]<=[4,2]T(1,0): numbers of a 4 x 2 array, transposed, as two groups of four.
     lined_up = re.search(
         r"replica_groups=\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?",
         instruction.rest,
     )
     if lined_up:
-        return (
-            _lined_up(lined_up[2], lined_up[3]).reshape(int(lined_up[1]), -1).tolist()
-        )
+        count, sizes, order = lined_up.groups()
+        return _lined_up(sizes, order).reshape(int(count), -1).tolist()
     mesh = re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}",
         instruction.rest,
     )
     if mesh is None:
         raise ValueError(f"between which devices is not said: {instruction.rest[:200]}")
-    axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-    order = re.match(
-        r"\[([\d,]+)\](?:T\(([\d,]+)\)?)?", mesh[2] or f"[{math.prod(axes.values())}]"
-    )
-    ids = (
-        _lined_up(order[1], order[2]) if order else np.array(_whole_numbers(mesh[2]))
-    ).reshape(list(axes.values()))
-    among = [list(axes).index(name) for name in re.findall(r"'(\w+)'", mesh[3])]
-    return (
-        np.moveaxis(ids, among, range(-len(among), 0))
-        .reshape(-1, math.prod(ids.shape[a] for a in among))
-        .tolist()
-    )
+    return _groups_of_mesh(*mesh.groups())
+
+
+def _groups_of_mesh(axes: str, device_ids: str | None, among: str) -> list[list[int]]:
+    """Groups of devices, as a mesh: those that differ in some of its axes only.
+
+    Args:
+        axes: such as ``'data'=2,'fsdp'=4``.
+        device_ids: the devices, or the shape and order of their numbers; None: in
+            order.
+        among: the axes along which devices of a group differ.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
+    ids = np.arange(math.prod(sizes.values()))
+    if device_ids:
+        order = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\)?)?", device_ids)
+        if order:
+            ids = _lined_up(order[1], order[2])
+        else:
+            ids = np.array(_whole_numbers(device_ids))
+    ids = ids.reshape(list(sizes.values()))
+    places = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", among)]
+    size = math.prod(ids.shape[place] for place in places)
+    at_the_end = range(-len(places), 0)
+    return np.moveaxis(ids, places, at_the_end).reshape(-1, size).tolist()
 
 
 def _lined_up(sizes: str, order: str | None) -> np.ndarray:
     """Numbers from zero in an array of these sizes, its axes then in another order."""
-    ids = np.arange(math.prod(_whole_numbers(sizes))).reshape(_whole_numbers(sizes))
-    return ids.transpose(_whole_numbers(order)) if order else ids
+    shape = _whole_numbers(sizes)
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    if order:
+        ids = ids.transpose(_whole_numbers(order))
+    return ids
 
 
 def collective_bytes(instruction: Instruction) -> float:
-    """Output bytes; the shape of one that only begins has the operands first."""
+    """Output bytes of a collective."""
     sizes = [array.bytes for array in arrays(instruction.shape)]
     if instruction.operation == "recv":  # and a context, and a token
         return sizes[0]
-    return sum(
-        sizes[len(sizes) // 2 :] if instruction.operation.endswith("-start") else sizes
-    )
+    if instruction.operation.endswith("-start"):  # its shape has the operands first
+        sizes = sizes[len(sizes) // 2 :]
+    return sum(sizes)
 
 
 def products(
@@ -585,71 +655,79 @@ def products(
     found = []
     for i, where in inside(program, instruction, computation):
         if i.operation == "dot":
-            contracted = _whole_numbers(
-                attribute(i, r"lhs_contracting_dims=\{([\d,]*)\}")
-            )
-            found.append(_product(i, where, _contraction(i, where, contracted)))
+            axes = attribute(i, r"lhs_contracting_dims=\{([\d,]*)\}")
+            found.append(_product(i, where, _contraction(i, where, axes)))
         elif i.operation == "convolution":
             found.append(_product(i, where, _taps(i, where)))
-        elif i.operation == "custom-call" and attribute(
-            i, r'custom_call_target="(__cublas\$[^"]*)"'
-        ):
-            listed = attribute(i, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-            found.append(
-                _product(i, where, _contraction(i, where, _whole_numbers(listed)))
-            )
-        elif i.operation == "custom-call" and "matmul" in i.rest:
-            raise ValueError(
-                f"a product hidden in a custom call is not counted: {i.rest[:200]}"
-            )
+        elif i.operation == "custom-call":
+            if (call_target(i) or "").startswith("__cublas$"):
+                axes = attribute(i, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+                found.append(_product(i, where, _contraction(i, where, axes)))
+            elif "matmul" in i.rest:
+                raise ValueError(
+                    f"a product hidden in a custom call is not counted: {i.rest[:200]}"
+                )
     return found
 
 
 def _product(i: Instruction, computation: Computation, contracted: float) -> Product:
-    precision = attribute(i, r"operand_precision=\{(\w+)") or attribute(
-        i, r'"operand_precision":\["(\w+)"'
+    """A product with so many multiply-adds for an entry of its result."""
+    precision = _first_attribute(
+        i, r"algorithm=(dot_\w+)", r'"algorithm":"ALG_(DOT_\w+)"'
     )
-    algorithm = attribute(i, r"algorithm=(dot_\w+)") or attribute(
-        i, r'"algorithm":"ALG_(DOT_\w+)"'
-    )
-    result, dtype = (
-        arrays(i.shape)[0],
-        arrays(computation[i.operands[0]].shape)[0].dtype,
-    )
+    if not precision:
+        precision = _first_attribute(
+            i, r"operand_precision=\{(\w+)", r'"operand_precision":\["(\w+)"'
+        )
+    result = arrays(i.shape)[0]
+    operand = arrays(computation[i.operands[0]].shape)[0]
     return Product(
-        2.0 * math.prod(result.sizes) * contracted,
-        dtype,
-        (algorithm or precision or "default").lower(),
+        flops=2.0 * math.prod(result.sizes) * contracted,
+        dtype=operand.dtype,
+        precision=(precision or "default").lower(),
     )
 
 
-def _contraction(i: Instruction, computation: Computation, axes: list[int]) -> int:
+def _first_attribute(i: Instruction, *patterns: str) -> str | None:
+    """The first of several attributes that an instruction has."""
+    for pattern in patterns:
+        if found := attribute(i, pattern):
+            return found
+    return None
+
+
+def _contraction(i: Instruction, computation: Computation, axes: str | None) -> int:
+    """Multiply-adds for an entry of a product over these axes of its first operand."""
     sizes = arrays(computation[i.operands[0]].shape)[0].sizes
-    return math.prod(sizes[axis] for axis in axes)
+    return math.prod(sizes[axis] for axis in _whole_numbers(axes))
 
 
 def _taps(i: Instruction, computation: Computation) -> float:
-    """Multiplications for an output of a convolution, which is how a TPU writes
-    products.
+    """Multiply-adds for an entry of a convolution, which is how a TPU writes products.
 
     They are the kernel's input features times its window, without the zeros that
     dilation puts in the window: a batch of products is a convolution whose window sees
     one of them at a time.
     """
     labels = attribute(i, r"dim_labels=\w+_(\w+)->") or "io"
-    features = arrays(computation[i.operands[1]].shape)[0].sizes[labels.index("i")]
+    kernel = arrays(computation[i.operands[1]].shape)[0]
     window = attribute(i, r"window=\{([^}]*)\}") or ""
-    sizes, dilation = _by_x(window, "size"), _by_x(window, "lhs_dilate")
-    return features * math.prod(
-        -(-size // d)
-        for size, d in zip(sizes, dilation or [1] * len(sizes), strict=True)
-    )
+    sizes = _by_x(window, "size")
+    dilation = _by_x(window, "lhs_dilate") or [1] * len(sizes)
+    taps = kernel.sizes[labels.index("i")]
+    for size, dilated in zip(sizes, dilation, strict=True):
+        taps *= -(-size // dilated)  # rounded up
+    return taps
 
 
 def _by_x(window: str, name: str) -> list[int]:
+    """Sizes such as 3 and 4 of ``name=3x4``."""
     found = re.search(rf"(?:^| ){name}=([\dx]+)", window)
-    return [int(n) for n in found[1].split("x")] if found else []
+    if found is None:
+        return []
+    return [int(n) for n in found[1].split("x")]
 
 
 def _whole_numbers(text: str | None) -> list[int]:
+    """All whole numbers in a text."""
     return [int(n) for n in re.findall(r"\d+", text or "")]
