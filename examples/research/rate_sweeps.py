@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sweep learning rates of Hyperball in many settings: ``python -m examples.research.law
---optimizer normpre_h``.
+"""Sweep learning rates of Hyperball in many settings.
 
-In every setting, an optimizer trains with three learning rates that are factors of two
-apart, with two seeds that decide nothing else. A stopped program resumes.
+``python -m examples.research.rate_sweeps --optimizer normpre_h``. In every setting, an
+optimizer trains with three learning rates that are factors of two apart, with two seeds
+that decide nothing else. A stopped program resumes. ``rate_law`` fits a law to the
+results.
 """
 
 import sys
@@ -79,7 +80,7 @@ class Options:
     adam_learning_rate: float = 1.6e-2  # Of the AdamW group.
     only: tuple[str, ...] = ()  # Names of settings; all without them.
     jobs: int = 1  # Runs side by side.
-    runs_folder: Path = Path("runs/law")  # Where the folders of settings are made.
+    runs_folder: Path = Path("runs/rates")  # Where the folders of settings are made.
 
 
 def sweep(setting: Setting, options: Options) -> None:
@@ -101,7 +102,7 @@ def sweep(setting: Setting, options: Options) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """The command line."""
-    program = "python -m examples.research.law"
+    program = "python -m examples.research.rate_sweeps"
     options = tyro.cli(Options, prog=program, args=arguments)
     unknown = set(options.only) - {setting.name for setting in SETTINGS}
     if unknown:
