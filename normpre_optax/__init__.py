@@ -21,7 +21,6 @@ from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.explain import explain
 from normpre_optax.parameters.rules import decay_matrices_only, default_matrix_dims
 from normpre_optax.relatives import REGISTRY, families, optimizers
-from normpre_optax.stages.directions import direction, per_parameter
 from normpre_optax.stages.metric import with_metric
 from normpre_optax.stages.momentum import two_momenta
 from normpre_optax.stages.rows import (
@@ -31,6 +30,7 @@ from normpre_optax.stages.rows import (
 )
 from normpre_optax.stages.scale import scale_by_shape, scale_to_rms
 from normpre_optax.stages.spectral import precondition_globally, precondition_locally
+from normpre_optax.stages.stage import direction, per_parameter
 
 __version__ = "0.3.0"
 

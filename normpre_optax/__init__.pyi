@@ -28,8 +28,6 @@ from normpre_optax.parameters.rules import decay_matrices_only as decay_matrices
 from normpre_optax.parameters.rules import default_matrix_dims as default_matrix_dims
 from normpre_optax.relatives import families as families
 from normpre_optax.relatives import optimizers as optimizers
-from normpre_optax.stages.directions import direction as direction
-from normpre_optax.stages.directions import per_parameter as per_parameter
 from normpre_optax.stages.metric import with_metric as with_metric
 from normpre_optax.stages.momentum import two_momenta as two_momenta
 from normpre_optax.stages.rows import normalize_rows as normalize_rows
@@ -39,6 +37,8 @@ from normpre_optax.stages.scale import scale_by_shape as scale_by_shape
 from normpre_optax.stages.scale import scale_to_rms as scale_to_rms
 from normpre_optax.stages.spectral import precondition_globally as precondition_globally
 from normpre_optax.stages.spectral import precondition_locally as precondition_locally
+from normpre_optax.stages.stage import direction as direction
+from normpre_optax.stages.stage import per_parameter as per_parameter
 __version__: str
 __all__ = [
     "MatrixDims",

@@ -32,11 +32,10 @@ from normpre_optax.options import (
     Operands,
     checked,
 )
-from normpre_optax.stages.directions import direction
 from normpre_optax.stages.rows import Orientation, Tangent, normalize_tangent
 from normpre_optax.stages.scale import scale_to_rms
 from normpre_optax.stages.spectral import precondition_globally, precondition_locally
-from normpre_optax.stages.stage import check_transformation
+from normpre_optax.stages.stage import check_transformation, direction
 
 
 @checked

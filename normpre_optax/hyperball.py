@@ -165,7 +165,7 @@ def constrain_norms(
         init: function of the parameters that returns the state.
     """
 
-    def step(updates, state, params, dims):
+    def step(updates, state, params, matrix_dims):
         if params is None:
             raise ValueError(f"hyperball needs the parameters: {PASS_PARAMS}")
         lr: Any = learning_rate
@@ -178,7 +178,7 @@ def constrain_norms(
         by_path = row_norms(params)
         norms = [by_path.get(path) for path in paths]
         f = functools.partial(_step, keep)
-        new = map_matrices(f, updates, params, dims, norms, rates, stacked=True)
+        new = map_matrices(f, updates, params, matrix_dims, norms, rates, stacked=True)
         return new, CountState(optax.safe_increment(state.count))
 
     return stage(step, init, matrix_dims)

@@ -307,8 +307,8 @@ _FAULTS = {
         LAYOUTS,
     ),
     "the_metric_of_updates": (
-        "stages/tpu_groups.py",
-        "update_in_groups",
+        "stages/stage.py",
+        "_run_chain",
         '{"gradients": updates}',
         '{"gradients": None}',
         RECOMMENDED,

@@ -211,6 +211,6 @@ def test_the_update_is_traced_through_few_functions():
     named = {code for code, _ in entered}
     functions = sorted(f"{code.co_filename}:{code.co_name}" for code in named)
     depths = [depth for code, depth in entered if code.co_name == "product"]
-    assert 0 < len(named) <= 80, functions
-    assert len({code.co_filename for code in named}) <= 20
+    assert 0 < len(named) <= 60, functions
+    assert len({code.co_filename for code in named}) <= 14
     assert 0 < max(depths) <= 12

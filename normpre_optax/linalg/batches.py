@@ -3,6 +3,7 @@
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -12,81 +13,60 @@ import jax.numpy as jnp
 from normpre_optax.linalg.platforms import platform
 
 Stacked = Callable[[Callable], Callable]  # a function of one array to one of stacks
+Groups = tuple[tuple[int, ...], ...]  # indices of what is computed together
 
 
-def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
-    """Return the indices of equal keys, one list per key.
+def grouped(keys: Iterable[Hashable]) -> Groups:
+    """Return the indices of equal keys, one group per key.
 
     Example:
         >>> from normpre_optax.linalg.batches import grouped
         >>> grouped("abca")
-        [[0, 3], [1], [2]]
+        ((0, 3), (1,), (2,))
     """
     groups: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         groups.setdefault(key, []).append(i)
-    return list(groups.values())
+    return tuple(tuple(members) for members in groups.values())
 
 
-def join(
-    items: Sequence[Any], keys: Sequence[Hashable]
-) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Stack trees of arrays that have equal keys.
+def join(items: Sequence[Any], groups: Groups) -> list[Any]:
+    """Stack trees of arrays: return one stack per group.
 
     Args:
-        items: trees; those with equal keys have the same structure and shapes.
-        keys: one per tree.
-
-    Returns:
-        One stack per different key, and the ``places`` of the trees.
+        items: trees; those of a group have the same structure and shapes.
+        groups: their indices, see ``grouped``.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.batches import join
-        >>> stacks, found = join([jnp.ones(2), jnp.ones(3), jnp.ones(2)], "aba")
-        >>> [x.shape for x in stacks], found
-        ([(2, 2), (1, 3)], [(0, 0), (1, 0), (0, 1)])
+        >>> from normpre_optax.linalg.batches import grouped, join
+        >>> arrays = [jnp.ones(2), jnp.ones(3), jnp.ones(2)]
+        >>> [x.shape for x in join(arrays, grouped("aba"))]
+        [(2, 2), (1, 3)]
     """
-
-    def stacked(*xs: jax.Array) -> jax.Array:
-        return jnp.stack(xs)
-
     stacks = []
-    for members in grouped(keys):
+    for members in groups:
         trees = [items[i] for i in members]
-        stacks.append(jax.tree.map(stacked, *trees))
-    return stacks, places(keys)
+        stacks.append(jax.tree.map(lambda *xs: jnp.stack(xs), *trees))
+    return stacks
 
 
-def places(keys: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Return for each key the number of its group, and its index there.
-
-    Example:
-        >>> from normpre_optax.linalg.batches import places
-        >>> places("aba")
-        [(0, 0), (1, 0), (0, 1)]
-    """
-    found = [(0, 0)] * len(keys)
-    for number, members in enumerate(grouped(keys)):
-        for index, i in enumerate(members):
-            found[i] = number, index
-    return found
-
-
-def separate(stacks: Sequence[Any], places: Sequence[tuple[int, int]]) -> list[Any]:
-    """Invert ``join``: return the tree at each place.
+def separate(stacks: Sequence[Any], groups: Groups) -> list[Any]:
+    """Invert ``join``: return the trees in their order.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from normpre_optax.linalg.batches import join, separate
-        >>> [float(x) for x in separate(*join([jnp.ones(()), jnp.zeros(())], "aa"))]
-        [1.0, 0.0]
+        >>> from normpre_optax.linalg.batches import grouped, join, separate
+        >>> groups = grouped("aba")
+        >>> numbers = [jnp.float32(0), jnp.float32(1), jnp.float32(2)]
+        >>> [float(x) for x in separate(join(numbers, groups), groups)]
+        [0.0, 1.0, 2.0]
     """
-    return [_at(stacks[number], index) for number, index in places]
-
-
-def _at(stack: Any, index: int) -> Any:
-    return jax.tree.map(lambda x: x[index], stack)
+    items: dict[int, Any] = {}
+    for members, stack in zip(groups, stacks, strict=True):
+        for index, i in enumerate(members):
+            items[i] = jax.tree.map(operator.itemgetter(index), stack)
+    return [items[i] for i in range(len(items))]
 
 
 def solve_together(

@@ -172,7 +172,7 @@ def _parts(
     Those of the plain form are single steps.
     """
     is_oblong = max(shape) >= 1.5 * min(shape)
-    is_inaccurate = rounds(compute_dtype) and table[0][0] > _STEEP
+    is_inaccurate = table[0][0] > _STEEP and rounds(compute_dtype)
     if not is_oblong or is_inaccurate:
         return [(triple,) for triple in table]
     size = 3 if len(table) <= 5 else 2

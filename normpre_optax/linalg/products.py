@@ -102,22 +102,17 @@ def narrowed(xs: list[jax.Array], dtype: Operands) -> tuple[list[jax.Array], Ope
 
 def smaller_gram(x: jax.Array, times: Product) -> jax.Array:
     """Return ``x x^T`` or ``x^T x``: the smaller one, by this product."""
-    if is_wide(x):
+    rows, columns = x.shape
+    if rows <= columns:
         return times(x, x.T)
     return times(x.T, x)
 
 
 def on_smaller_side(z: jax.Array, x: jax.Array, times: Product) -> jax.Array:
     """Return ``z x`` or ``x z``, for ``z`` of the size of ``smaller_gram(x)``."""
-    if is_wide(x):
+    if len(z) == len(x):
         return times(z, x)
     return times(x, z)
-
-
-def is_wide(x: jax.Array) -> bool:
-    """Return whether a matrix has at least as many columns as rows."""
-    rows, columns = x.shape
-    return rows <= columns
 
 
 def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -102,6 +102,30 @@ def assign(params: PyTree, matrix_dims: PyTree | Rule = None) -> Assignment:
     return found
 
 
+def assigned(updates: PyTree, params: PyTree, matrix_dims: DimsTree) -> Assignment:
+    """Return the ``Assignment`` of a tree of matrices: no ``dims`` in it are None.
+
+    Args:
+        updates: tree that is assigned if ``params`` is None.
+        params: tree of parameters, or None.
+        matrix_dims: see ``normpre_g``.
+
+    Raises:
+        ValueError: if a parameter is not a matrix.
+    """
+    found = assign(updates if params is None else params, matrix_dims)
+    for spec in found.values():
+        if spec.dims is None:
+            raise ValueError(
+                f"parameter {spec.path!r} of shape {spec.shape} is not a matrix"
+                f" ({spec.reason}). Complete optimizers such as normpre_g pass it to"
+                " AdamW. Around a direction or a stage alone, use optax.masked or"
+                " optax.partition, or pass matrix_dims with its axes:"
+                " MatrixDims(inputs=..., outputs=...)"
+            )
+    return found
+
+
 def default_matrix_dims(path: str, leaf: Shaped) -> MatrixDims | None:
     """Return the axes of a parameter's matrices by the default rule, or None for AdamW.
 

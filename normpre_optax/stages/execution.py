@@ -18,7 +18,7 @@ import optax
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from normpre_optax.linalg.batches import join, separate
+from normpre_optax.linalg.batches import Groups, grouped, join, separate
 from normpre_optax.linalg.platforms import by_platform, platform
 from normpre_optax.linalg.sketch import matrix_ids
 from normpre_optax.parameters.dims import (
@@ -35,7 +35,7 @@ from normpre_optax.sharding.placement import (
     mesh_of,
     spec_of,
 )
-from normpre_optax.stages.blocks import split_blocks
+from normpre_optax.stages.mapping import split_blocks
 from normpre_optax.stages.stage import CountState, init_count, init_empty
 from normpre_optax.trees import DimsTree
 
@@ -274,27 +274,23 @@ def _on_one_device(of_stacks: OfStacks, stacks: list[Stack]) -> list[jax.Array]:
     if platform() == "tpu":
         # No stacks, so that a matrix stays on the chip (see ``tpu_groups``).
         return of_stacks(stacks)
-    joined, places = _joined(stacks)
-    if platform() == "cpu":
-        # A CPU multiplies a matrix faster than a stack of one.
-        new = [_in_a_loop(of_stacks, stack) for stack in joined]
-    else:
+    groups = _groups_by_shape(stacks)
+    joined = join(stacks, groups)
+    if platform() == "gpu":
         # One stack per shape, because a GPU pays for every kernel.
-        new = of_stacks(joined)
-    return separate(new, places)
+        return separate(of_stacks(joined), groups)
+    # One matrix after the other: a CPU multiplies a matrix faster than a stack of one.
+    new = []
+    for stack in joined:
+        flat = jax.tree.map(lambda x: jax.lax.collapse(x, 0, -2), stack)
+        (one_by_one,) = jax.lax.map(of_stacks, [flat])
+        new.append(one_by_one.reshape(stack.x.shape))
+    return separate(new, groups)
 
 
-def _joined(stacks: list[Stack]) -> tuple[list[Stack], list[tuple[int, int]]]:
-    """Return one stack per shape, and the place of each given one in them."""
-    keys = [(s.x.shape, s.x.dtype, s.transposed, s.placed) for s in stacks]
-    return join(stacks, keys)
-
-
-def _in_a_loop(of_stacks: OfStacks, stack: Stack) -> jax.Array:
-    """Compute one matrix after the other."""
-    flat = jax.tree.map(lambda x: jax.lax.collapse(x, 0, -2), stack)
-    (new,) = jax.lax.map(of_stacks, [flat])
-    return new.reshape(stack.x.shape)
+def _groups_by_shape(stacks: list[Stack]) -> Groups:
+    """Return which stacks can be joined: those of one shape, stored in one way."""
+    return grouped((s.x.shape, s.x.dtype, s.transposed, s.placed) for s in stacks)
 
 
 def _on_owners(
@@ -329,13 +325,14 @@ def _sharded(
     placed = []
     for stack, *own in zip(stacks, shardings, used.shared, strict=True):
         placed.append(dataclasses.replace(stack, placed=Placement(*own)))
-    joined, places = _joined(placed)
+    groups = _groups_by_shape(placed)
+    joined = join(placed, groups)
     shared = []
     for stack in joined:
         assert stack.placed is not None
         shared.append(stack.placed.shared)
     solve = functools.partial(solve_shared, shared, axes=used.matrices)
-    return separate(of_stacks(joined, solve=solve), places)
+    return separate(of_stacks(joined, solve=solve), groups)
 
 
 def _over_devices(

@@ -3,24 +3,20 @@
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
 from normpre_optax.checks import PASS_PARAMS, check_choice, check_function
 from normpre_optax.linalg import rows
-from normpre_optax.linalg.batches import join, places, separate
+from normpre_optax.linalg.batches import Groups, join, separate
 from normpre_optax.linalg.platforms import platform
-from normpre_optax.linalg.rows import Axes
 from normpre_optax.parameters.dims import MatrixDims, split_axes
-from normpre_optax.stages.blocks import Block, split_blocks
-from normpre_optax.stages.directions import per_parameter
-from normpre_optax.stages.mapping import stacks_pay
-from normpre_optax.stages.stage import CountState, init_count, stage
+from normpre_optax.stages.mapping import groups_of, split_blocks
+from normpre_optax.stages.stage import CountState, init_count, per_parameter, stage
 from normpre_optax.trees import DimsTree
 
 Tangent = Literal["relaxed", "strict", "none"]
@@ -85,8 +81,8 @@ def normalize_tangent(
         for side in passes:
             blocks, rebuilt = split_blocks(updates, params, matrix_dims)
             rule = _Rule(
-                axes=tuple(_row_axes(block) for block in blocks),
-                shardings=tuple(block.sharding for block in blocks),
+                groups=groups_of(blocks),
+                dims=tuple(block.dims for block in blocks),
                 norm=norm,
                 tangent=tangent,
             )
@@ -98,18 +94,11 @@ def normalize_tangent(
     return stage(step, init_count, matrix_dims)
 
 
-class _RowAxes(NamedTuple):
-    """The axes along which a row runs, and those along which a column runs."""
-
-    rows: Axes
-    columns: Axes
-
-
 class _Rule(NamedTuple):
     """What is static of a normalization of matrices; jit recognizes equal ones."""
 
-    axes: tuple[_RowAxes, ...]  # of each matrix
-    shardings: tuple[PartitionSpec | None, ...]  # of each matrix; None is unknown
+    groups: Groups  # of matrices that are computed as one stack
+    dims: tuple[MatrixDims, ...]  # of each matrix
     norm: Callable[[int], float]
     tangent: Tangent
 
@@ -117,19 +106,6 @@ class _Rule(NamedTuple):
 # Factors (a, b) of the rows or columns in one stack of matrices.
 _Factors = tuple[jax.Array, jax.Array]
 _Weights = Sequence[jax.Array | None]
-
-
-class _Key(NamedTuple):
-    """What matrices that are computed as one stack have in common."""
-
-    axes: _RowAxes
-    # Shape and sharding; or the number of the matrix, which then is a stack of its own.
-    common: Hashable
-
-
-def _row_axes(block: Block) -> _RowAxes:
-    _, outputs, inputs = split_axes(block.u.ndim, block.dims)
-    return _RowAxes(rows=inputs, columns=outputs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
@@ -144,97 +120,65 @@ def _unit_tangents(
 
     If ``side`` is "alternating", ``by_rows`` selects one of them.
     """
-    keys = _keys(rule, ms)
     if side == "rows" or side == "columns":
-        factors = _factors(rule, keys, side, ms, ws)
-    elif platform() == "tpu":
-        factors = _factors_selected(rule, keys, ms, ws, by_rows)
+        factors = _factors(rule, side, ms, ws)
     else:
-        factors = _factors_branched(rule, keys, ms, ws, by_rows)
+        if platform() == "tpu":
+            # Both sums are one pass, and a branch would be slower.
+            of_rows = _factors(rule, "rows", ms, ws)
+            of_columns = _factors(rule, "columns", ms, ws)
+        else:
+            of_rows, of_columns = _only_one(rule, ms, ws, by_rows)
+        factors = jax.tree.map(
+            lambda r, c: jnp.where(by_rows, r, c), of_rows, of_columns
+        )
     new = []
-    each = separate(factors, places(keys))
+    each = separate(factors, rule.groups)
     for m, w, (a, b) in zip(ms, ws, each, strict=True):
         new.append(a * m if w is None else a * m - b * w)
     return new
 
 
-def _keys(rule: _Rule, ms: Sequence[jax.Array]) -> list[_Key]:
-    """Return a key for each matrix: those with equal ones are one stack."""
-    common: Iterable[Hashable] = range(len(ms))
-    if stacks_pay(ms, rule.shardings):
-        shapes = [m.shape for m in ms]
-        common = zip(shapes, rule.shardings, strict=True)
-    each = zip(rule.axes, common, strict=True)
-    return [_Key(axes, own) for axes, own in each]
-
-
 def _factors(
-    rule: _Rule, keys: list[_Key], side: Side, ms: Sequence[jax.Array], ws: _Weights
+    rule: _Rule, side: Side, ms: Sequence[jax.Array], ws: _Weights
 ) -> list[_Factors]:
-    """Return ``a`` and ``b`` of ``a M - b W``, for one stack per key."""
-    stacks, _ = join(list(zip(ms, ws, strict=True)), keys)
+    """Return ``a`` and ``b`` of ``a M - b W``, for one stack per group."""
+    stacks = join(list(zip(ms, ws, strict=True)), rule.groups)
     found = []
-    different = dict.fromkeys(keys)  # in the order of the stacks
-    for key, (m, w) in zip(different, stacks, strict=True):
-        own = key.axes.rows if side == "rows" else key.axes.columns
-        along = tuple(axis + 1 for axis in own)  # axis 0 is that of the stack
+    for members, (m, w) in zip(rule.groups, stacks, strict=True):
+        # Those of a group have the same axes. Axis 0 is that of the stack.
+        _, outputs, inputs = split_axes(m.ndim - 1, rule.dims[members[0]])
+        own = inputs if side == "rows" else outputs
+        along = tuple(axis + 1 for axis in own)
         a, b = rows.unit_tangent_factors(m, w, along, rule.tangent)
         size = rule.norm(math.prod(m.shape[axis] for axis in along))
         found.append((size * a, size * b))
     return found
 
 
-def _factors_selected(
-    rule: _Rule,
-    keys: list[_Key],
-    ms: Sequence[jax.Array],
-    ws: _Weights,
-    by_rows: jax.Array,
-) -> list[_Factors]:
-    """Return the factors of rows or columns, selected from both.
+def _only_one(
+    rule: _Rule, ms: Sequence[jax.Array], ws: _Weights, by_rows: jax.Array
+) -> tuple[list[_Factors], list[_Factors]]:
+    """Return the factors of rows and of columns, of which only one is computed.
 
-    For a TPU, which computes the sums of rows and of columns in one pass.
+    The others are zeros.
     """
-    of_rows = _factors(rule, keys, "rows", ms, ws)
-    of_columns = _factors(rule, keys, "columns", ms, ws)
-    return _selected(by_rows, of_rows, of_columns)
-
-
-def _factors_branched(
-    rule: _Rule,
-    keys: list[_Key],
-    ms: Sequence[jax.Array],
-    ws: _Weights,
-    by_rows: jax.Array,
-) -> list[_Factors]:
-    """Return the factors of rows or columns, from a branch that computes only one."""
     # Zeros with the type that sums have on a mesh; XLA drops the sums.
-    no_rows = _zeros_like(_factors(rule, keys, "rows", ms, ws))
-    no_columns = _zeros_like(_factors(rule, keys, "columns", ms, ws))
+    both = _factors(rule, "rows", ms, ws), _factors(rule, "columns", ms, ws)
+    no_rows, no_columns = jax.tree.map(lambda x: jnp.where(False, x, 0), both)
 
     # Without the barriers, XLA moves the sums out of the branches and computes both.
     def row_branch(ms, ws):
         ms = jax.lax.optimization_barrier(ms)
         ws = jax.lax.optimization_barrier(ws)
-        return _factors(rule, keys, "rows", ms, ws), no_columns
+        return _factors(rule, "rows", ms, ws), no_columns
 
     def column_branch(ms, ws):
         ms = jax.lax.optimization_barrier(ms)
         ws = jax.lax.optimization_barrier(ws)
-        return no_rows, _factors(rule, keys, "columns", ms, ws)
+        return no_rows, _factors(rule, "columns", ms, ws)
 
-    of_rows, of_columns = jax.lax.cond(by_rows, row_branch, column_branch, ms, ws)
-    return _selected(by_rows, of_rows, of_columns)
-
-
-def _zeros_like(factors: list[_Factors]) -> list[_Factors]:
-    return jax.tree.map(lambda x: jnp.where(False, x, 0), factors)
-
-
-def _selected(
-    by_rows: jax.Array, of_rows: list[_Factors], of_columns: list[_Factors]
-) -> list[_Factors]:
-    return jax.tree.map(lambda r, c: jnp.where(by_rows, r, c), of_rows, of_columns)
+    return jax.lax.cond(by_rows, row_branch, column_branch, ms, ws)
 
 
 def project_to_tangent(

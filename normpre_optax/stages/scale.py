@@ -12,10 +12,10 @@ from jax.typing import ArrayLike
 from normpre_optax.checks import check_function, check_numbers
 from normpre_optax.linalg.products import inverse_norm, inverse_root
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape, split_axes
-from normpre_optax.stages.directions import per_parameter
+from normpre_optax.parameters.rules import assigned
 from normpre_optax.stages.mapping import map_matrices
 from normpre_optax.stages.metric import average, mean_squares
-from normpre_optax.stages.stage import assigned, check_state_axes, stage
+from normpre_optax.stages.stage import check_state_axes, per_parameter, stage
 from normpre_optax.trees import DimsTree
 
 

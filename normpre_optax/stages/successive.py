@@ -11,8 +11,8 @@ import optax
 from normpre_optax.checks import check_choice, check_numbers
 from normpre_optax.linalg.products import inverse_root
 from normpre_optax.parameters.dims import MatrixDims, split_axes
-from normpre_optax.stages.directions import per_parameter
 from normpre_optax.stages.rows import Side
+from normpre_optax.stages.stage import per_parameter
 from normpre_optax.trees import DimsTree
 
 

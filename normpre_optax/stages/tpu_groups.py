@@ -13,44 +13,13 @@ from typing import Any
 import jax
 import optax
 
-from normpre_optax.linalg.platforms import platform
-from normpre_optax.linalg.products import at_least_float32
-from normpre_optax.sharding.placement import mesh_of
 from normpre_optax.trees import PyTree
 
 # Of parameters that a TPU computes together: what its vector memory holds.
 GROUP_BYTES = 96 * 2**20
 
 
-def update_in_groups(
-    chain: optax.GradientTransformationExtraArgs,
-    extra_args: dict[str, Any],
-    updates: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params | None,
-) -> tuple[optax.Updates, optax.OptState]:
-    """Return the chain's new updates and state, computed in at least float32.
-
-    On one TPU, they are computed for one group of parameters after the other.
-    """
-    updates = jax.tree.map(at_least_float32, updates)
-    params = jax.tree.map(at_least_float32, params)
-    groups = _groups(updates)
-    if (
-        len(groups) > 1
-        and platform() == "tpu"
-        and mesh_of(updates) is None
-        and params is not None
-    ):
-        return _one_group_after_the_other(
-            chain, extra_args, groups, updates, state, params
-        )
-    # Inside another direction, `gradients` are those of that one.
-    extra_args = {"gradients": updates} | extra_args
-    return chain.update(updates, state, params, **extra_args)
-
-
-def _groups(updates: optax.Updates) -> list[list[bool]]:
+def groups_that_fit(updates: optax.Updates) -> list[list[bool]]:
     """Return for each group which leaves are in it; a leaf is where it starts."""
     sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(updates)]
     starts = list(itertools.accumulate(sizes, initial=0))[:-1]
@@ -58,7 +27,7 @@ def _groups(updates: optax.Updates) -> list[list[bool]]:
     return [[number == own for own in numbers] for number in dict.fromkeys(numbers)]
 
 
-def _one_group_after_the_other(
+def update_in_groups(
     chain: optax.GradientTransformationExtraArgs,
     extra_args: dict[str, Any],
     groups: list[list[bool]],
@@ -66,6 +35,7 @@ def _one_group_after_the_other(
     state: optax.OptState,
     params: optax.Params,
 ) -> tuple[optax.Updates, optax.OptState]:
+    """Return the chain's new updates and state, one group after the other."""
     # By path in the tree. A masked parameter has no leaf, so that every group replaces
     # its own ones. All groups start from the same step counters, and agree on the new
     # ones.

@@ -8,8 +8,8 @@ from jax.typing import ArrayLike, DTypeLike
 from normpre_optax.checks import check_numbers, static_int
 from normpre_optax.linalg import whitening
 from normpre_optax.parameters.dims import MatrixDims, split_axes
-from normpre_optax.stages.directions import per_parameter
 from normpre_optax.stages.execution import EachMatrix, spectral
+from normpre_optax.stages.stage import per_parameter
 from normpre_optax.trees import DimsTree
 
 
