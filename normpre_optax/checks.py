@@ -35,6 +35,7 @@ def warn_user(message: str) -> None:
     The number of frames between differs: ``muon`` calls ``with_adamw``, and both can be
     called by a user.
     """
+    # Level 1 is this function, level 2 its caller.
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

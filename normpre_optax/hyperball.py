@@ -215,4 +215,5 @@ def _step(
     # |a W - b U|^2 from the sums: the matrix itself need not be stored to be summed.
     squared = a**2 * ww - 2 * a * b * wu + b**2 * uu
     back = norm * inverse_root(squared)
+    # Minus W, because optax adds the update to W.
     return (back * a - 1) * w - back * b * u

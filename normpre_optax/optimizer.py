@@ -138,6 +138,7 @@ def with_adamw(
 def _check_direction(direction: object) -> None:
     """Raise a TypeError for what returns no direction when called with the axes."""
     if callable(direction):
+        # Called once without axes, so that wrong options fail at construction.
         made = direction(matrix_dims=None)
         if isinstance(made, CompleteOptimizer):
             # Two learning rates, with two minus signs, would go uphill.
@@ -246,6 +247,7 @@ class MatricesAndAdamW:
         # `matrix_dims` may be a function.
         self.built.pop(form, None)
         transformation = self.transformation_of(form, params, assignment)
+        # The state is like these: moments of half-precision parameters are float32.
         weights = jax.tree.map(at_least_float32, params)
         state = transformation.init(weights)
         self.known[form] = Known(assignment, _abstract(state))
@@ -359,10 +361,14 @@ class MatricesAndAdamW:
         """Return the transformation of matrices."""
         direction = self.direction_of(assignment)
         if not self.hyperball:
+            # Weight decay follows the multipliers, which do not change it.
             step = optax.scale_by_learning_rate(self.learning_rate)
             return optax.chain(direction, multiply, decay(self.weight_decay), step)
+        # Without weight decay: the norm is set at every step.
         step = constrain_norms(
             self.learning_rate,
+            # From the complete tree: the transformation sees only matrices, but the
+            # norms depend on the width and on all layers.
             row_norms=lambda _: options.row_norms,
             keep=self.keep_norms,
             multipliers=options.multipliers,
@@ -452,6 +458,7 @@ def _multiplication(
 def _form(tree: PyTree) -> Hashable:
     """Return the structure, shapes and dtypes of a tree."""
     arrays, treedef = jax.tree.flatten(tree)
+    # A Python number has no dtype.
     kinds = [(jnp.shape(x), getattr(x, "dtype", type(x))) for x in arrays]
     return treedef, tuple(kinds)
 

@@ -94,6 +94,7 @@ def solve_together(
         own = [problems[i] for i in members]
         solved = stacked(f)(*_concatenated(own))
         leads = [problem[0].shape[:-2] for problem in own]
+        # Where the matrices of each problem end in the stack.
         ends = itertools.accumulate(map(math.prod, leads), initial=0)
         ranges = itertools.pairwise(ends)
         for i, lead, (start, end) in zip(members, leads, ranges, strict=True):

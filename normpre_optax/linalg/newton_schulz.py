@@ -232,6 +232,7 @@ def _gram_steps(
     for i, (a, b, c) in enumerate(part):
         z = b * r + c * times(r, r)
         q = a * q + (z if i == 0 else times(q, z))
+        # The Gram matrix after the last step is not needed.
         if i < len(part) - 1:
             rz = a * r + times(r, z)
             r = a * rz + times(z, rz)

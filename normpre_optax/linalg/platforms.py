@@ -61,5 +61,6 @@ def by_platform(f: Callable, *args: Any) -> Callable:
             tpu=functools.partial(on, "tpu", f),
             default=functools.partial(on, "gpu", f),
         )
+    # All arrays of a computation are on one platform.
     device = next(iter(arrays[0].devices()))
     return functools.partial(on, device.platform, f)

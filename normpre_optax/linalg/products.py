@@ -75,6 +75,7 @@ def product(a: jax.Array, b: jax.Array, dtype: Operands = None) -> jax.Array:
         a = a.astype(sums)
         b = b.astype(sums)
     precision = None
+    # By default, a TPU rounds float32 to bfloat16, and a GPU to TF32.
     if dtype is not None and a.dtype == sums:
         precision = jax.lax.Precision.HIGHEST
     return jnp.matmul(a, b, precision=precision, preferred_element_type=sums)
@@ -132,8 +133,11 @@ def inverse_root(squares: jax.Array, terms: int = 0) -> jax.Array:
         >>> print(inverse_root(jnp.array([4.0, 0.0])))
         [0.5 0. ]
     """
+    # A hundred times the least normal number, which is the square of 1e-19: smaller
+    # entries of the same row have squares that are flushed to zero.
     least = 100 * float(jnp.finfo(squares.dtype).tiny) * terms
     is_zero = squares <= least
+    # NaN is not at most `least`, so it reaches the root and stays NaN.
     nonzero = jnp.where(is_zero, 1, squares)
     return jnp.where(is_zero, 0, jax.lax.rsqrt(nonzero))
 
@@ -149,4 +153,5 @@ def inverse_norm(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
          [0. ]]
     """
     squares = jnp.sum(x * x, axes, keepdims=True)
+    # The number of entries along the axes; an array may be empty.
     return inverse_root(squares, x.size // max(1, squares.size))

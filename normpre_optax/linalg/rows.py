@@ -45,6 +45,7 @@ def unit_rows_and_columns(x: jax.Array, along: Axes, across: Axes) -> jax.Array:
     """
     rows = inverse_norm(x, along)
     columns = inverse_norm(x, across)
+    # These are inverse norms: the least one is that of the largest row.
     nonzero = jnp.where(rows == 0, jnp.inf, rows)
     largest = jnp.min(nonzero, across, keepdims=True)
     relative = jnp.where(rows == 0, 0, rows / largest)
@@ -104,6 +105,7 @@ def unit_tangent_factors(
         a = inverse_norm(m, along)
         return a, jnp.zeros_like(a)
     mm, radial, left = _radial(m, w, along, tangent)
+    # 1 / ||x||. Two roots, because ||m||^2 times a small share may underflow.
     a = inverse_root(mm, m.size // max(1, mm.size)) * inverse_root(left)
     return a, radial * a
 
@@ -123,11 +125,15 @@ def _radial(
     along_w = jnp.where(ww == 0, 0, mw / divisor_ww)
     # Its share of ||m||^2.
     divisor_mm = jnp.where(mm == 0, 1, mm)
+    # In this order: mw^2 may overflow where ||m||^2 does not.
     share = jnp.where(mm == 0, 0, along_w * (mw / divisor_mm))
     kept = 1 - ww if tangent == "relaxed" else jnp.zeros_like(ww)
     eps = jnp.finfo(mm.dtype).eps
+    # Where m is along w, rounding leaves a few eps. The threshold is a norm of 4
+    # sqrt(eps), in float32 0.0014 of that of m.
     tangential = jnp.where(1 - share < 16 * eps, 0, 1 - share)
     left = tangential + kept * (kept * share)
+    # The same for `kept`, where the norm of w is one up to rounding.
     left = jnp.where(left <= (8 * eps) ** 2, 0, left)
     radial = (1 - kept) * along_w
     return mm, radial, left

@@ -135,12 +135,15 @@ def clip_by_sketch(
 
     ys = times_psi_transposed(omegas)
     for _ in range(power_iterations):
+        # The span is the same without it, but not in floating point: all rows would
+        # tend to the leading singular vector.
         back = times_psi(orthonormalized(ys))
         ys = times_psi_transposed(orthonormalized(back))
     qs = orthonormalized(ys)
     bs = times_psi(qs)
     problems = []
     for q, b, clipping in zip(qs, bs, clippings, strict=True):
+        # Rounding leaves Q only nearly orthonormal, so its Gram matrix is used, too.
         grams = exact_product(q, q.mT), exact_product(b, b.mT)
         problems.append((*grams, *clipping))
     solver = _factor_by_products if products else _factor_by_eigenvectors
@@ -167,6 +170,7 @@ def clip_exactly(psi: jax.Array, clipping: Clipping) -> Clipped:
         >>> print(jnp.diag(psi + left.T @ right).round(3), squares.round(2))
         [1.  2.  0.5] [[5.25]]
     """
+    # All directions are in the basis: Q is the identity, and B is Psi.
     identity = jnp.eye(len(psi), dtype=psi.dtype)
     factor, squares = _factor_by_eigenvectors(
         identity, exact_product(psi, psi.mT), *clipping
@@ -191,12 +195,16 @@ def _factor_by_eigenvectors(
     values, vectors = one_at_a_time(_eigh)(interaction)
     # eigh sorts in ascending order.
     index = jnp.arange(len(values), dtype=rank.dtype)
+    # Rank and level are (1, 1); their [0] broadcasts along the eigenvalues.
     among = index >= len(values) - rank[0]
     remaining = total - jnp.sum(jnp.where(among, values, 0))
     level = jnp.maximum(least, share * remaining)
     clipped = among & (values > level[0])
+    # Eigenvalues and the level are squares of singular values. Those that are not
+    # clipped may be zero or negative, by rounding.
     divisors = jnp.where(clipped, values, 1)
     gains = jnp.where(clipped, jnp.sqrt(level[0] / divisors), 1)
+    # NaN is above no level, and would be a gain of one.
     gains = jnp.where(jnp.isnan(values), values, gains)
     z = exact_product(vectors.T, inverse)
     factor = exact_product(z.T * (gains - 1)[None], z)
@@ -224,6 +232,7 @@ def _factor_by_products(
     divisor = jnp.where(level == 0, 1, level)
     change = clipping_factor(interaction / divisor)
     moved = exact_product(change, interaction)
+    # tr(A) - tr((I + C) A (I + C)) for the interaction matrix A and the change C.
     removed = -2 * jnp.trace(moved) - jnp.sum(moved * change)
     factor = exact_product(inverse.T, exact_product(change, inverse))
     return factor, _squares(total, removed, level)
@@ -261,12 +270,14 @@ def _inverse_cholesky(g: jax.Array) -> jax.Array:
     identity = jnp.eye(len(g), dtype=g.dtype)
     eps = jnp.finfo(g.dtype).eps
     unit = scale[:, None] * g * scale[None] / (1 + 2 * len(g) * eps)
+    # Exactly one, where rounding leaves nearly one.
     diagonal = jnp.where(jnp.isnan(g), g, 1)
     unit = jnp.where(identity == 1, diagonal, unit)
     return one_at_a_time(_inverse_factor)(unit) * scale[None]
 
 
 def _inverse_factor(x: jax.Array) -> jax.Array:
+    # Only the lower triangle is read, so the matrix need not be symmetrized first.
     lower = jax.lax.linalg.cholesky(x, symmetrize_input=False)
     identity = jnp.eye(len(x), dtype=x.dtype)
     return jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
@@ -313,6 +324,7 @@ def matrix_ids(path: str, batch: tuple[int, ...]) -> np.ndarray:
     That is crc32 of the parameter's path, and the index of each of its matrices.
     """
     index = np.arange(np.prod(batch, dtype=int), dtype=np.uint32).reshape(batch)
+    # Python's own hash of a string differs between processes.
     parameter = np.full_like(index, zlib.crc32(path.encode()))
     return np.stack([parameter, index], axis=-1)
 

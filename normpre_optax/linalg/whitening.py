@@ -40,6 +40,7 @@ def standardized_rows(x: jax.Array, along: Axes) -> jax.Array:
     # The mean is wrong by a few eps of the row, and so is what it leaves of a constant.
     rounding = (8 * jnp.finfo(x.dtype).eps) ** 2 * squares
     variance = jnp.where(variance <= rounding, 0, variance)
+    # A variance is a mean of squares: its least value is that of one square.
     return centered * inverse_root(variance, terms=1)
 
 

@@ -33,6 +33,7 @@ def cautions(found: Assignment, params: PyTree, by_role: bool = True) -> Iterato
         by_role: whether Hyperball sets row norms by the roles of matrices.
     """
     matrices = {path for path, spec in found.items() if spec.dims}
+    # An empty tree is no mistake: optax.tree.map_params initializes with one.
     if found and not matrices:
         yield _VECTOR if _is_one_flat_vector(found) else _NO_MATRIX
     if by_role and matrices:

@@ -62,6 +62,7 @@ class MatrixDims:
             no_ints = TypeError(
                 f"MatrixDims: {name} must be an int or a tuple of ints, got {value!r}"
             )
+            # True is an int of Python, but no axis.
             if any(isinstance(x, bool) for x in values):
                 raise no_ints
             try:
@@ -75,6 +76,7 @@ class MatrixDims:
                 )
             # output_blocks=(6,) is one block of six rows, 6 are six blocks.
             is_size = is_several and name == "output_blocks"
+            # The dataclass is frozen: only `object` can set a field.
             if len(values) > 1 or is_size:
                 object.__setattr__(self, name, tuple(values))
             else:
@@ -150,6 +152,7 @@ def _check_blocks(where: str, shape: tuple[int, ...], dims: MatrixDims) -> None:
             )
         return
     rows = _size(shape, outputs)
+    # Rows for each index of the first output axis, which is not split further.
     multiple = rows // first
     if sum(blocks) != rows or any(size % multiple for size in blocks):
         raise ValueError(
@@ -161,6 +164,7 @@ def _check_blocks(where: str, shape: tuple[int, ...], dims: MatrixDims) -> None:
 def split_axes(ndim: int, dims: MatrixDims) -> tuple[Axes, Axes, Axes]:
     """Return the (batch, output, input) axes, counted from the front."""
     # One axis is stored as an int, several as a tuple.
+    # The remainder counts negative axes from the front.
     outputs = tuple(axis % ndim for axis in jax.tree.leaves(dims.outputs))
     inputs = tuple(axis % ndim for axis in jax.tree.leaves(dims.inputs))
     batch = tuple(axis for axis in range(ndim) if axis not in inputs + outputs)
@@ -229,6 +233,7 @@ def from_matrices(
     if transposed:
         order = batch + inputs + outputs
     ordered = stack.reshape([shape[axis] for axis in order])
+    # The inverse of the permutation.
     back = tuple(order.index(axis) for axis in range(len(shape)))
     return jnp.transpose(ordered, back)
 

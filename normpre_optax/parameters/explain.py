@@ -97,6 +97,7 @@ def explain(
         read = reader(params, matrix_dims, read_default)
     rows = _marked([_row(path, leaf, read) for path, leaf in leaves(params).items()])
     found = Assignment()
+    # `assign` would raise these errors.
     if not any(row.group == "ERROR" for row in rows):
         found = assign(params, matrix_dims)
     notes = [f"note: {text}" for text in (*_notes(rows), *cautions(found, params))]
@@ -159,6 +160,7 @@ def _vocabulary_sizes(rows: Iterable[_Row]) -> set[int]:
             tables.append(row.leaf.shape)
         if row.kind == "norm":
             widths.update(row.leaf.shape)
+    # The smaller axis of a table is its width.
     widths.update(min(shape) for shape in tables)
     return {max(shape) for shape in tables} - widths
 

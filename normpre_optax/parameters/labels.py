@@ -66,6 +66,7 @@ def _common_name(names: tuple[str, ...]) -> str:
     if len({*names}) == 1:
         return names[0]
     stem = names[0].rstrip(_DIGITS)
+    # As numbers: 10 follows 9.
     numbers = sorted({int(name[len(stem) :]) for name in names})
     # In a run of successive numbers, the difference to the index is constant.
     runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])

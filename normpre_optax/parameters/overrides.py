@@ -80,6 +80,7 @@ def _count_required_arguments(function: object) -> int:
     required = [
         x
         for x in arguments
+        # Kinds are ordered: positional ones come first.
         if x.default is x.empty and x.kind <= x.POSITIONAL_OR_KEYWORD
     ]
     return len(required)
@@ -95,6 +96,7 @@ def _given(path: str, leaf: Leaf, value: object, default: Reader) -> Reading:
                 f"parameter {path!r} is complex, a matrix must be real: None passes it"
                 " to AdamW"
             )
+    # Where the default rule says the same, it also knows the kind and a reason.
     with contextlib.suppress(UncoveredError):
         reading = default(path, leaf)
         if dims == reading.dims:
@@ -119,6 +121,7 @@ def _tree_reader(params: PyTree, dims: PyTree, default: Reader) -> Reader:
             path = path.rpartition("/")[0]
         return path
 
+    # An entry for a parameter that is masked or filtered out is in use.
     used = {nearest(path) for path, *_ in named_leaves(params, _is_removed)}
     for path, entry in entries.items():
         if entry is not None and path not in used:

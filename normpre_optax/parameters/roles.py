@@ -81,6 +81,7 @@ def row_norms_by_role(found: Assignment) -> dict[str, float]:
     k = sum(layers.values())
     norms = {}
     for path, (m, n) in _shapes(found).items():
+        # With 1 / k, the residual stream does not grow with depth.
         norms[path] = math.sqrt(n / (m * k)) if path in outputs else 1.0
     return norms
 
@@ -127,6 +128,7 @@ def _model_width(found: Assignment) -> int:
     shapes: list[tuple[int, ...]] = [*_shapes(found).values()]
     sizes = {size for shape in shapes for size in shape}
     shapes += [spec.shape for spec in found.values() if spec.kind in _AS_WIDE]
+    # A square matrix counts once.
     count = Counter(size for shape in shapes for size in {*shape})
     return min(sizes, key=lambda size: (-count[size], size), default=0)
 

@@ -11,7 +11,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ from normpre_optax.parameters.tree import (
     named_leaves,
 )
 from normpre_optax.parameters.vocabulary import words
-from normpre_optax.trees import PyTree
+from normpre_optax.trees import DimsTree, PyTree
 
 # Kinds that ``decay_matrices_only`` excludes from weight decay.
 _NOT_DECAYED: frozenset[Kind] = frozenset({"bias", "norm", "state_space", "vector"})
@@ -77,6 +77,7 @@ def assign(params: PyTree, matrix_dims: PyTree | Rule = None) -> Assignment:
         [('up/bias', 'bias'), ('up/kernel', '(in, out)')]
     """
     if isinstance(matrix_dims, Assignment):
+        # It was computed on a larger tree: the paths of a part are enough.
         known = matrix_dims
         return Assignment((path, known[path]) for path, *_ in named_leaves(params))
     read = read_default
@@ -102,7 +103,7 @@ def assign(params: PyTree, matrix_dims: PyTree | Rule = None) -> Assignment:
     return found
 
 
-def assigned(updates: PyTree, params: PyTree, matrix_dims: DimsTree) -> Assignment:
+def assigned(updates: PyTree, params: PyTree, matrix_dims: DimsTree) -> Any:
     """Return the ``Assignment`` of a tree of matrices: no ``dims`` in it are None.
 
     Args:

@@ -220,6 +220,7 @@ def named_leaves(
             # The keys in a box of one array are no names.
             named_keys = keys + inner_keys if len(inner) > 1 else keys
             found.append((_names_of(named_keys), leaf, box, keys))
+    # The number of arrays below each part of a path.
     below = Counter(
         "/".join(parts[:depth]) for parts, *_ in found for depth in range(1, len(parts))
     )
@@ -284,6 +285,7 @@ def leaves(params: PyTree) -> dict[str, Leaf]:
             raise ValueError(
                 f"two parameters have the path {path!r}: rename one of them"
             )
+        # jax takes numbers of Python for arrays.
         if isinstance(array, (bool, int, float, complex)):
             array = np.asarray(array)
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):

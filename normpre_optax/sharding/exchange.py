@@ -105,8 +105,10 @@ def exchange(
     ]
     shards = [storage.shard for storage in stored]
     teams = plan(sizes, shards)
+    # Matrices that are complete on a device stay there.
     local = [team for team in teams if not team.communicates]
     moving = [team for team in teams if team.communicates]
+    # Parameters of several dtypes share a buffer.
     dtype = jnp.result_type(*arrays)
     route = _Route(sizes, shards, moving, _sent_dtype(dtype, rounded), dtype)
 

@@ -54,6 +54,8 @@ def spec_of(x: jax.Array, known: PartitionSpec | None = None) -> PartitionSpec |
 
     On a mesh with Explicit axes its type has it; else it is ``known``, or None.
     """
+    # Inside of jit, the type of an array shows how Explicit axes shard it, and nothing
+    # of Auto axes.
     own = jax.typeof(x).sharding
     if AxisType.Explicit in own.mesh.axis_types:
         return own.spec
@@ -109,6 +111,7 @@ def replicated(x: jax.Array) -> jax.Array:
     XLA's own choice would differ between models.
     """
     mesh = jax.typeof(x).sharding.mesh
+    # XLA chooses no sharding along Explicit axes, and none inside of jax.shard_map.
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
@@ -287,6 +290,7 @@ def _only_mesh(params: optax.Params) -> Mesh | None:
     """Return the mesh of a tree of parameters; None if they have none, or several."""
     meshes = set()
     for x in jax.tree.leaves(params):
+        # Inside of jit, XLA places the state.
         is_placed = isinstance(x, jax.Array) and not isinstance(x, Tracer)
         if is_placed and isinstance(x.sharding, NamedSharding):
             meshes.add(x.sharding.mesh)

@@ -155,6 +155,8 @@ def split_blocks(
             whole = parts[0]
             if count > 1:
                 joined = jnp.concatenate(parts, _first_output(u, spec.dims))
+                # The blocks were gathered along this axis; the parameter may be
+                # sharded.
                 whole = sharded_like(joined, u)
             out.append(whole.astype(u.dtype))
         return treedef.unflatten(out)

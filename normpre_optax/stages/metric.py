@@ -123,6 +123,7 @@ def with_metric(
                 gradients=gradients,
                 **extra_args,
             )
+            # After their use: the metric of a step is that of earlier gradients.
             new_rows, new_columns = mean_squares(gradients, found)
             rows = average(state.rows, new_rows, decay)
             columns = average(state.columns, new_columns, decay)
@@ -147,6 +148,7 @@ def _in_metric(
     _, outputs, _ = split_axes(u.ndim, dims)
     mean = jnp.mean(rows, outputs, keepdims=True)  # that of the columns is the same
     for squares in (rows, columns):
+        # Before the first gradient, all averages are zero: the metric is one.
         ratio = squares / jnp.where(mean == 0, 1, mean)
         relative = jnp.sqrt(jnp.where(mean == 0, 1, ratio))
         clipped = jnp.clip(relative, 1 / clip, clip)

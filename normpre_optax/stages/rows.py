@@ -73,6 +73,7 @@ def normalize_tangent(
     passes: tuple = ("rows", "columns") if orientation == "both" else (orientation,)
 
     def step(updates, state, params, matrix_dims):
+        # Weights that are not used are not read: they need not even be passed.
         if tangent == "none":
             params = None
         elif params is None:
@@ -108,6 +109,8 @@ _Factors = tuple[jax.Array, jax.Array]
 _Weights = Sequence[jax.Array | None]
 
 
+# Jitted for updates outside of jit, which thus compile it once. Inside of jit it is
+# inlined, so that the program is the same as without.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _unit_tangents(
     rule: _Rule,

@@ -21,6 +21,8 @@ from normpre_optax.trees import DimsTree
 
 def moonlight_scale(m: int, n: int) -> float:
     """RMS 0.2, at AdamW's learning rate (MoonshotAI/Moonlight)."""
+    # The min(m, n) singular values of an orthogonal matrix are one, so its root mean
+    # square is sqrt(min(m, n) / (m n)) = 1 / sqrt(max(m, n)).
     return 0.2 * max(m, n) ** 0.5
 
 
@@ -77,6 +79,7 @@ def with_rms(t: jax.Array, dims: MatrixDims, rms: ArrayLike) -> jax.Array:
     """Return the matrices of a parameter scaled to a root mean square."""
     _, outputs, inputs = split_axes(t.ndim, dims)
     _, m, n = matrix_shape(t.shape, dims)
+    # The root mean square is the norm over sqrt(m n).
     return t * (rms * (m * n) ** 0.5 * inverse_norm(t, outputs + inputs))
 
 

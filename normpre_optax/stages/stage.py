@@ -139,12 +139,14 @@ def direction(
         [[0.6 0.8]
          [0.  1. ]]
     """
+    # A direction without stages is an error, too.
     for one in stages or (None,):
         check_transformation("stages", one)
     chain = optax.chain(*stages)
 
     def init(params, *, matrix_dims=matrix_dims):
         found = assigned(params, None, matrix_dims)
+        # The state is like these: momenta of half-precision parameters are float32.
         weights = jax.tree.map(at_least_float32, params)
         return tuple(init_stage(one, weights, found) for one in stages)
 
@@ -156,6 +158,7 @@ def direction(
             run = _without_explicit_axes(run, mesh, (updates, state))
         args = updates, state, params
         new, state = by_platform(run, *args)(*args)
+        # Gradients may have another dtype than their parameters.
         like = params
         if params is None:
             like = updates
