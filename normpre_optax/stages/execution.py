@@ -35,7 +35,7 @@ from normpre_optax.sharding.placement import (
     mesh_of,
     spec_of,
 )
-from normpre_optax.stages.mapping import split_blocks
+from normpre_optax.stages.blocks import split_blocks
 from normpre_optax.stages.stage import CountState, init_count, init_empty
 from normpre_optax.trees import DimsTree
 

@@ -16,7 +16,8 @@ from normpre_optax.parameters.dims import MatrixDims, blocks_of, split_axes
 from normpre_optax.parameters.rules import Assignment, assigned
 from normpre_optax.parameters.tree import is_box
 from normpre_optax.sharding.placement import replicated, spec_of
-from normpre_optax.stages.mapping import Block, by_shape, map_matrices
+from normpre_optax.stages.blocks import Block
+from normpre_optax.stages.mapping import by_shape, map_matrices
 from normpre_optax.stages.stage import (
     check_state_axes,
     check_transformation,

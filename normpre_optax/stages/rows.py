@@ -15,7 +15,7 @@ from normpre_optax.linalg import rows
 from normpre_optax.linalg.batches import Groups, join, separate
 from normpre_optax.linalg.platforms import platform
 from normpre_optax.parameters.dims import MatrixDims, split_axes
-from normpre_optax.stages.mapping import groups_of, split_blocks
+from normpre_optax.stages.blocks import groups_of, split_blocks
 from normpre_optax.stages.stage import CountState, init_count, per_parameter, stage
 from normpre_optax.trees import DimsTree
 
