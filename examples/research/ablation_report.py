@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table, figure and page of an ablation, from the data that
-``examples.research.ablate`` writes.
-"""
+"""Table, figure and page of an ablation, from the data that ``ablate`` writes."""
 
 import itertools
 import json
@@ -34,22 +32,25 @@ class Cell(NamedTuple):
     @property
     def mean(self) -> float:
         """NaN where no seed came to its end."""
-        return float(self.losses.mean()) if len(self.losses) else math.nan
+        if not len(self.losses):
+            return math.nan
+        return float(self.losses.mean())
+
+    @property
+    def deviation(self) -> float:
+        """Sample standard deviation; NaN for fewer than two seeds."""
+        if len(self.losses) < 2:
+            return math.nan
+        return float(self.losses.std(ddof=1))
 
     @property
     def error(self) -> float:
         """Standard error of the mean; NaN for fewer than two seeds."""
-        return (
-            float(self.losses.std(ddof=1) / math.sqrt(len(self.losses)))
-            if len(self.losses) > 1
-            else math.nan
-        )
+        return self.deviation / math.sqrt(max(len(self.losses), 1))
 
 
 def write(folder: Path, content: dict[str, Any]) -> str:
-    """Write the ablation's data, figure (PNG) and page into ``folder``; returns the
-    table.
-    """
+    """Write data, figure (PNG) and page into ``folder``; returns the table."""
     name = content["name"]
     (folder / f"{name}.json").write_text(json.dumps(content) + "\n")
     save(draw(content), folder / name)
@@ -62,132 +63,155 @@ def cells(content: dict[str, Any], optimizer: str) -> dict[str, Cell]:
     """Cells of an optimizer's column, by row."""
     found: dict[str, Cell] = {}
     for row in content["rows"]:
-        arms = [
-            arm
-            for arm in content["arms"]
-            if (arm["row"], arm["optimizer"]) == (row, optimizer)
-        ]
-        losses = [
-            arm["best_validation_loss"] for arm in arms if arm["status"] == "finished"
-        ]
-        found[row] = Cell(np.array(losses), len(arms) - len(losses))
+        losses = []
+        lost = 0
+        for arm in content["arms"]:
+            if arm["row"] != row or arm["optimizer"] != optimizer:
+                continue
+            if arm["status"] == "finished":
+                losses.append(arm["best_validation_loss"])
+            else:
+                lost += 1
+        found[row] = Cell(np.array(losses), lost)
     return found
 
 
 def table(content: dict[str, Any]) -> str:
-    """Losses by row, each with its difference to the published row, in our runs and in
-    the paper.
+    """Losses by row, each with its difference from the published row.
+
+    In our runs, and in the paper where it has them.
     """
-    axis, paper, names, published = (
-        content["axis"],
-        content["paper"],
-        content.get("paper_rows"),
-        content["published"],
-    )
-    head, rows = (
-        [axis or "setting"],
-        {row: [f"**{row}**" if row == published else row] for row in content["rows"]},
-    )
+    head = [content["axis"] or "setting"]
+    lines = {}
+    for row in content["rows"]:
+        lines[row] = [row]
+        if row == content["published"]:
+            lines[row] = [f"**{row}**"]
     for place, optimizer in enumerate(content["optimizers"]):
-        head += [NAMES[optimizer][0], "- published"]
-        head += [f"paper's {axis}"] * bool(names) + ["paper", "- published"] * bool(
-            paper
-        )
-        head += ["optimizer, ms"] * bool(content["cost"])
+        head += _heads(content, optimizer)
         ours = cells(content, optimizer)
-        for row, entries in rows.items():
-            entries += [
-                _loss(ours[row]),
-                _difference(ours[row].mean, ours[published].mean),
-            ]
-            if paper:
-                entries += (
-                    [names.get(row, row if row in paper else "")] if names else []
-                )
-                theirs = paper[row][place] if row in paper else math.nan
-                entries += [
-                    _number(theirs),
-                    _difference(theirs, paper[published][place]),
-                ]
-            if content["cost"]:
-                entries.append(f"{content['cost'][f'{row}/{optimizer}']:.2f}")
-    return markdown_table(head, rows.values())
+        for row, entries in lines.items():
+            entries += _entries(content, row, place, ours)
+    return markdown_table(head, lines.values())
+
+
+def _heads(content: dict[str, Any], optimizer: str) -> list[str]:
+    """Titles of the columns of one optimizer."""
+    heads = [NAMES[optimizer][0], "- published"]
+    if content.get("paper_rows"):
+        heads.append(f"paper's {content['axis']}")
+    if content["paper"]:
+        heads += ["paper", "- published"]
+    if content["cost"]:
+        heads.append("optimizer, ms")
+    return heads
+
+
+def _entries(
+    content: dict[str, Any], row: str, place: int, ours: Mapping[str, Cell]
+) -> list[str]:
+    """Cells of a row below ``_heads``, of the optimizer at this place."""
+    published = content["published"]
+    paper = content["paper"]
+    entries = [_loss(ours[row]), _difference(ours[row].mean, ours[published].mean)]
+    theirs = math.nan
+    their_name = ""
+    if row in paper:
+        theirs = paper[row][place]
+        their_name = row
+    if paper:
+        if names := content.get("paper_rows"):
+            entries.append(names.get(row, their_name))
+        entries.append(_number(theirs))
+        entries.append(_difference(theirs, paper[published][place]))
+    if content["cost"]:
+        optimizer = content["optimizers"][place]
+        entries.append(f"{content['cost'][f'{row}/{optimizer}']:.2f}")
+    return entries
 
 
 def _number(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.4f}"
+    """A loss; nothing for NaN."""
+    if math.isnan(value):
+        return ""
+    return f"{value:.4f}"
 
 
 def _difference(value: float, other: float) -> str:
-    return (
-        ""
-        if math.isnan(value - other) or value == other
-        else f"{round(value - other, 4) + 0.0:+.4f}"
-    )
+    """A difference of losses; nothing where there is none."""
+    if math.isnan(value - other) or value == other:
+        return ""
+    rounded = round(value - other, 4) + 0.0  # -0.0 becomes 0.0
+    return f"{rounded:+.4f}"
 
 
 def _loss(cell: Cell) -> str:
+    """Mean and sample standard deviation, and how many seeds were lost."""
     shown = _number(cell.mean)
-    shown += f" ± {cell.losses.std(ddof=1):.4f}" if len(cell.losses) > 1 else ""
-    return shown + (f" ({cell.lost} lost)" if cell.lost else "")
+    if len(cell.losses) > 1:
+        shown += f" ± {cell.deviation:.4f}"
+    if cell.lost:
+        shown += f" ({cell.lost} lost)"
+    return shown
+
+
+AS_IN_THE_PAPER = "as in the paper"
 
 
 def verdicts(content: dict[str, Any]) -> list[str]:
-    """For every pair of rows that the paper has: the same order in our runs or not, and
-    how clearly.
-    """
+    """Whether pairs of rows have the paper's order in our runs, and how clearly."""
     found = []
     for place, optimizer in enumerate(content["optimizers"]):
-        ours, paper, told = cells(content, optimizer), content["paper"], []
+        ours = cells(content, optimizer)
+        paper = {row: losses[place] for row, losses in content["paper"].items()}
         rows = [
             row
             for row in content["rows"]
             if row in paper and not math.isnan(ours[row].mean)
         ]
-        for a, b in itertools.combinations(rows, 2):
-            difference, theirs = (
-                ours[a].mean - ours[b].mean,
-                paper[a][place] - paper[b][place],
+        pairs = [verdict(a, b, ours, paper) for a, b in itertools.combinations(rows, 2)]
+        same = sum(pair.endswith(AS_IN_THE_PAPER) for pair in pairs)
+        if pairs:
+            found.append(
+                f"{NAMES[optimizer][0]}: {same} of {len(pairs)} pairs in the paper's"
+                f" order. {'; '.join(pairs)}."
             )
-            error = math.hypot(ours[a].error, ours[b].error)
-            clear = "clear" if abs(difference) > CLEAR * error else "within the noise"
-            clear = "one seed each" if math.isnan(error) else clear
-            order = (
-                "as in the paper"
-                if (difference > 0) == (theirs > 0)
-                else "other than in the paper"
-            )
-            told.append(
-                f"{a} - {b} {difference:+.4f} ({clear}), the paper {theirs:+.4f}:"
-                f" {order}"
-            )
-        same = sum(text.endswith("as in the paper") for text in told)
-        if told:
-            pairs = (
-                f"{NAMES[optimizer][0]}: {same} of {len(told)} pairs in the paper's"
-                " order. "
-            )
-            found.append(f"{pairs}{'; '.join(told)}.")
     return found
+
+
+def verdict(
+    a: str, b: str, ours: Mapping[str, Cell], paper: Mapping[str, float]
+) -> str:
+    """Whether two rows have the paper's order in our runs, and how clearly."""
+    difference = ours[a].mean - ours[b].mean
+    theirs = paper[a] - paper[b]
+    error = math.hypot(ours[a].error, ours[b].error)
+    if math.isnan(error):
+        clear = "one seed each"
+    elif abs(difference) > CLEAR * error:
+        clear = "clear"
+    else:
+        clear = "within the noise"
+    order = "other than in the paper"
+    if (difference > 0) == (theirs > 0):
+        order = AS_IN_THE_PAPER
+    return f"{a} - {b} {difference:+.4f} ({clear}), the paper {theirs:+.4f}: {order}"
 
 
 def page(content: dict[str, Any], shown: str) -> str:
     """The ablation as Markdown."""
-    seeds, rate = (
-        len({arm["seed"] for arm in content["arms"]}),
-        content["config"]["learning_rate"],
+    seeds = {arm["seed"] for arm in content["arms"]}
+    rate = content["config"]["learning_rate"]
+    legend = (
+        f"Best validation loss in nats per token, mean over {len(seeds)} seed(s) and"
+        f" sample standard deviation, at learning rate {rate:g}; bold: as published."
     )
+    if content["paper"]:
+        legend += " The paper's is GPT-2 Small on OpenWebText, one seed."
     parts = [
         f"# {content['title']}: {content['settings']}\n",
         setting(content),
-        f"Best validation loss in nats per token, mean over {seeds} seed(s) and sample"
-        f" standard deviation, at learning rate {rate:g}; bold: as published."
-        + (
-            " The paper's is GPT-2 Small on OpenWebText, one seed."
-            if content["paper"]
-            else ""
-        )
-        + "\n",
+        f"{legend}\n",
         shown,
         "".join(f"- {verdict}\n" for verdict in verdicts(content)),
         f"![{content['title']}]({content['name']}.png)\n",
@@ -196,13 +220,17 @@ def page(content: dict[str, Any], shown: str) -> str:
 
 
 def draw(content: dict[str, Any]) -> Figure:
-    """Losses by row; the paper's beside them; loss over the optimizer's time, or row
-    norms, where they matter.
+    """Losses by row, and what belongs beside them.
+
+    The paper's losses, loss over the optimizer's time, or row norms.
     """
     paint = [draw_losses]
-    paint += [draw_paper] if content["paper"] else []
-    paint += [draw_frontier] if content["cost"] else []
-    paint += [draw_row_norms] if content["name"] == "tangent" else []
+    if content["paper"]:
+        paint.append(draw_paper)
+    if content["cost"]:
+        paint.append(draw_frontier)
+    if content["name"] == "tangent":
+        paint.append(draw_row_norms)
     figure, axes = panels(len(paint), 1.0 + 3.6 * len(paint), 3.2)
     for one, draw_one in zip(axes, paint, strict=True):
         draw_one(one, content)
@@ -213,18 +241,13 @@ def draw(content: dict[str, Any]) -> Figure:
 def draw_losses(axes: Axes, content: dict[str, Any]) -> None:
     """Every seed a dot, their mean a line."""
     for optimizer in content["optimizers"]:
+        _, color = NAMES[optimizer]
         ours = cells(content, optimizer)
-        _line(
-            axes, content, optimizer, {row: ours[row].mean for row in content["rows"]}
-        )
+        means = {row: ours[row].mean for row in content["rows"]}
+        _line(axes, content, optimizer, means)
         for place, row in zip(_places(content), content["rows"], strict=True):
-            axes.plot(
-                [place] * len(ours[row].losses),
-                ours[row].losses,
-                ".",
-                color=NAMES[optimizer][1],
-                alpha=0.5,
-            )
+            losses = ours[row].losses
+            axes.plot([place] * len(losses), losses, ".", color=color, alpha=0.5)
     axes.set_ylabel("validation loss (nats per token)")
     axes.set_title("our runs", fontsize=9)
     _rows_below(axes, content, {})
@@ -233,12 +256,8 @@ def draw_losses(axes: Axes, content: dict[str, Any]) -> None:
 def draw_paper(axes: Axes, content: dict[str, Any]) -> None:
     """The paper's losses."""
     for place, optimizer in enumerate(content["optimizers"]):
-        _line(
-            axes,
-            content,
-            optimizer,
-            {row: losses[place] for row, losses in content["paper"].items()},
-        )
+        paper = {row: losses[place] for row, losses in content["paper"].items()}
+        _line(axes, content, optimizer, paper)
     axes.set_title("the paper, GPT-2 Small", fontsize=9)
     _rows_below(axes, content, content.get("paper_rows", {}))
 
@@ -249,13 +268,11 @@ def draw_frontier(axes: Axes, content: dict[str, Any]) -> None:
         _, color = NAMES[optimizer]
         costs = {row: content["cost"][f"{row}/{optimizer}"] for row in content["rows"]}
         here = cells(content, optimizer)
-        for place, (row, cost) in enumerate(
-            sorted(costs.items(), key=lambda item: item[1])
-        ):
+        for place, row in enumerate(sorted(costs, key=costs.__getitem__)):
             cell = here[row]
             height = (4, -10)[place % 2]  # names of neighbors above and below
             axes.errorbar(
-                cost,
+                costs[row],
                 cell.mean,
                 cell.error,
                 color=color,
@@ -265,7 +282,7 @@ def draw_frontier(axes: Axes, content: dict[str, Any]) -> None:
             )
             axes.annotate(
                 row,
-                (cost, cell.mean),
+                (costs[row], cell.mean),
                 xytext=(4, height),
                 textcoords="offset points",
                 fontsize=7,
@@ -282,13 +299,14 @@ def draw_row_norms(axes: Axes, content: dict[str, Any]) -> None:
     # In order for the color-blind, too.
     shades = colormaps["cividis"](np.linspace(0, 0.9, len(content["rows"])))
     for row, shade in zip(content["rows"], shades, strict=True):
+        drawn = {
+            "row": row,
+            "optimizer": optimizer,
+            "seed": 0,
+            "status": "finished",
+        }
         for arm in content["arms"]:
-            if (arm["row"], arm["optimizer"], arm["seed"], arm["status"]) == (
-                row,
-                optimizer,
-                0,
-                "finished",
-            ):
+            if drawn.items() <= arm.items():
                 steps, norms, _ = zip(*arm["row_norm"], strict=True)
                 axes.plot(
                     steps,
@@ -308,30 +326,39 @@ def draw_row_norms(axes: Axes, content: dict[str, Any]) -> None:
 def _line(
     axes: Axes, content: dict[str, Any], optimizer: str, losses: Mapping[str, float]
 ) -> None:
+    """A mark for every loss, joined where rows are numbers."""
     label, color = NAMES[optimizer]
-    places = [
-        place
-        for place, row in zip(_places(content), content["rows"], strict=True)
-        if row in losses
-    ]
-    y = [losses[row] for row in content["rows"] if row in losses]
-    width = 1.0 if content["axis"] else 0.0
+    places = []
+    heights = []
+    for place, row in zip(_places(content), content["rows"], strict=True):
+        if row in losses:
+            places.append(place)
+            heights.append(losses[row])
+    width = 0.0
+    if content["axis"]:
+        width = 1.0
     axes.plot(
-        places, y, color=color, marker="_", markersize=14, linewidth=width, label=label
+        places,
+        heights,
+        color=color,
+        marker="_",
+        markersize=14,
+        linewidth=width,
+        label=label,
     )
 
 
 def _places(content: dict[str, Any]) -> list[float]:
-    return (
-        [float(row) for row in content["rows"]]
-        if content["axis"]
-        else [*range(len(content["rows"]))]
-    )
+    """Where rows are on the axis: at their numbers, or one after the other."""
+    if content["axis"]:
+        return [float(row) for row in content["rows"]]
+    return [*range(len(content["rows"]))]
 
 
 def _rows_below(axes: Axes, content: dict[str, Any], names: Mapping[str, str]) -> None:
-    """``names`` stand for the rows' own where they are given."""
-    places, rows = _places(content), [names.get(row, row) for row in content["rows"]]
+    """Names of the rows below the axis; ``names`` replace those that they have."""
+    places = _places(content)
+    rows = [names.get(row, row) for row in content["rows"]]
     if content["axis"]:
         axes.set_xlabel(content["axis"])
         if content["axis"] == "rank":

@@ -56,15 +56,15 @@ def scale_by_normpre_from_x(
     """NormPre whose preconditioner is built from ``X``."""
 
     def polynomial(s: jax.Array) -> jax.Array:
-        start = y = s / jnp.where(s.any(), jnp.linalg.norm(s), 1)
+        start = s / jnp.where(s.any(), jnp.linalg.norm(s), 1)
+        y = start
         for a, b, c in coefficient_table(ns_coefficients, ns_steps):
             y = a * y + b * y**3 + c * y**5
         return jnp.where(start > 0, y / jnp.where(start > 0, start, 1), 0)
 
     def clipping(s: jax.Array) -> jax.Array:
-        return jnp.where(
-            jnp.arange(len(s)) < modes(rank, len(s)), 1 / jnp.maximum(s, 1), 1
-        )
+        is_clipped = jnp.arange(len(s)) < modes(rank, len(s))
+        return jnp.where(is_clipped, 1 / jnp.maximum(s, 1), 1)
 
     def precondition(u: jax.Array, s: jax.Array, psi: jax.Array) -> jax.Array:
         if variant == "normpre_g":
@@ -80,43 +80,48 @@ def scale_by_normpre_from_x(
 
 
 def modes(rank: int | float, side: int) -> int:
-    """Return how many modes of a matrix with this smaller dimension a ``rank`` (a
-    number or a share) selects.
+    """How many modes of a matrix with this smaller dimension a rank selects.
+
+    ``rank`` is a number, or a share.
     """
-    return min(rank, side) if isinstance(rank, int) else max(1, round(rank * side))
+    if isinstance(rank, int):
+        return min(rank, side)
+    return max(1, round(rank * side))
 
 
 def _from_x(
     precondition: Callable, tangent: Tangent
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply ``precondition(u, s, psi)``: left singular vectors and values of X, scaled
-    to the Frobenius norm of Psi.
+    """Apply ``precondition(u, s, psi)`` in alternating orientations.
+
+    ``u`` and ``s`` are left singular vectors and values of X, scaled to the Frobenius
+    norm of Psi.
     """
+
+    @one_at_a_time
+    def svd(x: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.linalg.svd(x, full_matrices=False))
 
     def of_rows(m: jax.Array, w: jax.Array) -> jax.Array:
         x = tangent_rows(m, w, (1,), tangent)
         psi = unit_rows(x, (1,))
-        u, s, _ = one_at_a_time(
-            lambda x: tuple(jnp.linalg.svd(x, full_matrices=False))
-        )(x)
-        return precondition(
-            u,
-            s * (jnp.linalg.norm(psi) / jnp.where(s.any(), jnp.linalg.norm(s), 1)),
-            psi,
-        )
+        u, s, _ = svd(x)
+        scale = jnp.linalg.norm(psi) / jnp.where(s.any(), jnp.linalg.norm(s), 1)
+        return precondition(u, s * scale, psi)
+
+    def of_columns(m: jax.Array, w: jax.Array) -> jax.Array:
+        return of_rows(m.T, w.T).T
 
     def update(updates, state, params=None, *, matrix_dims=None, **extra_args):
         def one(m, w, dims):
-            stacks = (to_matrices(x, dims) for x in (m, w))
-            rows, columns = (
+            new = jax.lax.cond(
+                state.count % 2 == 0,
                 jax.vmap(of_rows),
-                jax.vmap(lambda m, w: of_rows(m.T, w.T).T),
+                jax.vmap(of_columns),
+                to_matrices(m, dims),
+                to_matrices(w, dims),
             )
-            return from_matrices(
-                jax.lax.cond(state.count % 2 == 0, rows, columns, *stacks),
-                dims,
-                m.shape,
-            )
+            return from_matrices(new, dims, m.shape)
 
         new = map_matrices(one, updates, params, matrix_dims)
         return new, CountState(jnp.asarray(optax.safe_increment(state.count)))

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a research program from the command line: an error that the user can fix is one
-line.
+"""Run a research program from the command line.
+
+An error that the user can fix is one line.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +15,10 @@ from examples.pretrain.main import exit_status
 def run(
     main: Callable[[Sequence[str]], Any], arguments: Sequence[str] | None = None
 ) -> int:
-    """Call ``main`` with the arguments of the command line, or with ``arguments``;
-    return the exit status.
+    """Call ``main`` and return the exit status.
+
+    ``arguments`` are those of ``main``; None: those of the command line.
     """
-    return exit_status(lambda: main(sys.argv[1:] if arguments is None else arguments))
+    if arguments is None:
+        arguments = sys.argv[1:]
+    return exit_status(functools.partial(main, arguments))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer costs a training run, by the protocol of the paper's table of
-training efficiency.
+"""What an optimizer costs a training run: time of its steps, and memory.
 
     python -m examples.research.efficiency --config nano
 
-Each optimizer trains the model for some steps that are not counted and then for those
-that are; the device is synchronized before and after whatever is timed:
+The protocol is that of the paper's table of training efficiency. Each optimizer trains
+the model for some steps that are not counted and then for those that are; the device is
+synchronized before and after whatever is timed:
 
 - the optimizer's latency: its update and the application of it alone, on the gradients'
   shapes;
@@ -81,9 +81,8 @@ class Timed:
     def run(self, tokens: np.ndarray) -> None:
         """One training step, and one update alone (whose result is dropped)."""
         start = time.perf_counter()
-        self.state, metrics = self.step(
-            self.state, self.layout.batch(tokens, len(tokens))
-        )
+        batch = self.layout.batch(tokens, len(tokens))
+        self.state, metrics = self.step(self.state, batch)
         jax.block_until_ready((self.state, metrics))
         middle = time.perf_counter()
         jax.block_until_ready(self.update(self.grads, self.state))
@@ -92,17 +91,17 @@ class Timed:
 
 
 def corpus(config: Config, console: Console) -> data.Dataset:
-    """The configuration's, or random tokens if it has not been prepared: time does not
-    depend on them.
+    """The configuration's, or random tokens if it has not been prepared.
+
+    Time does not depend on them.
     """
-    folder, vocabulary = config.tokens, config.model.vocabulary
+    folder = config.tokens
+    vocabulary = config.model.vocabulary
     if folder is None or vocabulary is None or (folder / "manifest.json").exists():
         return data.open_corpus(config, console)
     console.print(f"There are no token files in {folder}: measuring on random tokens")
-    random, count = (
-        np.random.default_rng(0),
-        4 * config.batch_size * config.model.context + 1,
-    )
+    count = 4 * config.batch_size * config.model.context + 1
+    random = np.random.default_rng(0)
     tokens = random.integers(vocabulary, size=count, dtype=np.int32)
     manifest = {
         "vocabulary": vocabulary,
@@ -128,13 +127,11 @@ def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Timed:
         return TrainState(optax.apply_updates(state.params, updates), opt_state)
 
     step = make_train_step(graphdef, tx, micro_batches(config))
-    lower = step.lower  # pyright: ignore[reportFunctionMemberAccess]
-    memory = (
-        layout.bound(lower)(state, layout.batch(tokens, config.batch_size))
-        .compile()
-        .memory_analysis()
-    )
-    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes if memory else 0
+    lower = layout.bound(step.lower)  # pyright: ignore[reportFunctionMemberAccess]
+    compiled = lower(state, layout.batch(tokens, config.batch_size)).compile()
+    peak = 0
+    if memory := compiled.memory_analysis():
+        peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
     grads = jax.block_until_ready(jax.tree.map(lambda p: p / 2, params))
     return Timed(state, layout.bound(step), layout.bound(update), grads, peak, layout)
 
@@ -142,40 +139,52 @@ def prepare(config: Config, dataset: data.Dataset, tokens: np.ndarray) -> Timed:
 def measure(
     configs: dict[str, Config], dataset: data.Dataset, steps: int, *, in_turns: bool
 ) -> dict[str, Timed]:
-    """Run ``steps`` steps of every optimizer; ``configs`` differ in their optimizer
-    only.
+    """Run ``steps`` steps of every optimizer.
+
+    Args:
+        configs: by the optimizer's name, in which alone they differ.
+        dataset: of the tokens.
+        steps: how many, with those that are not counted.
+        in_turns: whether all optimizers take a step before one takes the next.
     """
+    groups = [[name] for name in configs]
+    if in_turns:
+        groups = [[*configs]]
     found: dict[str, Timed] = {}
-    for group in [[*configs]] if in_turns else [[name] for name in configs]:
+    for group in groups:
         config = configs[group[0]]
         shape = {"context": config.model.context, "batch_size": config.batch_size}
         batches = data.training_batches(dataset, **shape, seed=config.seed)
         tokens = next(batches)
-        found |= {name: prepare(configs[name], dataset, tokens) for name in group}
+        for name in group:
+            found[name] = prepare(configs[name], dataset, tokens)
         for _ in range(steps):
             tokens = next(batches)
             for name in group:
                 found[name].run(tokens)
-        if not in_turns:
-            found[group[0]].state, found[group[0]].grads = None, {}
+        if not in_turns:  # the next one needs the memory
+            last = found[group[0]]
+            last.state = None
+            last.grads = {}
     return found
 
 
 def summary(config: Config, found: dict[str, Timed], warmup: int) -> dict[str, Any]:
-    """Medians (and means, as in the paper) after ``warmup`` steps, and ratios to AdamW
-    in the same turn.
+    """Medians and means after ``warmup`` steps, and ratios to AdamW in the same turn.
+
+    The paper has means.
     """
+    tokens = config.batch_size * config.model.context
     rows = {}
     for name, timed in found.items():
-        step_s, update_s = timed.step_s[warmup:], timed.update_s[warmup:]
+        step_s = timed.step_s[warmup:]
+        update_s = timed.update_s[warmup:]
         rows[name] = {
             "optimizer_ms": 1e3 * statistics.median(update_s),
             "optimizer_mean_ms": 1e3 * statistics.fmean(update_s),
             "step_ms": 1e3 * statistics.median(step_s),
             "step_mean_ms": 1e3 * statistics.fmean(step_s),
-            "tokens_per_second": (
-                config.batch_size * config.model.context / statistics.median(step_s)
-            ),
+            "tokens_per_second": tokens / statistics.median(step_s),
             "peak_gib": timed.memory / 2**30,
         }
         if "adamw" in found:
@@ -189,25 +198,21 @@ def of_study(
 ) -> dict[str, Any] | None:
     """Measure a study's optimizers in a process of its own; None if that fails."""
     path = study.folder / file
-    measured = json.loads(path.read_text()) if path.exists() else {"rows": {}}
-    if set(names) <= measured["rows"].keys():
-        return {**measured, "rows": {name: measured["rows"][name] for name in names}}
+    if path.exists():
+        measured = json.loads(path.read_text())
+        if set(names) <= measured["rows"].keys():
+            rows = {name: measured["rows"][name] for name in names}
+            return {**measured, "rows": rows}
     study.console.print(f"Measuring {steps} steps of each optimizer")
-    words = [
-        sys.executable,
-        "-m",
-        "examples.research.efficiency",
-        "--optimizers",
-        ",".join(names),
-    ]
-    words += ["--steps", str(steps), "--output", str(path), *study.config_flags]
+    words = [sys.executable, "-m", "examples.research.efficiency"]
+    words += ["--optimizers", ",".join(names), "--steps", str(steps)]
+    words += ["--output", str(path), *study.config_flags]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines()
-        study.console.print(
-            "efficiency could not be measured:"
-            f" {lines[-1] if lines else done.returncode}"
-        )
+        reason = str(done.returncode)
+        if lines := (done.stderr or done.stdout).strip().splitlines():
+            reason = lines[-1]
+        study.console.print(f"efficiency could not be measured: {reason}")
         return None
     return json.loads(path.read_text())
 
@@ -222,24 +227,22 @@ def main(arguments: Sequence[str]) -> None:
         raise RunError("--steps must be at least 1")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True)
-    dataset, warmup = corpus(config, console), max(options.steps // 5, 1)
+    dataset = corpus(config, console)
+    warmup = max(options.steps // 5, 1)
+    how = "one optimizer after the other"
     in_turns = jax.default_backend() == "cpu"
-    names = split_names(options.optimizers)
-    each = {name: configs.parse([*options.rest, "--optimizer", name]) for name in names}
-    rows = summary(
-        config,
-        measure(each, dataset, warmup + options.steps, in_turns=in_turns),
-        warmup,
-    )
+    if in_turns:
+        how = "optimizers in turns, step by step"
+    each = {}
+    for name in split_names(options.optimizers):
+        each[name] = configs.parse([*options.rest, "--optimizer", name])
+    found = measure(each, dataset, warmup + options.steps, in_turns=in_turns)
+    rows = summary(config, found, warmup)
     result = {
         "rows": rows,
         "warmup": warmup,
         "steps": options.steps,
-        "how": (
-            "optimizers in turns, step by step"
-            if in_turns
-            else "one optimizer after the other"
-        ),
+        "how": how,
         "text": str(dataset.folder),
         "dtype": str(compute_dtype(config)),
         "device": environment()["device"],

@@ -41,14 +41,8 @@ from examples.research import diagnostics
 from examples.research.ablations import modes
 from normpre_optax import MatrixDims
 
-PAPER_SHARES = (
-    0.01,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-)  # The paper's checkpoints, as shares of its 10,000 steps.
+# The paper's checkpoints, as shares of its 10,000 steps.
+PAPER_SHARES = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
 SMOOTHED_STEPS = 50  # Length of the paper's moving averages.
 
 
@@ -83,13 +77,14 @@ class OpenRun:
 
     def ranks(self, asked: Sequence[int]) -> tuple[int, ...]:
         """Those asked for, or the run's own; of a share, that of the model's width."""
-        return tuple(dict.fromkeys(asked)) or (
-            modes(self.settings["rank"], self.config.model.width),
-        )
+        if asked:
+            return tuple(dict.fromkeys(asked))
+        return (modes(self.settings["rank"], self.config.model.width),)
 
     def shown(self, asked: Sequence[int]) -> tuple[int, ...]:
-        """The checkpoints of the spectra: those asked for, or those nearest to the
-        paper's shares of a run.
+        """The checkpoints of the spectra: those asked for, or those of the paper.
+
+        These are those nearest to the paper's shares of a run.
 
         Raises:
             RunError: where one that is asked for is not there.
@@ -101,11 +96,14 @@ class OpenRun:
                     f"--steps {step}: {self.folder} has no such checkpoint, there are"
                     f" {there}"
                 )
-        nearest = (
-            min(self.steps, key=lambda s: abs(s - share * self.config.steps))
-            for share in PAPER_SHARES
-        )
-        return tuple(sorted(set(asked or nearest)))
+        if asked:
+            return tuple(sorted(set(asked)))
+        steps = np.array(self.steps)
+        nearest = set()
+        for share in PAPER_SHARES:
+            distance = np.abs(steps - share * self.config.steps)
+            nearest.add(int(steps[distance.argmin()]))
+        return tuple(sorted(nearest))
 
 
 def open_run(folder: Path, tokens: Path | None = None) -> OpenRun:
@@ -165,81 +163,68 @@ def facts(run: OpenRun) -> dict[str, Any]:
         RunError: where ``run.json`` does not say what it says today.
     """
     try:
-        session, source, count = (
-            run.record["sessions"][-1],
-            run.record["data"]["source"],
-            run.record["parameters"],
-        )
-        command, device, versions = (
-            session["command"],
-            session["device"]["kind"],
-            session["versions"],
-        )
+        session = run.record["sessions"][-1]
+        recorded = {
+            "text": run.record["data"]["source"],
+            "parameters": run.record["parameters"],
+            "command": session["command"],
+            "device": session["device"]["kind"],
+            "versions": session["versions"],
+        }
     except (KeyError, IndexError, TypeError) as error:
         raise RunError(
             f"its run.json is of another version or damaged: it has no {error}"
         ) from error
     config = run.config
+    model = config.model
     params = run.trainer.state.params
-    shapes = {name: by_name(params)[name].shape for name in hidden_matrices(params)}
+    weights = by_name(params)
+    sources = momenta(params, run.trainer.state.opt_state, params).values()
     return {
         "name": run.folder.name,
         "optimizer": config.optimizer.partition(",")[0],
         "learning_rate": config.learning_rate,
         "weight_decay": config.weight_decay,
         "tangent": run.settings["tangent"],
-        "model": (
-            f"{config.model.family}, {config.model.layers} layers, width"
-            f" {config.model.width}"
-        ),
-        "parameters": count,
+        "model": f"{model.family}, {model.layers} layers, width {model.width}",
+        "parameters": recorded["parameters"],
         "steps": config.steps,
-        "tokens_a_step": config.batch_size * config.model.context,
+        "tokens_a_step": config.batch_size * model.context,
         "vocabulary": run.record["data"].get("vocabulary"),
-        "text": source,
-        "command": " ".join(["python -m examples.pretrain", *command[1:]]),
-        "device": device,
-        "versions": versions,
-        "momentum": sorted(
-            {
-                source
-                for source, _ in momenta(
-                    params, run.trainer.state.opt_state, params
-                ).values()
-            }
-        ),
-        "shapes": {name: list(shape) for name, shape in shapes.items()},
+        "text": recorded["text"],
+        "command": " ".join(["python -m examples.pretrain", *recorded["command"][1:]]),
+        "device": recorded["device"],
+        "versions": recorded["versions"],
+        "momentum": sorted({source for source, _ in sources}),
+        "shapes": {name: list(weights[name].shape) for name in hidden_matrices(params)},
     }
 
 
 def gradient_norms(folder: Path) -> dict[str, list]:
     """Global norm of the gradient before clipping, by step, and its moving average."""
-    records = [
-        (r["step"], r["grad_norm"])
-        for r in read_lines(folder / "log.jsonl")
-        if "grad_norm" in r
-    ]
-    if not records:
+    steps = []
+    norms = []
+    for line in read_lines(folder / "log.jsonl"):
+        if "grad_norm" in line:
+            steps.append(line["step"])
+            norms.append(line["grad_norm"])
+    if not steps:
         raise FileNotFoundError(f"no gradient norms in {folder / 'log.jsonl'}")
-    steps, norms = zip(*records, strict=True)
     return {
-        "steps": list(steps),
+        "steps": steps,
         "raw": plain(norms),
         "smoothed": plain(moving_average(np.array(norms), SMOOTHED_STEPS)),
     }
 
 
 def loss_curves(folder: Path) -> dict[str, list]:
-    """Losses in nats per token: of training by step, and of validation where it was
-    taken.
-    """
-    found, lines = {}, read_lines(folder / "log.jsonl")
+    """Losses in nats per token: of training by step, and of validations."""
+    lines = read_lines(folder / "log.jsonl")
+    found: dict[str, list] = {}
     for name, key in (("train", "loss"), ("validation", "validation_loss")):
-        points = [(line["step"], line[key]) for line in lines if key in line]
-        found |= {
-            f"{name}_steps": [step for step, _ in points],
-            name: plain([loss for _, loss in points]),
-        }
+        having = [line for line in lines if key in line]
+        found[f"{name}_steps"] = [line["step"] for line in having]
+        found[name] = plain([line[key] for line in having])
     return found
 
 
@@ -260,27 +245,25 @@ def restored(run: OpenRun) -> Iterator[tuple[int, TrainState, np.ndarray]]:
 
 
 def make_next_update(trainer: Trainer) -> Callable[[TrainState, np.ndarray], Update]:
-    """A function from a state and a batch to the update without weight decay that they
-    give.
-    """
+    """A function from a state and a batch to their update without weight decay."""
     config = trainer.config
-    # Its state is that of the run's.
+    # Its state has the form of the run's, which it continues.
     optimizer = make_optimizer(replace(config, weight_decay=0.0), schedule(config))
     gradients_of = loss_and_gradients(trainer.graphdef, micro_batches(config))
 
     @jax.jit
     def update(state: TrainState, tokens_BxS: jax.Array) -> Update:
         _, gradients = gradients_of(state.params, tokens_BxS)
-        return Update(
-            gradients, *optimizer.update(gradients, state.opt_state, state.params)
-        )
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        return Update(gradients, updates, opt_state)
 
     return update
 
 
 def moments(opt_state: optax.OptState) -> dict[str, tuple[str, jax.Array]]:
-    """First moments kept in an optimizer's state, by parameter: the momentum of
-    matrices, else Adam's average.
+    """First moments kept in an optimizer's state, by parameter.
+
+    They are the momentum of matrices, else Adam's average.
 
     Returns:
         Parameter name -> name of the field that holds it ("trace", "fast" of
@@ -289,27 +272,37 @@ def moments(opt_state: optax.OptState) -> dict[str, tuple[str, jax.Array]]:
     """
     found: dict[str, tuple[str, jax.Array]] = {}
     for field in ("trace", "fast", "mu"):
-
-        def is_kept(node, field=field):
-            return field in getattr(node, "_fields", ())
-
-        for node in filter(is_kept, jax.tree.leaves(opt_state, is_leaf=is_kept)):
+        for node in _nodes_with(field, opt_state):
             for name, leaf in by_name(getattr(node, field)).items():
                 found.setdefault(name, (field, leaf))
     return found
 
 
+def _nodes_with(field: str, opt_state: optax.OptState) -> list[Any]:
+    """States within a state that have this field."""
+
+    def has_field(node):
+        return field in getattr(node, "_fields", ())
+
+    nodes = jax.tree.leaves(opt_state, is_leaf=has_field)
+    return [node for node in nodes if has_field(node)]
+
+
 def momenta(
     params: Any, opt_state: optax.OptState, gradients: Any
 ) -> dict[str, tuple[str, jax.Array]]:
-    """What stands for M of every hidden matrix: the name of a field as ``moments``
-    returns, or "gradient".
+    """What stands for M of every hidden matrix.
+
+    Returns:
+        Parameter name -> name of a field, as ``moments`` returns, or "gradient", and
+        the array.
     """
-    kept, gradients = moments(opt_state), by_name(gradients)
-    return {
-        name: kept.get(name, ("gradient", gradients[name]))
-        for name in hidden_matrices(params)
-    }
+    kept = moments(opt_state)
+    gradients = by_name(gradients)
+    found = {}
+    for name in hidden_matrices(params):
+        found[name] = kept.get(name, ("gradient", gradients[name]))
+    return found
 
 
 def measure(
@@ -321,48 +314,57 @@ def measure(
     with_spectra: bool,
 ) -> dict[str, Any]:
     """What one checkpoint says."""
-    next_update = run.next_update(state, tokens)
-    trees = [
-        by_name(tree)
-        for tree in (state.params, next_update.gradients, next_update.updates)
-    ]
-    momentum, dims = (
-        momenta(state.params, next_update.opt_state, next_update.gradients),
-        hidden_matrices(state.params),
-    )
-    found = {}
-    for name, (_, m) in momentum.items():
-        arrays = [m, *(tree[name] for tree in trees)]
-        found[name] = jax.device_get(
-            diagnose(*arrays, dims[name], tuple(ranks), run.settings["tangent"])
-        )
+    found = diagnose_all(run, state, tokens, ranks)
     alignment = np.concatenate([one["alignment"] for one in found.values()]).mean()
     result: dict[str, Any] = {"step": step, "alignment": plain(alignment)}
     for orientation in diagnostics.ORIENTATIONS:
-        of = {name: one[orientation] for name, one in found.items()}
-        result[orientation] = {"energies": {}}
+        oriented = {name: one[orientation] for name, one in found.items()}
+        energies = {}
         for rank in ranks:
-            shares = {name: one["energies"][rank].shares() for name, one in of.items()}
-            means = zip(*shares.values(), strict=True)  # averaged equally over matrices
-            energies = {
-                part: plain(np.concatenate(values).mean())
-                for part, values in zip(
-                    diagnostics.ModeEnergies._fields, means, strict=True
-                )
+            shares = {
+                name: one["energies"][rank].shares() for name, one in oriented.items()
             }
+            energies[str(rank)] = mean_shares(shares)
             if with_spectra:
-                energies["top_of"] = {
-                    name: plain(np.mean(share.top)) for name, share in shares.items()
-                }
-            result[orientation]["energies"][str(rank)] = energies
-        for which in diagnostics.Spectra._fields if with_spectra else ():
-            spectra = [
-                values
-                for one in of.values()
-                for values in getattr(one["spectra"], which)
-            ]
-            result[orientation][which] = by_rank(spectra)
+                tops = {name: plain(np.mean(one.top)) for name, one in shares.items()}
+                energies[str(rank)]["top_of"] = tops
+        result[orientation] = {"energies": energies}
+        if with_spectra:
+            spectra = [one["spectra"] for one in oriented.values()]
+            for which in diagnostics.Spectra._fields:
+                values: list[np.ndarray] = []
+                for one in spectra:
+                    values += list(getattr(one, which))
+                result[orientation][which] = by_rank(values)
     return result
+
+
+def diagnose_all(
+    run: OpenRun, state: TrainState, tokens: np.ndarray, ranks: Sequence[int]
+) -> dict[str, dict[str, Any]]:
+    """What ``diagnose`` returns of every hidden matrix, by name."""
+    following = run.next_update(state, tokens)
+    weights = by_name(state.params)
+    gradients = by_name(following.gradients)
+    updates = by_name(following.updates)
+    momentum = momenta(state.params, following.opt_state, following.gradients)
+    dims = hidden_matrices(state.params)
+    found = {}
+    for name, (_, m) in momentum.items():
+        arrays = (m, weights[name], gradients[name], updates[name])
+        found[name] = jax.device_get(
+            diagnose(*arrays, dims[name], tuple(ranks), run.settings["tangent"])
+        )
+    return found
+
+
+def mean_shares(shares: dict[str, diagnostics.ModeEnergies]) -> dict[str, Any]:
+    """Shares of the energy, averaged equally over all matrices of all parameters."""
+    means = {}
+    for part in diagnostics.ModeEnergies._fields:
+        values = [np.asarray(getattr(one, part)) for one in shares.values()]
+        means[part] = plain(np.concatenate(values).mean())
+    return means
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
@@ -381,15 +383,12 @@ def diagnose(
     )
     found = signal(names=["alignment"], gradient=gradient, update=update)
     for orientation in diagnostics.ORIENTATIONS:
-        energies = {
-            r: signal(names=["mode_energies"], orientation=orientation, rank=r)[
-                "mode_energies"
-            ]
-            for r in ranks
-        }
-        found[orientation] = signal(names=["spectra"], orientation=orientation) | {
-            "energies": energies
-        }
+        of_side = functools.partial(signal, orientation=orientation)
+        energies = {}
+        for rank in ranks:
+            measured = of_side(names=["mode_energies"], rank=rank)
+            energies[rank] = measured["mode_energies"]
+        found[orientation] = of_side(names=["spectra"]) | {"energies": energies}
     return found
 
 
@@ -416,9 +415,12 @@ def by_rank(spectra: Sequence[np.ndarray]) -> dict[str, list]:
 
 
 def plain(values: Any) -> Any:
-    """A number or an array as Python floats of five digits, None for what is no finite
-    number: ready for JSON.
+    """A number or an array as Python floats of five digits, ready for JSON.
+
+    None stands for what is no finite number.
     """
     if np.ndim(values):
         return [plain(value) for value in values]
-    return float(f"{float(values):.5g}") if math.isfinite(values) else None
+    if not math.isfinite(values):
+        return None
+    return float(f"{float(values):.5g}")

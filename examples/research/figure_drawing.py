@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's figures drawn from the numbers of ``figure_data``: one panel a run, or
-one curve a run.
+"""The paper's figures drawn from the numbers of ``figure_data``.
+
+They have one panel a run, or one curve a run.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -26,9 +28,7 @@ from examples.research.figure_data import SMOOTHED_STEPS, moving_average
 
 Run = dict[str, Any]
 
-STEPS_MAP = matplotlib.colormaps[
-    "viridis"
-]  # sequential, and in order for the color-blind, too
+STEPS_MAP = matplotlib.colormaps["viridis"]  # in order for the color-blind, too
 STEPS_MAP_END = 0.9  # its last tenth is too light on white
 LOWEST_EIGENVALUE = 1e-4
 # Component -> legend, color (distinguishable with every common color blindness),
@@ -41,92 +41,81 @@ ENERGIES = {
 LINES = ("gradient_norm", "alignment", "losses")
 
 
+class Style(NamedTuple):
+    """How the curves of a run look."""
+
+    label: str
+    color: str
+    line: str
+
+
 def draw(folder: Path, runs: Sequence[Run]) -> list[str]:
     """All figures as PNG; returns their names."""
-    panels: dict[str, Callable[[Axes, Run], None]] = {}
-    for orientation in ("rows", "columns"):
-        panels[f"spectra_{orientation}"] = lambda axes, run, o=orientation: (
-            draw_spectra(axes, run, o)
-        )
-    for orientation in ("rows", "columns"):
-        panels[f"energy_{orientation}"] = lambda axes, run, o=orientation: (
-            draw_energies(axes, run, o)
-        )
-    for name, paint in panels.items():
-        save(panelled(runs, paint), folder / name)
-    for name, paint in zip(
-        LINES, (draw_gradient_norms, draw_alignments, draw_losses), strict=True
-    ):
+    names = []
+    for kind, paint in (("spectra", draw_spectra), ("energy", draw_energies)):
+        for orientation in ("rows", "columns"):
+            names.append(f"{kind}_{orientation}")
+            draw_run = functools.partial(paint, orientation=orientation)
+            save(panelled(runs, draw_run), folder / names[-1])
+    curves = (draw_gradient_norms, draw_alignments, draw_losses)
+    for name, paint in zip(LINES, curves, strict=True):
         figure = Figure(figsize=(6.0, 3.4), layout="constrained")
         axes = figure.add_subplot()
         paint(axes, runs)
         over_steps(axes)
         frame(axes)
         save(figure, folder / name)
-    return [*panels, *LINES]
+    return [*names, *LINES]
 
 
 def panelled(runs: Sequence[Run], paint: Callable[[Axes, Run], None]) -> Figure:
-    """A panel for every run, two beside each other, with its name above it where there
-    is more than one.
-    """
+    """A panel for every run, two beside each other, named if there are several."""
     across = min(len(runs), 2)
     down = math.ceil(len(runs) / across)
-    width, height = (6.0, 3.4) if len(runs) == 1 else (4.6, 2.8)
+    width, height = 4.6, 2.8
+    if len(runs) == 1:
+        width, height = 6.0, 3.4
     figure = Figure(figsize=(width * across, height * down), layout="constrained")
-    for place, (run, (label, _, _)) in enumerate(
-        zip(runs, styles(runs), strict=True), 1
-    ):
+    panels = zip(runs, styles(runs), strict=True)
+    for place, (run, style) in enumerate(panels, 1):
         axes = figure.add_subplot(down, across, place)
         paint(axes, run)
         if len(runs) > 1:
-            axes.set_title(label, fontsize=9)
+            axes.set_title(style.label, fontsize=9)
     return figure
 
 
-def styles(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
-    """Label, color and line style of every run: its optimizer's, and its own name where
-    several have one optimizer.
+def styles(runs: Sequence[Run]) -> list[Style]:
+    """Label, color and line style of every run.
+
+    They are its optimizer's, with the run's own name where several have one optimizer.
     """
-    found, seen = [], []
-    for run in runs:
-        label, color = NAMES[run["optimizer"]]
-        alike = [other for other in runs if other["optimizer"] == run["optimizer"]]
-        style = LINE_STYLES[seen.count(run["optimizer"]) % len(LINE_STYLES)]
-        found.append(
-            (f"{label}, {run['name']}" if len(alike) > 1 else label, color, style)
-        )
-        seen.append(run["optimizer"])
+    optimizers = [run["optimizer"] for run in runs]
+    found = []
+    for place, run in enumerate(runs):
+        optimizer = run["optimizer"]
+        label, color = NAMES[optimizer]
+        if optimizers.count(optimizer) > 1:
+            label = f"{label}, {run['name']}"
+        before = optimizers[:place].count(optimizer)
+        found.append(Style(label, color, LINE_STYLES[before % len(LINE_STYLES)]))
     return found
+
+
+def shown_checkpoints(run: Run) -> list[dict[str, Any]]:
+    """The checkpoints whose spectra and energies are drawn."""
+    return [found for found in run["checkpoints"] if found["step"] in run["shown"]]
 
 
 def draw_spectra(axes: Axes, run: Run, orientation: str) -> None:
     """Eigenvalues by rank: mean and quartiles over matrices, a color for every step."""
-    chosen = [
-        checkpoint
-        for checkpoint in run["checkpoints"]
-        if checkpoint["step"] in run["shown"]
-    ]
+    chosen = shown_checkpoints(run)
     for place, checkpoint in enumerate(chosen):
         color = STEPS_MAP(STEPS_MAP_END * place / max(len(chosen) - 1, 1))
-        for which, line in (("before", "-"), ("after", ":")):
-            values = {
-                key: np.array(part, float)
-                for key, part in checkpoint[orientation][which].items()
-            }
-            ranks = np.arange(1, len(values["mean"]) + 1)
-            axes.fill_between(
-                ranks,
-                values["low"],
-                values["high"],
-                color=color,
-                alpha=0.1,
-                linewidth=0,
-            )
-            label = f"step {checkpoint['step']:,}" if which == "before" else None
-            axes.plot(
-                ranks, values["mean"], line, color=color, linewidth=1.2, label=label
-            )
+        spectra = checkpoint[orientation]
+        label = f"step {checkpoint['step']:,}"
+        draw_spectrum(axes, spectra["before"], "-", color, label)
+        draw_spectrum(axes, spectra["after"], ":", color, None)
     axes.axhline(1, color="0.4", linewidth=0.8, zorder=1)
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -139,25 +128,31 @@ def draw_spectra(axes: Axes, run: Run, orientation: str) -> None:
     frame(axes)
 
 
+def draw_spectrum(
+    axes: Axes, spectrum: dict[str, list], line: str, color: Any, label: str | None
+) -> None:
+    """One curve with its quartiles as a band."""
+    values = {key: np.array(part, float) for key, part in spectrum.items()}
+    ranks = np.arange(1, len(values["mean"]) + 1)
+    axes.fill_between(
+        ranks, values["low"], values["high"], color=color, alpha=0.1, linewidth=0
+    )
+    axes.plot(ranks, values["mean"], line, color=color, linewidth=1.2, label=label)
+
+
 def draw_energies(axes: Axes, run: Run, orientation: str) -> None:
-    """Two bars a checkpoint: what global preconditioning changes, by modes, and what
-    local preconditioning does.
+    """Two bars a checkpoint, of the modes that are changed.
+
+    On the left what global preconditioning changes, on the right what local
+    preconditioning does.
     """
-    chosen = [
-        checkpoint
-        for checkpoint in run["checkpoints"]
-        if checkpoint["step"] in run["shown"]
-    ]
-    places, rank = np.arange(len(chosen)), str(run["ranks"][0])
-    heights = {
-        part: (
-            100
-            * np.array([c[orientation]["energies"][rank][part] for c in chosen], float)
-        )
-        for part in ENERGIES
-    }
+    chosen = shown_checkpoints(run)
+    rank = str(run["ranks"][0])
+    energies = [checkpoint[orientation]["energies"][rank] for checkpoint in chosen]
+    places = np.arange(len(chosen))
     below = np.zeros(len(chosen))
     for part, (label, color, hatch) in ENERGIES.items():
+        heights = 100 * np.array([shares[part] for shares in energies], float)
         style = {
             "width": 0.36,
             "color": color,
@@ -165,16 +160,11 @@ def draw_energies(axes: Axes, run: Run, orientation: str) -> None:
             "edgecolor": "white",
             "linewidth": 0,
         }
-        axes.bar(
-            places - 0.2,
-            heights[part],
-            bottom=below,
-            label=label.format(rank=rank),
-            **style,
-        )
+        named = label.format(rank=rank)
+        axes.bar(places - 0.2, heights, bottom=below, label=named, **style)
         if part == "top":
-            axes.bar(places + 0.2, heights[part], **style)
-        below += heights[part]
+            axes.bar(places + 0.2, heights, **style)
+        below += heights
     axes.set_xticks(places, [f"{checkpoint['step']:,}" for checkpoint in chosen])
     axes.set_ylim(0, 100)
     axes.set_xlabel("step (left bar: global, right bar: local preconditioning)")
@@ -184,79 +174,84 @@ def draw_energies(axes: Axes, run: Run, orientation: str) -> None:
 
 def draw_gradient_norms(axes: Axes, runs: Sequence[Run]) -> None:
     """Global gradient norm before clipping: steps light, the moving average dark."""
-    for run, (label, color, style) in zip(runs, styles(runs), strict=True):
-        curve = {
-            key: np.array(values, float) for key, values in run["gradient_norm"].items()
-        }
-        axes.plot(curve["steps"], curve["raw"], color=color, alpha=0.25, linewidth=0.5)
+    for run, style in zip(runs, styles(runs), strict=True):
+        curve = arrays(run["gradient_norm"])
+        axes.plot(
+            curve["steps"], curve["raw"], color=style.color, alpha=0.25, linewidth=0.5
+        )
         axes.plot(
             curve["steps"],
             curve["smoothed"],
-            style,
-            color=color,
+            style.line,
+            color=style.color,
             linewidth=1.4,
-            label=label,
+            label=style.label,
             zorder=3,
         )
     axes.set_yscale("log")
-    for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        formatted(
-            FuncFormatter(
-                lambda norm, _: f"{norm:g}" if f"{norm:e}"[0] in "1235" else ""
-            )
-        )
+    axes.yaxis.set_major_formatter(FuncFormatter(sparse_norm))
+    axes.yaxis.set_minor_formatter(FuncFormatter(sparse_norm))
     axes.set_ylabel("gradient norm before clipping")
+
+
+def arrays(curve: dict[str, list]) -> dict[str, np.ndarray]:
+    """Values of a curve; None becomes NaN."""
+    return {key: np.array(values, float) for key, values in curve.items()}
+
+
+def sparse_norm(norm: float, _: Any) -> str:
+    """The label of a tick on a logarithmic axis; nothing where labels would touch."""
+    if f"{norm:e}"[0] in "1235":
+        return f"{norm:g}"
+    return ""
 
 
 def draw_alignments(axes: Axes, runs: Sequence[Run]) -> None:
     """Mean cosine between gradient and direction, at the checkpoints."""
-    for run, (label, color, style) in zip(runs, styles(runs), strict=True):
+    for run, style in zip(runs, styles(runs), strict=True):
         steps = [checkpoint["step"] for checkpoint in run["checkpoints"]]
-        values = np.array(
-            [checkpoint["alignment"] for checkpoint in run["checkpoints"]], float
-        )
+        values = [checkpoint["alignment"] for checkpoint in run["checkpoints"]]
         axes.plot(
             steps,
-            values,
-            style,
-            color=color,
+            np.array(values, float),
+            style.line,
+            color=style.color,
             marker="o",
             markersize=3,
             linewidth=1.2,
-            label=label,
+            label=style.label,
         )
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set_ylabel("descent alignment (cosine)")
 
 
 def draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
-    """Moving average of the training loss light, validation losses as points; the first
-    tenth is cut off.
+    """Moving average of the training loss light, validation losses as points.
+
+    The first tenth of the steps is cut off.
     """
-    for run, (label, color, style) in zip(runs, styles(runs), strict=True):
-        curve = {key: np.array(values, float) for key, values in run["losses"].items()}
+    for run, style in zip(runs, styles(runs), strict=True):
+        curve = arrays(run["losses"])
         first = SHOWN_FROM_SHARE * run["steps"]
-        train, validation = (
-            curve["train_steps"] >= first,
-            curve["validation_steps"] >= first,
-        )
-        smoothed = moving_average(curve["train"], SMOOTHED_STEPS)[train]
+        shown = curve["train_steps"] >= first
+        smoothed = moving_average(curve["train"], SMOOTHED_STEPS)
         axes.plot(
-            curve["train_steps"][train], smoothed, color=color, alpha=0.4, linewidth=0.8
+            curve["train_steps"][shown],
+            smoothed[shown],
+            color=style.color,
+            alpha=0.4,
+            linewidth=0.8,
         )
-        steps, losses = (
-            curve["validation_steps"][validation],
-            curve["validation"][validation],
-        )
+        shown = curve["validation_steps"] >= first
         axes.plot(
-            steps,
-            losses,
-            style,
-            color=color,
+            curve["validation_steps"][shown],
+            curve["validation"][shown],
+            style.line,
+            color=style.color,
             marker="o",
             markersize=3.5,
             linewidth=1.2,
-            label=label,
+            label=style.label,
             zorder=3,
         )
     axes.set_ylabel("loss (nats per token)")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's result figures from runs: ``python -m examples.research.figures --run
-runs/NAME --out FOLDER``.
+"""The paper's result figures from runs.
+
+    python -m examples.research.figures --run runs/NAME --out FOLDER
 
 Spectra with quartile bands by training step and transformation energy as stacked bars,
 rows active and columns active; gradient norm and descent alignment; losses. A run keeps
@@ -9,7 +10,7 @@ what they need with ``--keep-checkpoints 1000``.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,70 +93,53 @@ def check(options: Options) -> None:
 
 def energy_table(runs: Sequence[dict[str, Any]]) -> str:
     """Shares of the transformation energy by run, rank and step, beside the paper's."""
+    titles = ["run", "rank", "step"]
+    titles += ["rows: top", "remain", "sub", "columns: top", "remain", "sub"]
     lines = []
     for run in runs:
         for rank in map(str, run["ranks"]):
-            shares = [
-                (c["step"], [c[o]["energies"][rank] for o in PAPER_SHARES_OF_ENERGY])
-                for c in run["checkpoints"]
-            ]
-            for step, sides in shares:
-                if step in run["shown"]:
-                    cells = [percent(side[part]) for side in sides for part in ENERGIES]
-                    lines.append([run["name"], rank, f"{step:,}", *cells])
-            rows, columns = (
-                span([sides[side]["top"] for _, sides in shares]) for side in (0, 1)
-            )
-            lines.append(
-                [
-                    run["name"],
-                    rank,
-                    f"all {len(shares)} checkpoints",
-                    rows,
-                    "",
-                    "",
-                    columns,
-                    "",
-                    "",
-                ]
-            )
-    rows, columns = PAPER_SHARES_OF_ENERGY.values()
-    lines.append(
-        [
-            "paper: NormPre-L, GPT-2 Small, width 768",
-            "32",
-            "100 to 10,000",
-            rows,
-            "",
-            "",
-            columns,
-            "",
-            "",
-        ]
-    )
-    titles = [
-        "run",
-        "rank",
-        "step",
-        "rows: top",
-        "remain",
-        "sub",
-        "columns: top",
-        "remain",
-        "sub",
-    ]
+            lines += energy_lines(run, rank)
+    paper = "paper: NormPre-L, GPT-2 Small, width 768"
+    lines.append([paper, "32", "100 to 10,000", *_top_only(PAPER_SHARES_OF_ENERGY)])
     return report.markdown_table(titles, lines)
+
+
+def energy_lines(run: dict[str, Any], rank: str) -> list[list[str]]:
+    """Lines of one run: the shown checkpoints, and the range of all of them."""
+    lines = []
+    tops: dict[str, list[float | None]] = {side: [] for side in PAPER_SHARES_OF_ENERGY}
+    for checkpoint in run["checkpoints"]:
+        cells = []
+        for side, found in tops.items():
+            shares = checkpoint[side]["energies"][rank]
+            found.append(shares["top"])
+            cells += [percent(shares[part]) for part in ENERGIES]
+        if checkpoint["step"] in run["shown"]:
+            lines.append([run["name"], rank, f"{checkpoint['step']:,}", *cells])
+    count = f"all {len(run['checkpoints'])} checkpoints"
+    ranges = {side: span(found) for side, found in tops.items()}
+    lines.append([run["name"], rank, count, *_top_only(ranges)])
+    return lines
+
+
+def _top_only(sides: Mapping[str, str]) -> list[str]:
+    """Cells of a line that says nothing of the other modes."""
+    return [sides["rows"], "", "", sides["columns"], "", ""]
 
 
 def percent(share: float | None) -> str:
     """A share in per cent."""
-    return "NaN" if share is None else f"{100 * share:.1f}"
+    if share is None:
+        return "NaN"
+    return f"{100 * share:.1f}"
 
 
 def span(shares: Sequence[float | None]) -> str:
     """From the smallest to the largest share, in per cent."""
     known = [share for share in shares if share is not None]
-    return f"{100 * min(known):.1f}-{100 * max(known):.1f}" if known else "NaN"
+    if not known:
+        return "NaN"
+    return f"{100 * min(known):.1f}-{100 * max(known):.1f}"
 
 
 RUN_COLUMNS = {
@@ -173,18 +157,13 @@ RUN_COLUMNS = {
 
 def markdown(content: dict[str, Any], drawn: Sequence[str]) -> str:
     """The report."""
-    machine, versions, runs = content["machine"], content["versions"], content["runs"]
-    remarks = [
-        f"{run['name']}: {SOURCES[source]}."
+    machine = content["machine"]
+    versions = content["versions"]
+    runs = content["runs"]
+    commands = [
+        f"- `{run['command']}` ({run['device']}, jax {run['versions']['jax']})\n"
         for run in runs
-        for source in run["momentum"]
-        if source in SOURCES
     ]
-    if len({(run["vocabulary"], run["text"]) for run in runs}) > 1:
-        remarks.append(
-            "The runs have different texts or vocabularies: their losses per token"
-            " cannot be compared."
-        )
     parts = [
         f"# Figures of {', '.join(run['name'] for run in runs)}\n",
         (
@@ -195,11 +174,8 @@ def markdown(content: dict[str, Any], drawn: Sequence[str]) -> str:
         ),
         "## Runs\n",
         report.table("run", RUN_COLUMNS, {run["name"]: run for run in runs}),
-        "".join(
-            f"- `{run['command']}` ({run['device']}, jax {run['versions']['jax']})\n"
-            for run in runs
-        ),
-        "".join(f"- {remark}\n" for remark in remarks),
+        "".join(commands),
+        "".join(f"- {remark}\n" for remark in remarks_on(runs)),
         "## Transformation energy\n",
         (
             "In % of the energy of all modes, mean over hidden matrices: the at most"
@@ -210,14 +186,35 @@ def markdown(content: dict[str, Any], drawn: Sequence[str]) -> str:
         "## Figures\n",
     ]
     for name in drawn:
-        kind, _, orientation = (
-            name.partition("_") if name not in CAPTIONS else (name, "", "")
-        )
-        caption = CAPTIONS[kind].format(
-            orientation=orientation, lowest=figure_drawing.LOWEST_EIGENVALUE
-        )
-        parts.append(f"![{name.replace('_', ' ')}]({name}.png)\n\n{caption}\n")
+        title = name.replace("_", " ")
+        parts.append(f"![{title}]({name}.png)\n\n{caption(name)}\n")
     return "\n".join(part for part in parts if part)
+
+
+def remarks_on(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """What a reader has to know to compare runs."""
+    remarks = []
+    for run in runs:
+        for source in run["momentum"]:
+            if source in SOURCES:
+                remarks.append(f"{run['name']}: {SOURCES[source]}.")
+    if len({(run["vocabulary"], run["text"]) for run in runs}) > 1:
+        remarks.append(
+            "The runs have different texts or vocabularies: their losses per token"
+            " cannot be compared."
+        )
+    return remarks
+
+
+def caption(name: str) -> str:
+    """The caption of a figure, such as ``losses`` or ``spectra_rows``."""
+    kind = name
+    orientation = ""
+    if name not in CAPTIONS:
+        kind, _, orientation = name.partition("_")
+    return CAPTIONS[kind].format(
+        orientation=orientation, lowest=figure_drawing.LOWEST_EIGENVALUE
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -231,21 +228,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     check(options)
     opened = [figure_data.open_run(folder, options.tokens) for folder in options.run]
-    chosen = [
-        (run, run.ranks(options.rank), run.shown(options.steps)) for run in opened
-    ]
+    # All are checked before any is measured, which takes long.
+    chosen = []
+    for run in opened:
+        chosen.append((run, run.ranks(options.rank), run.shown(options.steps)))
     runs = [figure_data.numbers(*one) for one in chosen]
-    content = report.header(report.command("figures", options), jax.devices()[0]) | {
-        "runs": runs
-    }
+    command_line = report.command("figures", options)
+    content = report.header(command_line, jax.devices()[0]) | {"runs": runs}
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "figures.json").write_text(
-        json.dumps(content, separators=(",", ":")) + "\n"
-    )
-    (options.out / "README.md").write_text(
-        markdown(content, figure_drawing.draw(options.out, runs))
-    )
-    print(energy_table(runs), f"Figures, numbers and report: {options.out}/", sep="\n")
+    written = json.dumps(content, separators=(",", ":"))
+    (options.out / "figures.json").write_text(written + "\n")
+    drawn = figure_drawing.draw(options.out, runs)
+    (options.out / "README.md").write_text(markdown(content, drawn))
+    print(energy_table(runs))
+    print(f"Figures, numbers and report: {options.out}/")
 
 
 if __name__ == "__main__":

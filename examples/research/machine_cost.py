@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled program costs on a TPU or GPU that is not there: a model of the
-machine.
+"""What a compiled program costs on a TPU or GPU: a model of the machine.
 
 ``hlo`` says what is executed, ``traffic`` what it moves. ``Tpu`` and ``Gpu`` hold a
 machine's published figures and price an instruction with them; ``meter`` adds the
@@ -15,6 +14,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from examples.research import hlo, traffic
@@ -22,20 +22,23 @@ from examples.research import hlo, traffic
 TOP = 10
 # Of a Jacobi eigendecomposition on a TPU: sweeps, and cycles that one round of one
 # matrix takes. No estimate exists.
-EIGH_SWEEPS, EIGH_CYCLES = 8, 150
+EIGH_SWEEPS = 8
+EIGH_CYCLES = 150
 # cuSOLVER's batched eigendecomposition takes 0.26 ms for batches of up to 32 x 32 (jax
 # issue 31368).
-EIGH_CALL_MS, EIGH_BATCH, EIGH_SIDE = 0.5, 64, 64
+EIGH_CALL_MS = 0.5
+EIGH_BATCH = 64
+EIGH_SIDE = 64
 LAUNCH_MS = 2.5e-3
 # They rearrange names, or reserve memory.
 FREE_CALLS = {"ConcatBitcast", "AllocateBuffer", "Sharding"}
 
 
 class Price(NamedTuple):
-    """Of one instruction, once: milliseconds of computing, of eigendecompositions,
-    bytes of main memory, launches.
+    """What one instruction costs, once.
 
-    ``unpriced`` names what the model knows no time for.
+    Milliseconds of computing and of eigendecompositions, bytes of main memory, and
+    launches; ``unpriced`` names what the model knows no time for.
     """
 
     compute_ms: float = 0
@@ -71,28 +74,31 @@ class Tpu(Memory):
     def price(
         self, program: hlo.Program, i: hlo.Instruction, computation: hlo.Computation
     ) -> Price:
-        """Cycles as the compiler estimates them; it prices products as if their
-        operands were on the chip.
+        """Cycles as the compiler estimates them.
+
+        It prices products as if their operands were on the chip.
         """
         target = hlo.call_target(i)
         if target in FREE_CALLS:
             return Price()
         moved = traffic.moved(program, i, computation)
         if target == "EighTpu":
-            return Price(0, self.eigh_ms(i, computation), moved)
+            return Price(eigh_ms=self.eigh_ms(i, computation), bytes=moved)
         cycles = hlo.attribute(i, r'"estimated_cycles":"(\d+)"')
+        if cycles:
+            return Price(compute_ms=1e3 * (int(cycles) / self.clock), bytes=moved)
+        # A Pallas kernel has no cycles, but says how many operations it does.
         operations = hlo.attribute(i, r'"cost_estimate":\{"flops":"(\d+)"')
-        seconds = (
-            int(cycles) / self.clock if cycles else int(operations or 0) / self.peak
-        )
-        known = cycles or operations or i.operation.endswith("-start")
-        return Price(
-            1e3 * seconds, 0, moved, unpriced="" if known else _name_of(i, target)
-        )
+        if operations:
+            return Price(compute_ms=1e3 * (int(operations) / self.peak), bytes=moved)
+        if i.operation.endswith("-start"):
+            return Price(bytes=moved)
+        return Price(bytes=moved, unpriced=_name_of(i, target))
 
     def eigh_ms(self, i: hlo.Instruction, computation: hlo.Computation) -> float:
-        """A Jacobi eigendecomposition of matrices that come in four blocks of half
-        their side.
+        """A Jacobi eigendecomposition.
+
+        Its matrices come in four blocks of half their side.
         """
         *batch, half, _ = hlo.arrays(computation[i.operands[0]].shape)[0].sizes
         rounds = EIGH_SWEEPS * (2 * half - 1)
@@ -120,16 +126,14 @@ class Tpu(Memory):
 
 @dataclasses.dataclass(frozen=True)
 class Gpu(Memory):
-    """An NVIDIA GPU; ``config`` is what the compiler is told of it (a
-    ``GpuTargetConfig``).
-    """
+    """An NVIDIA GPU."""
 
     name: str
     bandwidth: float  # Bytes a second of main memory.
     bfloat16: float  # Dense operations a second of the tensor cores.
     tensor_float: float  # Those on float32 operands cut to TF32.
     float32: float  # Those without tensor cores.
-    config: str
+    config: str  # What the compiler is told of it, a ``GpuTargetConfig``.
 
     platform = "cuda"
 
@@ -142,38 +146,38 @@ class Gpu(Memory):
             return Price()
         moved = traffic.moved(program, i, computation)
         if target and "syev" in target:
-            return Price(0, self.eigh_ms(i, computation), moved, 1)
-        computing = sum(
-            1e3 * p.flops * self.seconds(p)
-            for p in hlo.products(program, i, computation)
-        )
-        unpriced = target if target and not target.startswith("__cublas") else ""
+            eigh_ms = self.eigh_ms(i, computation)
+            return Price(eigh_ms=eigh_ms, bytes=moved, kernels=1)
+        products = hlo.products(program, i, computation)
+        computing = sum(1e3 * p.flops * self.seconds(p) for p in products)
+        unpriced = ""
+        if target and not target.startswith("__cublas"):
+            unpriced = target
         return Price(
-            max(computing, self.moving_ms(moved)) + LAUNCH_MS, 0, moved, 1, unpriced
+            compute_ms=max(computing, self.moving_ms(moved)) + LAUNCH_MS,
+            bytes=moved,
+            kernels=1,
+            unpriced=unpriced,
         )
 
     def seconds(self, product: hlo.Product) -> float:
         """Of one operation of a product."""
-        passes = re.search(r"_x(\d)$", product.precision)
-        times = int(passes[1]) if passes else 1
-        if product.dtype in ("bf16", "f16") or product.precision.startswith("dot_bf16"):
+        precision = product.precision
+        times = 1
+        if passes := re.search(r"_x(\d)$", precision):  # such as dot_bf16_bf16_f32_x3
+            times = int(passes[1])
+        if product.dtype in ("bf16", "f16") or precision.startswith("dot_bf16"):
             return times / self.bfloat16
-        if product.dtype == "f32" and (
-            product.precision in ("default", "high") or "tf32" in product.precision
-        ):
+        is_tf32 = precision in ("default", "high") or "tf32" in precision
+        if product.dtype == "f32" and is_tf32:
             return times / self.tensor_float
         return times / self.float32
 
     def eigh_ms(self, i: hlo.Instruction, computation: hlo.Computation) -> float:
-        """A call for batches of small matrices; more of them, or larger ones, in
-        proportion.
-        """
+        """Calls for batches of small matrices; the cost of larger ones is cubic."""
         *batch, side, _ = hlo.arrays(computation[i.operands[0]].shape)[0].sizes
-        return (
-            EIGH_CALL_MS
-            * math.ceil(math.prod(batch) / EIGH_BATCH)
-            * max(1, side / EIGH_SIDE) ** 3
-        )
+        calls = math.ceil(math.prod(batch) / EIGH_BATCH)
+        return EIGH_CALL_MS * calls * max(1, side / EIGH_SIDE) ** 3
 
     def total_ms(self, compute_ms: float, moved: float, eigh_ms: float) -> float:
         """Kernels run one after the other; each was charged for what it moves."""
@@ -199,16 +203,19 @@ class Gpu(Memory):
 
 def _name_of(i: hlo.Instruction, target: str | None) -> str:
     """What to call an instruction without a price; numbers by themselves need none."""
-    entries = max((math.prod(array.sizes) for array in hlo.arrays(i.shape)), default=0)
-    return target or (
-        f"{i.operation} ({i.op_name.rpartition('/')[2]})" if entries > 1 else ""
-    )
+    if target:
+        return target
+    entries = [math.prod(array.sizes) for array in hlo.arrays(i.shape)]
+    if max(entries, default=0) <= 1:
+        return ""
+    return f"{i.operation} ({i.op_name.rpartition('/')[2]})"
 
 
 Machine = Tpu | Gpu
 
 
 def _gpu_config(
+    *,
     description: str,
     capability: tuple[int, int],
     cores: int,
@@ -219,8 +226,9 @@ def _gpu_config(
     clock_ghz: float,
     memory: int,
 ) -> str:
-    """Return XLA's ``GpuTargetConfig`` as text; FPUs and shared memory are those of a
-    core, sizes are in bytes.
+    """XLA's ``GpuTargetConfig`` as text.
+
+    FPUs and shared memory are those of a core, sizes are in bytes.
     """
     fields = {
         "threads_per_block_limit": 1024,
@@ -267,45 +275,57 @@ MACHINES: dict[str, Machine] = {
         peak=1153e12,
     ),
     "a100": Gpu(
-        *("A100 SXM 80 GB", 2039e9, 312e12, 156e12, 19.5e12),
-        _gpu_config(
-            "NVIDIA A100-SXM4-80GB",
-            (8, 0),
-            108,
-            64,
-            167936,
-            2039000000000,
-            41943040,
-            1.41,
-            85899345920,
+        name="A100 SXM 80 GB",
+        bandwidth=2039e9,
+        bfloat16=312e12,
+        tensor_float=156e12,
+        float32=19.5e12,
+        config=_gpu_config(
+            description="NVIDIA A100-SXM4-80GB",
+            capability=(8, 0),
+            cores=108,
+            fpus=64,
+            shared_memory=167936,
+            bandwidth=2039000000000,
+            l2_cache=41943040,
+            clock_ghz=1.41,
+            memory=85899345920,
         ),
     ),
     "h100": Gpu(
-        *("H100 SXM", 3352.32e9, 989e12, 494.7e12, 67e12),
-        _gpu_config(
-            "NVIDIA H100 80GB HBM3",
-            (9, 0),
-            132,
-            128,
-            233472,
-            3352320000000,
-            52428800,
-            1.98,
-            84942979072,
+        name="H100 SXM",
+        bandwidth=3352.32e9,
+        bfloat16=989e12,
+        tensor_float=494.7e12,
+        float32=67e12,
+        config=_gpu_config(
+            description="NVIDIA H100 80GB HBM3",
+            capability=(9, 0),
+            cores=132,
+            fpus=128,
+            shared_memory=233472,
+            bandwidth=3352320000000,
+            l2_cache=52428800,
+            clock_ghz=1.98,
+            memory=84942979072,
         ),
     ),
     "b200": Gpu(
-        *("B200 SXM", 8000e9, 2250e12, 1125e12, 75e12),
-        _gpu_config(
-            "NVIDIA B200",
-            (10, 0),
-            148,
-            128,
-            233472,
-            8000000000000,
-            132644864,
-            1.965,
-            191512248320,
+        name="B200 SXM",
+        bandwidth=8000e9,
+        bfloat16=2250e12,
+        tensor_float=1125e12,
+        float32=75e12,
+        config=_gpu_config(
+            description="NVIDIA B200",
+            capability=(10, 0),
+            cores=148,
+            fpus=128,
+            shared_memory=233472,
+            bandwidth=8000000000000,
+            l2_cache=132644864,
+            clock_ghz=1.965,
+            memory=191512248320,
         ),
     ),
 }
@@ -330,54 +350,102 @@ def meter(text: str, machine: Machine, turns: float | None = None) -> dict[str, 
             None.
     """
     program = hlo.parse(text)
+    price = _prices(program, machine)
+
+    def weight(i: hlo.Instruction, computation: hlo.Computation) -> float:
+        one = price(i, computation)
+        return machine.total_ms(one.compute_ms, one.bytes, one.eigh_ms)
+
+    totals = _Totals()
+    for e in hlo.executed(program, weight, turns):
+        products = hlo.products(program, e.instruction, e.computation)
+        ms = weight(e.instruction, e.computation)
+        totals.add(e, price(e.instruction, e.computation), products, ms)
+    return {
+        "ms": machine.total_ms(totals.compute_ms, totals.bytes, totals.eigh_ms),
+        "compute_ms": totals.compute_ms,
+        "hbm_ms": machine.moving_ms(totals.bytes),
+        "eigh_ms": totals.eigh_ms,
+        "hbm_bytes": totals.bytes,
+        "kernels": totals.kernels,
+        "flops": dict(sorted(totals.flops.items())),
+        "collectives": dict(sorted(totals.collectives.items())),
+        "unpriced": dict(sorted(totals.unpriced.items())),
+        "top": totals.top(),
+    }
+
+
+def _prices(
+    program: hlo.Program, machine: Machine
+) -> Callable[[hlo.Instruction, hlo.Computation], Price]:
+    """The function that prices an instruction of a program, each once.
+
+    A computation is a dictionary, which no cache takes: it stands for its name.
+    """
 
     @functools.cache
     def at(name: str, computation: str) -> Price:
-        return machine.price(
-            program,
-            program.computations[computation][name],
-            program.computations[computation],
-        )
+        body = program.computations[computation]
+        return machine.price(program, body[name], body)
 
     owner = {id(body): name for name, body in program.computations.items()}
 
     def price(i: hlo.Instruction, computation: hlo.Computation) -> Price:
         return at(i.name, owner[id(computation)])
 
-    def weight(i: hlo.Instruction, computation: hlo.Computation) -> float:
-        one = price(i, computation)
-        return machine.total_ms(one.compute_ms, one.bytes, one.eigh_ms)
+    return price
 
-    compute, eigh, moved, kernels = 0.0, 0.0, 0.0, 0.0
-    flops, collectives, unpriced, origins, times = (
-        collections.defaultdict[str, float](float) for _ in range(5)
-    )
-    for e in hlo.executed(program, weight, turns):
-        one = price(e.instruction, e.computation)
-        compute, eigh = compute + e.times * one.compute_ms, eigh + e.times * one.eigh_ms
-        moved, kernels = moved + e.times * one.bytes, kernels + e.times * one.kernels
-        for product in hlo.products(program, e.instruction, e.computation):
-            flops[f"{product.dtype} {product.precision}"] += e.times * product.flops
-        if kind := hlo.collective(e.instruction):
-            collectives[kind] += e.times * hlo.collective_bytes(e.instruction)
-        if one.unpriced:
-            unpriced[one.unpriced] += e.times
-        origin = re.sub(r"\d+", "#", e.instruction.op_name or e.instruction.operation)
-        origins[origin] += e.times * weight(e.instruction, e.computation)
-        times[origin] += e.times
-    dearest = sorted(origins, key=lambda origin: -origins[origin])[:TOP]
-    return {
-        "ms": machine.total_ms(compute, moved, eigh),
-        "compute_ms": compute,
-        "hbm_ms": machine.moving_ms(moved),
-        "eigh_ms": eigh,
-        "hbm_bytes": moved,
-        "kernels": kernels,
-        "flops": dict(sorted(flops.items())),
-        "collectives": dict(sorted(collectives.items())),
-        "unpriced": dict(sorted(unpriced.items())),
-        "top": [
-            {"origin": origin, "ms": origins[origin], "times": times[origin]}
-            for origin in dearest
-        ],
-    }
+
+def _by_name() -> dict[str, float]:
+    """Sums by name, zero at first."""
+    return collections.defaultdict(float)
+
+
+@dataclasses.dataclass
+class _Totals:
+    """What the instructions of a run cost together."""
+
+    compute_ms: float = 0.0
+    eigh_ms: float = 0.0
+    bytes: float = 0.0
+    kernels: float = 0.0
+    flops: dict[str, float] = dataclasses.field(default_factory=_by_name)
+    collectives: dict[str, float] = dataclasses.field(default_factory=_by_name)
+    unpriced: dict[str, float] = dataclasses.field(default_factory=_by_name)
+    # By where in the traced program an instruction comes from.
+    origin_ms: dict[str, float] = dataclasses.field(default_factory=_by_name)
+    origin_times: dict[str, float] = dataclasses.field(default_factory=_by_name)
+
+    def add(
+        self, e: hlo.Executed, price: Price, products: list[hlo.Product], ms: float
+    ) -> None:
+        """Add an instruction as often as it runs."""
+        self.compute_ms += e.times * price.compute_ms
+        self.eigh_ms += e.times * price.eigh_ms
+        self.bytes += e.times * price.bytes
+        self.kernels += e.times * price.kernels
+        for product in products:
+            kind = f"{product.dtype} {product.precision}"
+            self.flops[kind] += e.times * product.flops
+        if collective := hlo.collective(e.instruction):
+            communicated = hlo.collective_bytes(e.instruction)
+            self.collectives[collective] += e.times * communicated
+        if price.unpriced:
+            self.unpriced[price.unpriced] += e.times
+        # Layers differ in their numbers, and count as one origin.
+        name = e.instruction.op_name or e.instruction.operation
+        origin = re.sub(r"\d+", "#", name)
+        self.origin_ms[origin] += e.times * ms
+        self.origin_times[origin] += e.times
+
+    def top(self) -> list[dict[str, Any]]:
+        """The most expensive origins."""
+        origins = sorted(self.origin_ms, key=lambda origin: -self.origin_ms[origin])
+        return [
+            {
+                "origin": origin,
+                "ms": self.origin_ms[origin],
+                "times": self.origin_times[origin],
+            }
+            for origin in origins[:TOP]
+        ]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time, compile time and memory of one optimizer step on the hidden matrices of a real
-model.
+"""Time, compile time and memory of one optimizer step on the matrices of a real model.
 
 ``python -m examples.research.optimizer_step --model gpt2_small`` measures AdamW,
 optax's Muon, a plainly written Muon and optimizers of this library in one process, in
@@ -35,24 +34,23 @@ BASELINE = "optax_muon"
 
 
 def clean_muon(learning_rate: float) -> optax.GradientTransformation:
-    """Muon written plainly: for each leaf five Newton-Schulz iterations, without a
-    batch axis.
-    """
+    """Muon written plainly: five Newton-Schulz iterations for each leaf by itself."""
 
     def orthogonalize(x: jax.Array) -> jax.Array:
-        tall = x.shape[0] > x.shape[1]
-        y = x.T if tall else x
-        y = y / jnp.linalg.norm(y)
+        if x.shape[0] > x.shape[1]:
+            return orthogonalize(x.T).T
+        y = x / jnp.linalg.norm(x)
         for _ in range(5):
             gram = y @ y.T
             y = 3.4445 * y + (-4.7750 * gram + 2.0315 * gram @ gram) @ y
-        return y.T if tall else y
+        return y
+
+    def orthogonalize_all(updates, params=None):
+        return jax.tree.map(orthogonalize, updates)
 
     return optax.chain(
         optax.trace(0.95, nesterov=True),
-        optax.stateless(
-            lambda updates, params=None: jax.tree.map(orthogonalize, updates)
-        ),
+        optax.stateless(orthogonalize_all),
         optax.add_decayed_weights(0.1),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -111,19 +109,17 @@ class Arm:
 
 
 def jitted(tx: optax.GradientTransformation, params: dict) -> tuple[Any, tuple]:
-    """Return the step as a jitted function of gradients, state and parameters, all
-    donated, and their shapes.
+    """The step as a jitted function, and the shapes of its arguments.
+
+    These are gradients, state and parameters, all donated.
     """
 
     def step(grads, state, params):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return jax.jit(step, donate_argnums=(0, 1, 2)), (
-        params,
-        jax.eval_shape(tx.init, params),
-        params,
-    )
+    arguments = (params, jax.eval_shape(tx.init, params), params)
+    return jax.jit(step, donate_argnums=(0, 1, 2)), arguments
 
 
 def compiled(tx: optax.GradientTransformation, params: dict) -> Arm:
@@ -133,43 +129,51 @@ def compiled(tx: optax.GradientTransformation, params: dict) -> Arm:
     with warnings.catch_warnings():  # There are three donated trees for two results.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         found = step.lower(*arguments).compile()
-    seconds, memory = time.perf_counter() - start, found.memory_analysis()
-    return Arm(found, seconds, memory.temp_size_in_bytes if memory else 0)
+    seconds = time.perf_counter() - start
+    temporaries = 0
+    if memory := found.memory_analysis():
+        temporaries = memory.temp_size_in_bytes
+    return Arm(found, seconds, temporaries)
 
 
 def measure(options: Options, console: Console) -> dict[str, Arm]:
     """Compile all optimizers, then run them in turns."""
-    params: Any = (
-        jax.eval_shape(lambda: matrices(options.model))
-        if options.compile_only
-        else matrices(options.model)
-    )
-    arms = {}
-    for name in options.optimizers:
-        tx = KNOWN[name](RATE)
-        arms[name] = compiled(tx, params)
-        console.print(f"{name}: compiled in {arms[name].compile_s:.1f} s")
-        if not options.compile_only:
-            arms[name].params, arms[name].state = (
-                jax.tree.map(jnp.copy, params),
-                jax.jit(tx.init)(params),
-            )
+    arms = compile_all(options, console)
     if options.compile_only:
         return arms
     grads = jax.tree.map(lambda p: p / 2, matrices(options.model, seed=1))
     for i in range(options.repeats + 1):
         seconds = {name: arm.run(grads) for name, arm in arms.items()}
-        if i:
-            for name, arm in arms.items():
-                arm.seconds.append(seconds[name])
-        console.print(
-            f"round {i} of {options.repeats}" + ("" if i else " (not counted)")
-        )
+        if i == 0:
+            console.print(f"round {i} of {options.repeats} (not counted)")
+            continue
+        for name, arm in arms.items():
+            arm.seconds.append(seconds[name])
+        console.print(f"round {i} of {options.repeats}")
+    return arms
+
+
+def compile_all(options: Options, console: Console) -> dict[str, Arm]:
+    """Every optimizer, with parameters and state if it is to run."""
+    params: Any
+    if options.compile_only:
+        params = jax.eval_shape(lambda: matrices(options.model))
+    else:
+        params = matrices(options.model)
+    arms = {}
+    for name in options.optimizers:
+        tx = KNOWN[name](RATE)
+        arm = compiled(tx, params)
+        console.print(f"{name}: compiled in {arm.compile_s:.1f} s")
+        if not options.compile_only:
+            arm.params = jax.tree.map(jnp.copy, params)  # a step donates them
+            arm.state = jax.jit(tx.init)(params)
+        arms[name] = arm
     return arms
 
 
 def summary(options: Options, arms: dict[str, Arm]) -> dict:
-    """Return medians and ratios, with what is needed to measure them again."""
+    """Medians and ratios, with what is needed to measure them again."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: matrices(options.model)))
     size = sum(4 * x.size for x in leaves)
     rows = {}
@@ -181,44 +185,62 @@ def summary(options: Options, arms: dict[str, Arm]) -> dict:
         if BASELINE in arms:
             row["compile_over_optax_muon"] = arm.compile_s / arms[BASELINE].compile_s
         if arm.seconds:
-            row |= {
-                "state_per_parameter_byte": (
-                    sum(x.nbytes for x in jax.tree.leaves(arm.state)) / size
-                ),
-                "median_ms": 1e3 * statistics.median(arm.seconds),
-                "min_ms": 1e3 * min(arm.seconds),
-                "max_ms": 1e3 * max(arm.seconds),
-            }
-            for other in [
-                name for name in ("adamw", BASELINE, "clean_muon") if name in arms
-            ]:
-                pairs = zip(arm.seconds, arms[other].seconds, strict=True)
-                row[f"over_{other}"] = statistics.median(a / b for a, b in pairs)
+            row |= times_of(arm, arms, size)
         rows[name] = row
-    facts = {"matrices": len(leaves), "parameter_bytes": size, "rows": rows}
-    return (
-        report.header(report.command("optimizer_step", options), jax.devices()[0])
-        | facts
-    )
+    command = report.command("optimizer_step", options)
+    return report.header(command, jax.devices()[0]) | {
+        "matrices": len(leaves),
+        "parameter_bytes": size,
+        "rows": rows,
+    }
+
+
+def times_of(arm: Arm, arms: dict[str, Arm], size: int) -> dict[str, float]:
+    """Milliseconds, ratios to others in the same round, and bytes of state.
+
+    Args:
+        arm: one that has run.
+        arms: all of them, by name.
+        size: bytes of the parameters.
+    """
+    state = sum(x.nbytes for x in jax.tree.leaves(arm.state))
+    row = {
+        "state_per_parameter_byte": state / size,
+        "median_ms": 1e3 * statistics.median(arm.seconds),
+        "min_ms": 1e3 * min(arm.seconds),
+        "max_ms": 1e3 * max(arm.seconds),
+    }
+    for other in ("adamw", BASELINE, "clean_muon"):
+        if other in arms:
+            pairs = zip(arm.seconds, arms[other].seconds, strict=True)
+            row[f"over_{other}"] = statistics.median(a / b for a, b in pairs)
+    return row
 
 
 def markdown(result: dict) -> str:
-    """Return the report as a table."""
-    machine, versions = result["machine"], result["versions"]
+    """The report as a table."""
+    machine = result["machine"]
+    versions = result["versions"]
+
+    def two_digits(key):
+        return lambda row: f"{row[key]:.2f}"
+
+    def ratio(other):
+        return lambda row: f"{row[f'over_{other}']:.3g}"
+
+    def extremes(row):
+        return f"{report.number(row['min_ms'])} to {report.number(row['max_ms'])}"
+
     columns = {
         "ms": lambda row: report.number(row["median_ms"]),
-        "fastest to slowest": lambda row: (
-            f"{report.number(row['min_ms'])} to {report.number(row['max_ms'])}"
-        ),
-        "/ optax Muon": lambda row: f"{row[f'over_{BASELINE}']:.3g}",
-        "/ clean Muon": lambda row: f"{row['over_clean_muon']:.3g}",
-        "/ AdamW": lambda row: f"{row['over_adamw']:.3g}",
+        "fastest to slowest": extremes,
+        "/ optax Muon": ratio(BASELINE),
+        "/ clean Muon": ratio("clean_muon"),
+        "/ AdamW": ratio("adamw"),
         "compile s": lambda row: f"{row['compile_s']:.1f}",
-        "compile / optax Muon": lambda row: f"{row['compile_over_optax_muon']:.2f}",
-        "state / weights": lambda row: f"{row['state_per_parameter_byte']:.2f}",
-        "temporaries / weights": lambda row: (
-            f"{row['temporaries_per_parameter_byte']:.2f}"
-        ),
+        "compile / optax Muon": two_digits("compile_over_optax_muon"),
+        "state / weights": two_digits("state_per_parameter_byte"),
+        "temporaries / weights": two_digits("temporaries_per_parameter_byte"),
     }
     return (
         f"`{result['command']}`, {result['date']}, {machine['device']}"
@@ -231,16 +253,16 @@ def markdown(result: dict) -> str:
 
 
 def plot(result: dict) -> Figure:
-    """Draw median milliseconds as bars on a logarithmic axis."""
+    """Median milliseconds as bars on a logarithmic axis."""
     names = list(result["rows"])
     medians = [result["rows"][name]["median_ms"] for name in names]
+    colors = ["#999999"] * len(names)
+    for place, name in enumerate(names):
+        if name.startswith("normpre"):
+            colors[place] = "#0072B2"
     figure = Figure(figsize=(6, 0.4 * len(names) + 1.2), layout="constrained")
     axes = figure.add_subplot()
-    bars = axes.barh(
-        names,
-        medians,
-        color=["#0072B2" if n.startswith("normpre") else "#999999" for n in names],
-    )
+    bars = axes.barh(names, medians, color=colors)
     axes.bar_label(bars, labels=[f"{m:,.0f}" for m in medians], padding=3)
     axes.set(
         xscale="log",
@@ -263,10 +285,12 @@ def main(options: Options) -> None:
         )
     result = summary(options, measure(options, console))
     name = f"optimizer_step_{options.model}_{result['machine']['platform']}"
-    name += "_compile" if options.compile_only else ""
-    figure = None if options.compile_only else plot(result)
-    report.write(options.out, name, result, markdown(result), figure)
-    console.print(markdown(result), soft_wrap=True)
+    page = markdown(result)
+    if options.compile_only:
+        report.write(options.out, f"{name}_compile", result, page)
+    else:
+        report.write(options.out, name, result, page, plot(result))
+    console.print(page, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of research programs: the command and machine, Markdown tables, and the
-files.
-"""
+"""Reports of research programs: command and machine, Markdown tables, and files."""
 
 import dataclasses
 import datetime
@@ -22,8 +20,9 @@ from examples.pretrain.compare.plots import save
 
 
 def command(name: str, options: Any) -> str:
-    """Return the command line that sets ``options``, a dataclass, without its defaults
-    and without ``--out``.
+    """The command line that sets ``options``, a dataclass.
+
+    It is without its defaults and without ``--out``.
     """
     words = [f"python -m examples.research.{name}"]
     for field in dataclasses.fields(options):
@@ -31,30 +30,28 @@ def command(name: str, options: Any) -> str:
         if field.name == "out" or value == field.default:
             continue
         words.append(f"--{field.name.replace('_', '-')}")
-        if value is not True:
-            words += [
-                shlex.quote(str(x))
-                for x in (value if isinstance(value, tuple) else (value,))
-            ]
+        if isinstance(value, tuple):
+            words += [shlex.quote(str(one)) for one in value]
+        elif value is not True:
+            words.append(shlex.quote(str(value)))
     return " ".join(words)
 
 
 def header(command: str, device: Any) -> dict:
-    """Return what is needed to repeat a measurement: command, date, machine (of a JAX
-    device), versions.
+    """What is needed to repeat a measurement.
+
+    Command, date, machine (of a JAX device) and versions.
     """
-    cores = (
-        os.sched_getaffinity(0)
-        if hasattr(os, "sched_getaffinity")
-        else range(os.cpu_count() or 1)
-    )
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     return {
         "command": command,
         "date": datetime.date.today().isoformat(),
         "machine": {
             "device": device.device_kind,
             "platform": device.platform,
-            "cores": len(cores),
+            "cores": cores,
         },
         "versions": {
             "python": platform.python_version(),
@@ -66,7 +63,7 @@ def header(command: str, device: Any) -> dict:
 
 
 def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of Markdown, with a newline at its end."""
+    """A table of Markdown, with a newline at its end."""
     lines = [
         f"| {' | '.join(titles)} |",
         "|---" * len(titles) + "|",
@@ -80,7 +77,7 @@ def table(
     columns: Mapping[str, Callable[[dict], str]],
     rows: Mapping[str, dict] | list[dict],
 ) -> str:
-    """Return a table with a line for every row and without empty columns.
+    """A table with a line for every row and without empty columns.
 
     Args:
         first: title of the first column, which has the rows' names, or key of a row's
@@ -90,45 +87,49 @@ def table(
         rows: values by the row's name, or a list with the names under the key
             ``first``.
     """
-    named = (
-        rows.items()
-        if isinstance(rows, Mapping)
-        else [(str(row[first]), row) for row in rows]
-    )
-    cells = [
-        (name, {title: _cell(f, row) for title, f in columns.items()})
-        for name, row in named
-    ]
-    titles = [title for title in columns if any(row[title] for _, row in cells)]
-    return markdown_table(
-        [first, *titles], ([name, *(row[t] for t in titles)] for name, row in cells)
-    )
+    if isinstance(rows, Mapping):
+        named = list(rows.items())
+    else:
+        named = [(str(row[first]), row) for row in rows]
+    filled = {}
+    for title, cell in columns.items():
+        cells = [_cell(cell, row) for _, row in named]
+        if any(cells):
+            filled[title] = cells
+    lines = []
+    for place, (name, _) in enumerate(named):
+        lines.append([name, *(cells[place] for cells in filled.values())])
+    return markdown_table([first, *filled], lines)
 
 
 def _cell(f: Callable[[dict], str], row: dict) -> str:
+    """What ``f`` says of a row, or nothing."""
     try:
         return f(row)
-    except (
-        KeyError
-    ):  # not measured, or a ratio to an optimizer that is not in the table
+    except KeyError:
+        # Not measured, or a ratio to an optimizer that is not in the table.
         return ""
 
 
 def number(value: float) -> str:
-    """Return three significant digits, or all before the point; an empty string for
-    zero.
-    """
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value else ""
+    """Three significant digits, or all before the point; nothing for zero."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    if value:
+        return f"{value:.3g}"
+    return ""
 
 
 def panels(
     count: int, width: float, height: float, **options: Any
 ) -> tuple[Figure, list[Any]]:
-    """Return a figure with panels side by side; ``options`` are those of
-    ``Figure.subplots``.
+    """A figure with panels side by side.
+
+    ``options`` are those of ``Figure.subplots``.
     """
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False, **options)[0])
+    axes = figure.subplots(1, count, squeeze=False, **options)
+    return figure, list(axes[0])
 
 
 def legend_at_end(axes: Sequence[Any]) -> None:

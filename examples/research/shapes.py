@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hidden matrices of the paper's models, as Flax stores them: (in, out), one leaf
-each; and of a mixture.
+"""The hidden matrices of the paper's models, and of a mixture of experts.
+
+As Flax stores them: (in, out), one leaf each.
 """
 
 import jax
@@ -24,7 +25,7 @@ def gated(
     width: int, hidden: int, layers: int, heads: int, kv_heads: int, head: int
 ) -> tuple[int, dict[str, tuple[int, ...]]]:
     """LLaMA and Qwen3: separate projections and a gated MLP, seven matrices a layer."""
-    return layers, {
+    shapes = {
         "q": (width, heads * head),
         "k": (width, kv_heads * head),
         "v": (width, kv_heads * head),
@@ -33,17 +34,24 @@ def gated(
         "up": (width, hidden),
         "down": (hidden, width),
     }
+    return layers, shapes
 
 
 def mixture(
     width: int, hidden: int, layers: int, experts: int
 ) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """A mixture of experts with all layers in one stack: (layer, in, out), and (layer,
-    expert, in, out).
+    """A mixture of experts with all layers in one stack.
+
+    Its matrices are (layer, in, out), and (layer, expert, in, out).
     """
     attention = dict.fromkeys(("q", "k", "v", "o"), (layers, width, width))
-    inside, outside = (layers, experts, width, hidden), (layers, experts, hidden, width)
-    return 1, {**attention, "gate": inside, "up": inside, "down": outside}
+    shapes = {
+        **attention,
+        "gate": (layers, experts, width, hidden),
+        "up": (layers, experts, width, hidden),
+        "down": (layers, experts, hidden, width),
+    }
+    return 1, shapes
 
 
 MODELS: dict[str, tuple[int, dict[str, tuple[int, ...]]]] = {
@@ -60,16 +68,18 @@ MODELS: dict[str, tuple[int, dict[str, tuple[int, ...]]]] = {
 
 
 def matrices(model: str, seed: int = 0, layers: int | None = None) -> Tree:
-    """Random weights of standard deviation 0.02 in the shapes of ``model``, or of its
-    first ``layers``.
+    """Random weights of standard deviation 0.02 in the shapes of ``model``.
+
+    ``layers`` of them; None: all.
     """
     depth, shapes = MODELS[model]
-    layers = depth if layers is None else layers
+    if layers is None:
+        layers = depth
     keys = iter(jax.random.split(jax.random.key(seed), layers * len(shapes)))
-    return {
-        f"block_{i}": {
-            name: {"kernel": 0.02 * jax.random.normal(next(keys), shape, jnp.float32)}
-            for name, shape in shapes.items()
-        }
-        for i in range(layers)
-    }
+    tree: Tree = {}
+    for i in range(layers):
+        tree[f"block_{i}"] = {}
+        for name, shape in shapes.items():
+            draws = jax.random.normal(next(keys), shape, jnp.float32)
+            tree[f"block_{i}"][name] = {"kernel": 0.02 * draws}
+    return tree

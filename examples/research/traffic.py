@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that an instruction of a compiled program moves between main memory and the
-chip.
+"""Bytes that an instruction reads from main memory and writes there.
 
 ``moved`` adds up operands and results that lie in main memory. Inside a fusion it
 follows every parameter to what becomes of it, as one that is only sliced is not read
@@ -23,45 +22,53 @@ _SLICES = ("slice", "dynamic-slice", "gather")
 def moved(
     program: Program, instruction: Instruction, computation: Computation
 ) -> float:
-    """Bytes between main memory and the chip: operands read and results written that
-    lie in main memory.
+    """Bytes between main memory and the chip: operands read and results written.
 
-    What is only sliced, or updated in a slice, counts with the slice. An asynchronous
-    copy counts where it begins.
+    Only those in main memory count. What is only sliced, or updated in a slice, counts
+    with the slice. An asynchronous copy counts where it begins.
     """
-    i, results = instruction, arrays(instruction.shape)
+    i = instruction
+    results = arrays(i.shape)
     if i.operation in FREE:
         return 0
-    if i.operation == "copy-start":
+    if i.operation == "copy-start":  # results: the copy, what is copied, a context
         return sum(array.bytes for array in results[:2] if array.memory == 0)
     if i.operation in ("slice-start", "dynamic-slice-start"):
-        piece = results[1]
-        return piece.bytes * ((results[0].memory == 0) + (piece.memory == 0))
+        whole, piece, *_ = results
+        ends = [array.memory == 0 for array in (whole, piece)]
+        return piece.bytes * sum(ends)
     if i.operation == "fusion":
         within = program.computations[called(i) or ""]
-        parameters = {
-            int(p.literal): p.name
-            for p in within.values()
-            if p.operation == "parameter"
-        }
-        read = [
-            (name, _read(program, within, parameters[k]))
-            for k, name in enumerate(i.operands)
-        ]
+        read = _read_by_fusion(program, i, within)
         written = _written(within, root_of(within))
     else:
-        read = [
-            (name, _read_by(program, i, name, computation))
-            for name in dict.fromkeys(i.operands)
-        ]
+        read = []
+        for name in dict.fromkeys(i.operands):  # an operand is read once
+            read.append((name, _read_by(program, i, name, computation)))
         written = _written(computation, i)
-    reads = sum(size for name, size in read if _in_main_memory(computation[name]))
-    return reads + sum(
-        size for size, array in zip(written, results, strict=False) if array.memory == 0
-    )
+    total = sum(size for name, size in read if _in_main_memory(computation[name]))
+    for size, array in zip(written, results, strict=False):
+        if array.memory == 0:
+            total += size
+    return total
+
+
+def _read_by_fusion(
+    program: Program, i: Instruction, within: Computation
+) -> list[tuple[str, float]]:
+    """Operands of a fusion, and the bytes that it reads of each."""
+    parameters = {}
+    for inner in within.values():
+        if inner.operation == "parameter":
+            parameters[int(inner.literal)] = inner.name
+    read = []
+    for place, name in enumerate(i.operands):
+        read.append((name, _read(program, within, parameters[place])))
+    return read
 
 
 def _in_main_memory(i: Instruction) -> bool:
+    """Whether all arrays of its result are stored there."""
     return all(array.memory == 0 for array in arrays(i.shape))
 
 
@@ -75,6 +82,7 @@ def _read(program: Program, computation: Computation, name: str) -> float:
 def _read_by(
     program: Program, user: Instruction, name: str, computation: Computation
 ) -> float:
+    """Bytes of ``name`` that one instruction reads."""
     whole = sum(array.bytes for array in arrays(computation[name].shape))
     first_only = user.operands[0] == name and name not in user.operands[1:]
     if user.operation in _SLICES and first_only:
@@ -94,16 +102,15 @@ def _read_by(
 def _written(computation: Computation, i: Instruction) -> list[float]:
     """Bytes of every result of ``i``."""
     if i.operation == "tuple":
-        return [
-            size
-            for name in i.operands
-            for size in _written(computation, computation[name])
-        ]
-    if (
-        i.operation == "bitcast"
-        and computation[i.operands[0]].operation == "dynamic-update-slice"
-    ):
-        return _written(computation, computation[i.operands[0]])
+        sizes: list[float] = []
+        for name in i.operands:
+            sizes += _written(computation, computation[name])
+        return sizes
+    if i.operation == "bitcast":
+        operand = computation[i.operands[0]]
+        if operand.operation == "dynamic-update-slice":
+            return _written(computation, operand)
     if i.operation == "dynamic-update-slice":
-        return [arrays(computation[i.operands[1]].shape)[0].bytes]
+        update = computation[i.operands[1]]
+        return [arrays(update.shape)[0].bytes]
     return [array.bytes for array in arrays(i.shape)]
