@@ -8,6 +8,7 @@ run. ``soap_hyperball`` is a ceiling: SOAP's direction (Vyas et al., arXiv 2409.
 under Hyperball, which keeps two Gram matrices and their eigenbases.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -29,14 +30,16 @@ from normpre_optax.options import checked
 from normpre_optax.parameters.dims import (
     MatrixDims,
     from_matrices,
+    matrix_shape,
     split_axes,
     to_matrices,
 )
-from normpre_optax.stages.stage import assigned
+from normpre_optax.parameters.rules import assign, assigned
 
 Sides = Literal["both", "before", "after"]
 Statistic = Literal["gradient", "momentum", "residual"]
 Follows = Literal["run", "rate"]
+Norms = Literal["role", "ones", "unequal", "width", "keep"]
 
 
 @checked
@@ -60,6 +63,7 @@ def normpre_h_variant(
     sides: Sides = "both",
     statistic: Statistic = "gradient",
     frozen_after: int = 0,
+    norms: Norms = "role",
     radial: bool = True,
     peak_power: float = 0.0,
     steps: int = 0,
@@ -96,6 +100,9 @@ def normpre_h_variant(
         statistic: what the metric averages the squares of: the gradient, ``U``, or the
             gradient less the fast average.
         frozen_after: steps after which the metric does not change; 0 never freezes it.
+        norms: row norms: as in ``normpre_h`` by "role"; "ones" for all; reduced where
+            the outputs are the width and the inputs are not ("unequal"), or wherever
+            the outputs are the "width"; or "keep" those of the initialization.
         radial: whether ``U`` keeps its part along the weights, as whole matrices.
         peak_power: front-loaded learning rate ``peak (1 - (t / steps)^power)``; 0 keeps
             the schedule.
@@ -115,37 +122,20 @@ def normpre_h_variant(
         share = falling(slow_weight, last_slow_weight, falls_from, steps)
     elif last_slow_weight is not None:
         share = following(learning_rate, slow_weight, last_slow_weight, steps)
-
-    def weight(t: Any) -> Any:
-        falls = jnp.clip(1 - (t - onset) / (end - onset), 0, 1) if end else 1.0
-        ramped = (1 - slow_momentum ** (t + 1.0)) ** ramp if ramp else 1.0
-        return jnp.where(t >= onset, share(t) * falls * ramped, 0.0)
+    if end:
+        share = product(share, falling(1.0, 0.0, onset / end, end))
+    if ramp:
+        share = product(share, lambda t: (1 - slow_momentum ** (t + 1.0)) ** ramp)
+    weight = from_step(onset, share)
+    metric = Metric(metric_strength, clip, decay, sides, statistic, frozen_after)
 
     def chain(matrix_dims: Any) -> optax.GradientTransformation:
-        spectral, both = (
-            precondition_globally(ns_steps, ns_norm=ns_norm),
-            sides == "both",
-        )
-        # Around the identity, the metric is applied twice: at half the strength, that
-        # is once.
-        inside, strength = (
-            (spectral, metric_strength)
-            if both
-            else (optax.identity(), metric_strength / 2)
-        )
-        metric: Any = with_metric(inside, strength, clip, decay)
-        if frozen_after:
-            metric = _frozen(metric, frozen_after)
-        if statistic != "gradient":
-            metric = _measured(metric, statistic, momentum)
-        stages = {
-            "both": (metric,),
-            "before": (metric, spectral),
-            "after": (spectral, metric),
-        }[sides]
-        tangent = () if radial else (per_parameter(_without_radial_part),)
-        momenta = two_momenta(momentum, slow_momentum, weight, gradient_share)
-        return direction(momenta, *tangent, *stages, matrix_dims=matrix_dims)
+        spectral = precondition_globally(ns_steps, ns_norm=ns_norm)
+        stages = [two_momenta(momentum, slow_momentum, weight, gradient_share)]
+        if not radial:
+            stages.append(per_parameter(_without_radial_part))
+        stages += metric.around(spectral, momentum)
+        return direction(*stages, matrix_dims=matrix_dims)
 
     rates = [learning_rate, adam_learning_rate]
     if peak_power:
@@ -154,6 +144,7 @@ def normpre_h_variant(
         chain,
         rates[0],
         norm_control="hyperball",
+        row_norms=NORMS[norms],
         adam_learning_rate=rates[1],
         learning_rate_multipliers=learning_rate_multipliers,
         adam_b1=adam_b1,
@@ -162,6 +153,95 @@ def normpre_h_variant(
         weight_decay_mask=weight_decay_mask,
         matrix_dims=matrix_dims,
     )
+
+
+class Metric(NamedTuple):
+    """The options of the metric of ``normpre_h_variant``."""
+
+    strength: float
+    clip: float
+    decay: float
+    sides: Sides
+    statistic: Statistic
+    frozen_after: int
+
+    def around(self, spectral: Any, momentum: float) -> list[Any]:
+        """Return the spectral stage with the metric before and after it, or once."""
+        if self.sides == "both":
+            return [self.stage(spectral, self.strength, momentum)]
+        # Around the identity, the metric is applied twice: at half the strength, that
+        # is once.
+        once = self.stage(optax.identity(), self.strength / 2, momentum)
+        return [once, spectral] if self.sides == "before" else [spectral, once]
+
+    def stage(self, inside: Any, strength: float, momentum: float) -> Any:
+        """Return the metric around a stage."""
+        metric: Any = with_metric(inside, strength, self.clip, self.decay)
+        if self.frozen_after:
+            metric = _frozen(metric, self.frozen_after)
+        if self.statistic != "gradient":
+            metric = _measured(metric, self.statistic, momentum)
+        return metric
+
+
+# Row norms that need no name of a layer, for comparison with those by role. Functions
+# of the parameters, or what ``row_norms`` accepts.
+
+
+def _shapes(params: Any) -> dict[str, tuple[int, int]]:
+    """Return (outputs, inputs) of every matrix, by path."""
+    shapes = {}
+    for path, spec in assign(params).items():
+        if spec.dims is not None:
+            _, outputs, inputs = matrix_shape(spec.shape, spec.dims)
+            shapes[path] = outputs, inputs
+    return shapes
+
+
+def _reduced(params: Any, chosen: Callable[[int, int, int], bool]) -> Any:
+    """Return ``sqrt(in / (out k))`` for the k chosen matrices, 1 for all others.
+
+    Args:
+        params: the tree of parameters, without stacked layers.
+        chosen: function of outputs, inputs and the smallest size, which is the width.
+    """
+    shapes = _shapes(params)
+    width = min(size for shape in shapes.values() for size in shape)
+    reduced = [path for path, (m, n) in shapes.items() if chosen(m, n, width)]
+    norms = []
+    for path in assign(params):
+        m, n = shapes.get(path, (1, 1))
+        norms.append(math.sqrt(n / (m * len(reduced))) if path in reduced else 1.0)
+    return jax.tree.structure(params).unflatten(norms)
+
+
+def _reduced_unequal(params: Any) -> Any:
+    """Reduce the matrices whose outputs are the width, and whose inputs are not."""
+    return _reduced(params, lambda m, n, width: m == width != n)
+
+
+def _reduced_all(params: Any) -> Any:
+    """Reduce every matrix whose outputs are the width: queries, too."""
+    return _reduced(params, lambda m, n, width: m == width)
+
+
+NORMS: dict[str, Any] = {
+    "role": None,
+    "ones": 1.0,
+    "unequal": _reduced_unequal,
+    "width": _reduced_all,
+    "keep": "keep",
+}
+
+
+def product(first: Callable, second: Callable) -> Callable[[Any], Any]:
+    """A schedule that is the product of two."""
+    return lambda t: first(t) * second(t)
+
+
+def from_step(start: int, schedule: Callable) -> Callable[[Any], Any]:
+    """A schedule that is zero before a step."""
+    return lambda t: jnp.where(t >= start, schedule(t), 0.0)
 
 
 def constant(value: float) -> Callable[[Any], Any]:

@@ -11,6 +11,7 @@ import pytest
 
 import normpre_optax as npo
 from examples.research.variants import (
+    NORMS,
     falling,
     following,
     muon_falling_hyperball,
@@ -68,12 +69,31 @@ OTHERS = [
     {"clip": 1.2},
     {"decay": 0.5},
     {"gradient_share": 0.3},
+    {"norms": "ones"},
+    {"norms": "keep"},
 ]
 
 
 @pytest.mark.parametrize("options", OTHERS)
 def test_every_option_has_an_effect(options):
     assert distance(**options) > 1e-3
+
+
+def test_norms_by_shape_are_those_by_role_where_writers_are_not_square():
+    assert distance(norms="unequal") < 1e-5
+
+
+def test_norms_by_shape_of_a_block():
+    square = ("query", "out")
+    params = {name: jnp.ones((4, 4)) for name in square}
+    params |= {"up": jnp.ones((4, 16)), "down": jnp.ones((16, 4))}
+    tree = {"layers": [params, params], "wte": jnp.ones((9, 4))}
+    unequal = NORMS["unequal"](tree)["layers"][1]
+    assert unequal == {"query": 1.0, "out": 1.0, "up": 1.0, "down": 2**0.5}
+    width = NORMS["width"](tree)["layers"][1]
+    assert width["up"] == 1.0
+    assert width["query"] == width["out"] == pytest.approx(6**-0.5)
+    assert width["down"] == pytest.approx((4 / 6) ** 0.5)
 
 
 def test_a_weight_that_ends_where_it_starts_is_constant():
