@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A corpus of a few standard packages: real Python, tokenized in about a second."""
+"""A corpus of a few standard packages: real Python, tokenized in about a second.
+
+Beside it tokenizers of two types, trained on ``corpora.TEXTS``.
+"""
 
 import os
 import shutil
+import string
 import subprocess
 import sysconfig
 import time
@@ -10,11 +14,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from examples.pretrain import data, main
 from examples.pretrain.config import RunError
 from examples.pretrain.logs import read_lines
 from examples.pretrain.prepare import command
+from examples.pretrain.prepare.tokenizer import train_tokenizer
+from tests.examples.corpora import TEXTS
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 PACKAGES = ("json", "email", "http", "logging")
@@ -40,6 +54,11 @@ FACTS = {
 }
 
 
+def words(command: str) -> list[str]:
+    """The words of a command line."""
+    return command.split()
+
+
 def refuses(message: str, call: Callable, *arguments, **options) -> None:
     """Assert that a call is refused with one line."""
     with pytest.raises(RunError, match=message) as error:
@@ -51,8 +70,9 @@ def refuses(message: str, call: Callable, *arguments, **options) -> None:
 def corpus(tmp_path_factory) -> Path:
     """A folder of Python files."""
     folder = tmp_path_factory.mktemp("corpus")
+    library = Path(sysconfig.get_path("stdlib"))
     for package in PACKAGES:
-        shutil.copytree(Path(sysconfig.get_path("stdlib")) / package, folder / package)
+        shutil.copytree(library / package, folder / package)
     return folder
 
 
@@ -62,6 +82,46 @@ def dataset(corpus, tmp_path_factory) -> data.Dataset:
     options = ["--vocabulary", "512", "--validation-percent", "20"]
     command.main(["python", str(corpus), *options, "--output", str(folder)])
     return data.load(folder)
+
+
+@pytest.fixture(scope="session")
+def byte_level(tmp_path_factory) -> Path:
+    """A tokenizer of GPT-2's and Qwen's type."""
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    tokenizer = train_tokenizer(TEXTS, 400)
+    tokenizer.add_special_tokens(["<|im_start|>"])
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="session")
+def sentence_piece(tmp_path_factory) -> Path:
+    """A tokenizer of T5's type.
+
+    It has no bytes, no <|endoftext|>, special tokens among the pieces of the model, and
+    limits of its own, as files on the hub have them.
+    """
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    special = ["<pad>", "</s>", "<unk>", "<extra_id_3>"]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    # So that no letter of a special token is unknown.
+    spelling = " ".join("</>|_" + string.ascii_lowercase)
+    tokenizer.train_from_iterator([*TEXTS, spelling], trainer)
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=8)
+    path = tmp_path_factory.mktemp("t5") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "out"
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from examples.pretrain.compare import command, plots, report, results, study, ta
 from examples.pretrain.compare.arms import Arm, finished
 from examples.pretrain.config import Compare, RunError, read_compare
 from examples.pretrain.optimizers import OPTIMIZERS
-from tests.examples.conftest import ENVIRONMENT, FACTS, wait_for
+from tests import cases
+from tests.examples.conftest import ENVIRONMENT, FACTS, wait_for, words
 
 NO_TANGENT = "normpre_g,tangent=none"
 
@@ -62,14 +63,20 @@ def content() -> dict:
     }
 
 
+def arms_of(content: dict, optimizer: str) -> list[dict]:
+    """The arms of an optimizer."""
+    return [arm for arm in content["arms"] if arm["optimizer"] == optimizer]
+
+
 def without_normpre(content: dict) -> dict:
     """The same report without two of its optimizers."""
     arms = [arm for arm in content["arms"] if "normpre" not in arm["optimizer"]]
     return content | {"arms": arms}
 
 
-def test_the_tables(content):
-    assert tables.losses_table(content).splitlines()[2:] == [
+def test_the_table_of_losses(content):
+    _, _, *rows = tables.losses_table(content).splitlines()
+    assert rows == [
         "| AdamW | 0.1 (smallest) | 0.1 | 3.1000 | 0.1414 | 2 | 0.50 | 0.25 |",
         "| Muon | 0.2 | 0.4 | 2.8250 | 0.1768 | 2 | 0.50 | 0.25 |",
         "| NormPre-G | 0.2 | 0.2 | 2.6500 |  | 1 | 0.50 | 0.25 |",
@@ -77,6 +84,9 @@ def test_the_tables(content):
         "",
         "Runs are missing: these means are of different seeds.",
     ]
+
+
+def test_the_table_of_differences(content):
     head, _, adamw, muon, *_ = tables.differences_table(content).splitlines()
     best = "NormPre-G, tangent=none"
     assert head == f"| optimizer | {best} is ahead by | and has its loss at step |"
@@ -84,18 +94,21 @@ def test_the_tables(content):
     assert adamw == "| AdamW | 0.4000 | 8 (20% fewer) |"
     assert muon == "| Muon | 0.1000 | 10 (5% fewer) |"
     content = without_normpre(content)
-    ahead = tables.differences_table(content).splitlines()
-    assert ahead[2] == "| AdamW | 0.2750 ± 0.0250 | 9 (14% fewer) |"
-    muon_only = [arm for arm in content["arms"] if arm["optimizer"] == "muon"]
-    assert tables.differences_table(content | {"arms": muon_only}) == ""
+    _, _, adamw, *_ = tables.differences_table(content).splitlines()
+    assert adamw == "| AdamW | 0.2750 ± 0.0250 | 9 (14% fewer) |"
+    content["arms"] = arms_of(content, "muon")
+    assert tables.differences_table(content) == ""
+
+
+def test_the_table_of_runs(content):
+    content = without_normpre(content)
     runs = tables.runs_table(content).splitlines()
     assert runs[0] == "| optimizer | seed | 0.1 | 0.2 | 0.4 |"
     assert "| AdamW | 0 | 3.0000 | 9.5000 |  |" in runs
     assert "| Muon | 1 |  | 2.9500 |  |" in runs
     assert "| MANO | 0 | diverged |  |  |" in runs
-    content["arms"].append(
-        {**arm("mano", 0.2, 1, 0.0), "status": "failed", "reason": "no memory"}
-    )
+    failure = {"status": "failed", "reason": "no memory"}
+    content["arms"].append(arm("mano", 0.2, 1, 0.0, **failure))
     assert tables.runs_table(content).endswith("\nMANO, seed 1, failed: no memory\n")
 
 
@@ -118,15 +131,19 @@ def test_a_report_is_drawn(content, tmp_path):
     found = {path.name for path in tmp_path.iterdir()}
     assert found == {"README.md", "comparison.json", "losses.png", "learning_rates.png"}
     text = (tmp_path / "README.md").read_text()
-    for part in (
-        "# Comparison: nano --steps 10",
-        "tokens (80)",
-        "| NormPre-G, tangent=none | 0 |",
-    ):
-        assert part in text
-    report.write(tmp_path, content | {"text": {"source": "a book", "passes": 3.53}})
+    assert "# Comparison: nano --steps 10" in text
+    assert "tokens (80)" in text
+    assert "| NormPre-G, tangent=none | 0 |" in text
+
+
+def test_a_report_says_what_its_text_is(content, tmp_path):
+    content["text"] = {"source": "a book", "passes": 3.53}
+    report.write(tmp_path, content)
     text = (tmp_path / "README.md").read_text()
     assert "tokens (80) of a book, 3.5 passes over it." in text
+
+
+def test_a_report_without_curves_has_no_figures(content, tmp_path):
     without_curves = arm("adamw", 0.1, 0, 3.0)
     del without_curves["train"], without_curves["row_norm"]
     content["arms"] = [without_curves]
@@ -135,17 +152,13 @@ def test_a_report_is_drawn(content, tmp_path):
 
 
 def test_a_report_of_arms_whose_logs_were_damaged(content, tmp_path):
-    muon = [
-        arm
-        for arm in content["arms"]
-        if arm["optimizer"] == "muon" and arm["learning_rate"] == 0.2
-    ]
-    muon[1]["validation"].pop(1)
+    best = [arm for arm in arms_of(content, "muon") if arm["learning_rate"] == 0.2]
+    best[1]["validation"].pop(1)
     assert "| Muon | 0.1000 | 10 (5% fewer) |" in tables.differences_table(content)
     row = "| AdamW | 0.2750 ± 0.0250 | not reached, or a log is damaged |"
     assert row in tables.differences_table(without_normpre(content))
     report.write(tmp_path, content)
-    muon[0] |= {"validation": [], "norms": {}}
+    best[0] |= {"validation": [], "norms": {}}
     report.write(tmp_path, content)
     text = (tmp_path / "README.md").read_text()
     assert "| Muon | 0.2 | 0.4 | 2.8250 | 0.1768 | 2 |  |  |" in text
@@ -171,9 +184,13 @@ def test_the_axes_show_what_differs(content):
     # 2.65 between 3.6 at step 5 and 2.6 at step 10.
     assert steps_saved.get_xdata() == pytest.approx([9.75, 10])
     bottom, top = axes.get_ylim()
-    assert bottom < min(line.get_ydata().min() for line in axes.lines)
-    assert max(line.get_ydata().max() for line in axes.lines) < top < 6
-    assert painted(plots.paint_learning_rates, content).get_ylim()[1] < 3.5
+    lowest = min(line.get_ydata().min() for line in axes.lines)
+    highest = max(line.get_ydata().max() for line in axes.lines)
+    # The validation losses at step 0, which are 6, are beyond the top.
+    assert bottom < lowest
+    assert highest < top < 6
+    _, top = painted(plots.paint_learning_rates, content).get_ylim()
+    assert top < 3.5
 
 
 def test_a_legend_is_no_wider_than_its_figure_and_variants_look_different(content):
@@ -184,7 +201,8 @@ def test_a_legend_is_no_wider_than_its_figure_and_variants_look_different(conten
     (legend,) = figure.legends
     box = legend.get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.width
-    assert figure.axes[0].get_window_extent().height > 0.4 * figure.dpi * 3.6
+    (axes,) = figure.axes
+    assert axes.get_window_extent().height > 0.4 * figure.bbox.height
     looks = [plots.style(name, content) for name in results.optimizers(content)]
     seen = {(look["color"], look["linestyle"], look["marker"]) for look in looks}
     assert len(seen) == len(looks)
@@ -200,34 +218,41 @@ def test_optimizers_have_names_and_colors_of_their_own_and_new_ones_are_drawn():
     assert plots.style("scion", content)["label"] == "scion"
 
 
-REFUSED = {
-    "--optimizers adam": "--optimizer must be one of adamw, normpre_h",
-    "--optimizers ,": "--optimizers must name at least one",
-    "--optimizers normpre_l,rank=0": "rank must be at least 1",
-    "--optimizers muon,rank=8": "muon has no setting 'rank'",
-    "--optimizers muon,ns_steps=many": "ns_steps must be an int",
-    "--optimizers muon,muon": (
-        "--optimizers: muon with learning rate 0.01 is listed twice"
+@cases.rows(
+    "arguments line",
+    ("--optimizers adam", "--optimizer must be one of adamw, normpre_h"),
+    ("--optimizers ,", "--optimizers must name at least one"),
+    ("--optimizers normpre_l,rank=0", "rank must be at least 1"),
+    ("--optimizers muon,rank=8", "muon has no setting 'rank'"),
+    ("--optimizers muon,ns_steps=many", "ns_steps must be an int"),
+    (
+        "--optimizers muon,muon",
+        "--optimizers: muon with learning rate 0.01 is listed twice",
     ),
-    "--optimizers muon --optimizer adamw": (
-        "--optimizer is what `compare` sets itself: remove it"
+    (
+        "--optimizers muon --optimizer adamw",
+        "--optimizer is what `compare` sets itself: remove it",
     ),
-    "--optimizers muon --optimizer=adamw": (
-        "--optimizer is what `compare` sets itself: remove it"
+    (
+        "--optimizers muon --optimizer=adamw",
+        "--optimizer is what `compare` sets itself: remove it",
     ),
-    "--learning-rates 1e-3;2e-3": "--learning-rates: numbers separated by commas",
-    "--learning-rates=-1": "--learning-rate must be a positive number",
-    "--resume": "compare resumes by itself",
-    "--seeds 0": "must be at least 1",
-    "--seeds 2147483648": "--seeds must be in 1..10000, got",
-    "--jobs 2147483647": "--jobs must be in 1..10000, got",
-    "--name a/b": "plain folder name",
-}
-
-
-def test_a_bad_comparison_is_one_line_before_anything_is_written(refused_at_once):
-    for arguments, line in REFUSED.items():
-        refused_at_once(["compare", "--config", "tiny", *arguments.split()], line)
+    (
+        "--learning-rates 1e-3;2e-3",
+        "--learning-rates: numbers separated by commas",
+    ),
+    ("--learning-rates=-1", "--learning-rate must be a positive number"),
+    ("--resume", "compare resumes by itself"),
+    ("--seeds 0", "must be at least 1"),
+    ("--seeds 2147483648", "--seeds must be in 1..10000, got"),
+    ("--jobs 2147483647", "--jobs must be in 1..10000, got"),
+    ("--name a/b", "plain folder name"),
+)
+def test_a_bad_comparison_is_one_line_before_anything_is_written(
+    refused_at_once, arguments, line
+):
+    command = ["compare", "--config", "tiny", *words(arguments)]
+    refused_at_once(command, line)
 
 
 def study_of(options: Compare) -> study.Study:
@@ -257,6 +282,11 @@ def test_learning_rates_for_all_and_for_one():
     assert results.label(own) == "NormPre-L, rank=8, mu_dtype=bfloat16"
 
 
+def refuse_to_begin(begun: study.Study, message: str) -> None:
+    with pytest.raises(RunError, match=message), begun.begun():
+        pass
+
+
 def test_a_folder_holds_arms_of_one_setting(tmp_path, monkeypatch):
     monkeypatch.setattr(study.data, "open_corpus", text_of("text"))
     arguments = ["--config", "tiny", "--runs-folder", str(tmp_path)]
@@ -264,20 +294,15 @@ def test_a_folder_holds_arms_of_one_setting(tmp_path, monkeypatch):
     other = study_of(read_compare([*arguments, "--steps", "4"]))
     with first.begun():
         pass
-    message = r"other settings \(--config tiny\)"
-    with pytest.raises(RunError, match=message), other.begun():
-        pass
+    refuse_to_begin(other, r"other settings \(--config tiny\)")
     monkeypatch.setattr(study.data, "open_corpus", text_of("other"))
-    with pytest.raises(RunError, match="was begun with another text"), first.begun():
-        pass
+    refuse_to_begin(first, "was begun with another text")
     (first.folder / "study.json").write_text("{")
-    with pytest.raises(RunError, match=r"study.json is damaged"), first.begun():
-        pass
+    refuse_to_begin(first, "study.json is damaged")
     (first.folder / "study.json").unlink()
     (first.folder / "arm").mkdir()
     (first.folder / "arm" / "run.json").write_text("{}")
-    with pytest.raises(RunError, match=r"holds runs but no study.json"), first.begun():
-        pass
+    refuse_to_begin(first, "holds runs but no study.json")
 
 
 def test_an_arm_that_was_killed_is_no_fault_of_the_settings(tmp_path):
@@ -302,30 +327,32 @@ def test_every_optimizer_has_the_same_budget(tmp_path, monkeypatch):
 
     def ran(study, found):
         for one in found:
-            loss = abs(one.learning_rate - 2e-3) * 100 + (one.optimizer == "muon")
+            loss = abs(one.learning_rate - 2e-3) * 100
+            if one.optimizer == "muon":
+                loss += 1
             study.results[one] = {"status": "finished", "best_validation_loss": loss}
+
+    def write(folder, content):
+        written.append(content)
 
     written = []
     monkeypatch.setattr(study.Study, "run", ran)
     monkeypatch.setattr(study.Study, "facts", lambda study, command: {})
-    monkeypatch.setattr(
-        report, "write", lambda folder, content: written.append(content)
-    )
+    monkeypatch.setattr(report, "write", write)
     monkeypatch.setattr(study.data, "open_corpus", text_of("text"))
-    arguments = (
-        "--config nano --seed 5 --seeds 3 --optimizers adamw,muon --learning-rates"
-        " 1e-3,2e-3,4e-3"
+    options = (
+        "--config nano --seed 5 --seeds 3 --optimizers adamw,muon"
+        " --learning-rates 1e-3,2e-3,4e-3"
     )
-    command.main(read_compare([*arguments.split(), "--runs-folder", str(tmp_path)]))
+    arguments = [*words(options), "--runs-folder", str(tmp_path)]
+    command.main(read_compare(arguments))
     (content,) = written
+    sweep = [(1e-3, 5), (2e-3, 5), (4e-3, 5)]
+    best = [(2e-3, 6), (2e-3, 7)]
     for name in ("adamw", "muon"):
-        arms = [
-            (arm["learning_rate"], arm["seed"])
-            for arm in content["arms"]
-            if arm["optimizer"] == name
-        ]
-        sweep = [(1e-3, 5), (2e-3, 5), (4e-3, 5)]
-        assert arms == [*sweep, (2e-3, 6), (2e-3, 7)]
+        arms = arms_of(content, name)
+        settings = [(arm["learning_rate"], arm["seed"]) for arm in arms]
+        assert settings == sweep + best
 
 
 @pytest.mark.parametrize(("cores", "jobs"), [(4, 2), (2, 3)])
@@ -343,14 +370,20 @@ def test_jobs_share_the_cores(monkeypatch, cores, jobs):
 @pytest.mark.timeout(900)
 def test_a_comparison_from_end_to_end(flags, tmp_path):
     """Stopped, resumed, with an arm that diverges; nothing is done twice."""
-    words = [sys.executable, "-m", "examples.pretrain", "compare", *flags]
-    words += ["--optimizers", "adamw,normpre_g", "--learning-rates", "1e-2,1e30"]
-    words += ["--seeds", "2", "--jobs", "2"]
-    words += ["--steps", "200", "--checkpoint-every", "10", "--log-every", "5"]
+    options = (
+        "--optimizers adamw,normpre_g --learning-rates 1e-2,1e30 --seeds 2 --jobs 2"
+        " --steps 200 --checkpoint-every 10 --log-every 5"
+    )
+    program = [sys.executable, "-m", "examples.pretrain", "compare"]
+    command = [*program, *flags, *words(options)]
 
     def start() -> subprocess.Popen:
         return subprocess.Popen(
-            words, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=tmp_path,
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def sessions() -> list[dict]:
@@ -367,11 +400,12 @@ def test_a_comparison_from_end_to_end(flags, tmp_path):
     said, _ = start().communicate()
     assert len(sessions()) == begun + 1
     content = json.loads((folder / "report" / "comparison.json").read_text())
-    found = {
-        (arm["optimizer"], arm["learning_rate"], arm["seed"]): arm["status"]
-        for arm in content["arms"]
-    }
-    assert {key for key, status in found.items() if status == "finished"} == {
+    found = {}
+    for one in content["arms"]:
+        key = one["optimizer"], one["learning_rate"], one["seed"]
+        found[key] = one["status"]
+    ended = {key for key, status in found.items() if status == "finished"}
+    assert ended == {
         ("adamw", 1e-2, 0),
         ("adamw", 1e-2, 1),
         ("normpre_g", 1e-2, 0),

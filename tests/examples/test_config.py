@@ -19,28 +19,34 @@ from examples.pretrain.flat import differences, from_dict, to_dict
 from examples.pretrain.names import split_name
 from normpre_optax import learning_rate_by_length
 from tests import cases
+from tests.examples.conftest import words
 
 
 def test_flags_override_the_named_configuration():
     flags = "--steps 77 --config tiny --model.width 48 --optimizer adamw --resume"
-    config = configs.parse(flags.split())
+    config = configs.parse(words(flags))
     tiny = configs.load("tiny")
-    assert (config.steps, config.model.width) == (77, 48)
-    assert config.optimizer == "adamw"
-    assert config.resume
-    assert tiny == dataclasses.replace(
-        config,
-        steps=tiny.steps,
-        optimizer=tiny.optimizer,
-        resume=False,
-        model=tiny.model,
+    expected = dataclasses.replace(
+        tiny,
+        steps=77,
+        optimizer="adamw",
+        resume=True,
+        model=dataclasses.replace(tiny.model, width=48),
     )
+    assert config == expected
     assert config.run_folder == Path("runs/tiny-adamw")
-    rates = {
-        "learning_rate": learning_rate_by_length(800),
-        "adam_learning_rate": 1.6e-2,
-    }
-    assert configs.parse([]) == dataclasses.replace(configs.load("first_run"), **rates)
+
+
+def test_without_flags_it_is_the_first_run_with_the_rates_of_its_optimizer():
+    expected = dataclasses.replace(
+        configs.load("first_run"),
+        learning_rate=learning_rate_by_length(800),
+        adam_learning_rate=1.6e-2,
+    )
+    assert configs.parse([]) == expected
+
+
+def test_the_learning_rate_is_that_of_the_length():
     assert configs.parse(["--steps=1_500"]).learning_rate == 1.6e-2
     assert configs.parse(["--steps", "7"]).learning_rate == learning_rate_by_length(200)
 
@@ -76,7 +82,8 @@ def test_a_named_configuration(name):
     """It passes the checks, and JSON restores it."""
     config = configs.load(name)
     check(config)
-    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    text = json.dumps(to_dict(config))
+    assert from_dict(json.loads(text)) == config
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -91,9 +98,13 @@ def test_a_configuration_of_the_paper(name):
         config.learning_rate,
         config.warmup_steps,
     )
-    assert (model.context, config.batch_size, config.steps) == (1024, 512, 10_000)
-    assert (config.weight_decay, config.clip_norm) == (0.1, 1.0)
-    assert (config.adam_b1, config.adam_b2) == (0.9, 0.95)
+    assert model.context == 1024
+    assert config.batch_size == 512
+    assert config.steps == 10_000
+    assert config.weight_decay == 0.1
+    assert config.clip_norm == 1.0
+    assert config.adam_b1 == 0.9
+    assert config.adam_b2 == 0.95
     assert config.evaluate_every == 500
     sequences = 2048
     if name == "gpt2_small":
@@ -106,11 +117,13 @@ def helped(*arguments: str, capsys) -> dict[str, str]:
     with pytest.raises(SystemExit, match="0"):
         configs.parse(arguments)
     found = {}
+    flag = ""
     for line in capsys.readouterr().out.splitlines():
-        if flags := re.match(r"[│ ] (?:-h, )?(--[^ ,]+(?:, --[^ ,]+)?)", line):
-            found[flags[1]] = ""
-        if found:
-            found[[*found][-1]] += " " + line.strip("│ ")
+        if begun := re.match(r"[│ ] (?:-h, )?(--[^ ,]+(?:, --[^ ,]+)?)", line):
+            flag = begun[1]
+            found[flag] = ""
+        if flag:
+            found[flag] += " " + line.strip("│ ")
     del found["--help"]
     return found
 
@@ -128,48 +141,63 @@ def test_the_name_of_an_optimizer_has_settings():
 
 
 def test_the_default_learning_rate_depends_on_the_optimizer():
-    rates = {"muon": 4e-3, "muon,norm_control=hyperball": 0.023, "normpre_h": 0.023}
+    rates = {
+        "muon": 4e-3,
+        "muon,norm_control=hyperball": 0.023,
+        "normpre_h": 0.023,
+    }
     for name, rate in rates.items():
         assert configs.parse(["--optimizer", name]).learning_rate == rate
     assert configs.parse(["--learning-rate", "1e-2"]).learning_rate == 1e-2
-    assert split_name("normpre_g,layers=attention/out+mlp") == (
-        "normpre_g",
-        {"layers": "attention/out+mlp"},
-    )
+
+
+def test_a_name_is_split_into_the_optimizer_and_its_settings():
+    name, settings = split_name("normpre_g,layers=attention/out+mlp")
+    assert name == "normpre_g"
+    assert settings == {"layers": "attention/out+mlp"}
 
 
 def test_help_has_ten_options(capsys):
     few = helped("--config", "tiny", "--help", capsys=capsys)
     names = [option.name.replace("_", "-") for option in dataclasses.fields(Common)]
     assert len(names) == 10
-    assert [flag.partition(",")[0] for flag in few] == [f"--{name}" for name in names]
+    flags = [flag.partition(",")[0] for flag in few]
+    assert flags == [f"--{name}" for name in names]
     assert all(len(text.split()) > 3 for text in few.values())
     assert "(default: 40)" in few["--steps"]
 
 
-def test_commands(capsys):
-    for words in (["help"], ["--help"]):
-        assert main.main(words) == 0
-        said = capsys.readouterr().out
-        for command in main.COMMANDS:
-            assert f"\n  {command} " in said
-    assert main.main(["trian", "--steps", "3"]) == 1
-    with contextlib.redirect_stdout(io.StringIO()) as printed:  # as in a notebook
+@pytest.mark.parametrize("flag", ["help", "--help"])
+def test_help_lists_the_commands(flag, capsys):
+    assert main.main([flag]) == 0
+    said = capsys.readouterr().out
+    for command in main.COMMANDS:
+        assert f"\n  {command} " in said
+
+
+def test_help_is_printed_to_the_present_output():
+    """Which is another one in a notebook."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         assert main.main(["help"]) == 0
-    assert "prepare" in printed.getvalue()
+    assert "prepare" in output.getvalue()
+
+
+def test_a_command_that_does_not_exist(capsys):
+    assert main.main(["trian", "--steps", "3"]) == 1
     assert "there is no command 'trian'" in capsys.readouterr().err
 
 
 @cases.rows(
     "arguments program",
-    (["--lerning-rate", "1"], "train"),
-    (["compare", "--lerning-rate", "1"], "train"),
-    (["evaluate", "run", "--lerning-rate=1"], "evaluate"),
-    (["prepare", "text", "file", "--lerning-rate", "1"], "prepare text"),
+    ("--lerning-rate 1", "train"),
+    ("compare --lerning-rate 1", "train"),
+    ("evaluate run --lerning-rate=1", "evaluate"),
+    ("prepare text file --lerning-rate 1", "prepare text"),
 )
 def test_an_option_that_does_not_exist(arguments, program, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main.main(arguments)
+        main.main(words(arguments))
     said = capsys.readouterr().err
     assert "Unrecognized options: --lerning-rate" in said
     assert ("--learning-rate FLOAT" in said) == (program == "train")
@@ -192,101 +220,113 @@ assert not sys.modules.keys() & slow, sys.modules.keys() & slow
 """
     root = Path(__file__).parents[2]
     subprocess.run(
-        [sys.executable, "-c", code], cwd=root, check=True, stdout=subprocess.DEVNULL
+        [sys.executable, "-c", code],
+        cwd=root,
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
 
 
 @cases.rows(
     "arguments line",
-    (["--steps", "0"], "--steps must be at least 1, got 0"),
-    (["--batch-size", "-3"], "--batch-size must be at least 1"),
-    (["--learning-rate", "0"], "--learning-rate must be a positive number"),
-    (["--learning-rate", "nan"], "--learning-rate must be a positive number"),
-    (["--learning-rate", "inf"], "--learning-rate must be a positive number"),
-    (["--weight-decay", "-0.1"], "--weight-decay must be at least 0"),
-    (["--adam-b1", "1"], "--adam-b1 must be at least 0 and below 1, got"),
-    (["--seed", "99999999999999999999"], "--seed must be in 0..2147483647"),
-    (["--seed", "-1"], "--seed must be in 0.."),
-    (["--steps", "10000000000000"], "--steps must be in 1..100000000, got"),
+    ("--steps 0", "--steps must be at least 1, got 0"),
+    ("--batch-size -3", "--batch-size must be at least 1"),
+    ("--learning-rate 0", "--learning-rate must be a positive number"),
+    ("--learning-rate nan", "--learning-rate must be a positive number"),
+    ("--learning-rate inf", "--learning-rate must be a positive number"),
+    ("--weight-decay -0.1", "--weight-decay must be at least 0"),
+    ("--adam-b1 1", "--adam-b1 must be at least 0 and below 1, got"),
+    ("--seed 99999999999999999999", "--seed must be in 0..2147483647"),
+    ("--seed -1", "--seed must be in 0.."),
+    ("--steps 10000000000000", "--steps must be in 1..100000000, got"),
     (
-        ["--batch-size", "99999999999999999999"],
+        "--batch-size 99999999999999999999",
         "--batch-size must be in 1..2147483647, got",
     ),
     (
-        ["--model.width", "2147483648"],
+        "--model.width 2147483648",
         "--model.width must be in 1..2147483647, got 2147483648",
     ),
-    (["--model.layers", "2147483647"], "--model.layers must be in 1..10000, got"),
     (
-        ["--model.vocabulary", "9223372036854775808"],
+        "--model.layers 2147483647",
+        "--model.layers must be in 1..10000, got",
+    ),
+    (
+        "--model.vocabulary 9223372036854775808",
         "--model.vocabulary must be in 1..2147483647, got",
     ),
     (
-        ["--evaluate-every", "99999999999999999999"],
+        "--evaluate-every 99999999999999999999",
         "--evaluate-every must be in 1..2147483647, got",
     ),
     (
-        ["--warmup-steps", "99999999999999999999"],
+        "--warmup-steps 99999999999999999999",
         "--warmup-steps must be in 0..2147483647, got",
     ),
-    (["--micro-batch", "0"], "--micro-batch must be at least 1"),
-    (["--vocabulary", "100"], "--vocabulary must be in 257..65536"),
-    (["--validation-tokens", "10"], "must hold one sequence"),
-    (["--name", "a/b"], "--name must be a plain folder name"),
-    (["--name", ".."], "--name must be a plain folder name"),
-    (["--resume", "--overwrite"], "exclude each other"),
-    (["--config", "huge"], "--config must be one of tiny, nano, first_run"),
-    (["--micro-batch", "5"], "--micro-batch 5 must divide --batch-size 16"),
+    ("--micro-batch 0", "--micro-batch must be at least 1"),
+    ("--vocabulary 100", "--vocabulary must be in 257..65536"),
+    ("--validation-tokens 10", "must hold one sequence"),
+    ("--name a/b", "--name must be a plain folder name"),
+    ("--name ..", "--name must be a plain folder name"),
+    ("--resume --overwrite", "exclude each other"),
+    ("--config huge", "--config must be one of tiny, nano, first_run"),
+    ("--micro-batch 5", "--micro-batch 5 must divide --batch-size 16"),
     (
-        ["--model.heads", "3"],
+        "--model.heads 3",
         "--model.heads 3 must divide --model.width 128 into even parts",
     ),
     (
-        ["--model.family", "gpt2", "--model.heads", "3"],
+        "--model.family gpt2 --model.heads 3",
         "must divide --model.width 128 into equal parts",
     ),
     (
-        ["--model.kv-heads", "2"],
+        "--model.kv-heads 2",
         "--model.kv-heads is an option of qwen3, but the model is llama",
     ),
     (
-        ["--model.head-width", "16", "--model.family", "gpt2"],
+        "--model.head-width 16 --model.family gpt2",
         "--model.head-width is an option of qwen3",
     ),
-    (["--model.bias"], "--model.bias is an option of gpt2, but the model is llama"),
     (
-        ["--model.family", "qwen3", "--model.kv-heads", "3"],
+        "--model.bias",
+        "--model.bias is an option of gpt2, but the model is llama",
+    ),
+    (
+        "--model.family qwen3 --model.kv-heads 3",
         "--model.kv-heads 3 must divide --model.heads 4",
     ),
     (
-        ["--model.family", "qwen3", "--model.head-width", "9"],
+        "--model.family qwen3 --model.head-width 9",
         "--model.head-width must be even",
     ),
     (
-        ["--config", "gpt2_small", "--steps", "9999", "--warmup-steps", "9"],
+        "--config gpt2_small --steps 9999 --warmup-steps 9",
         "prepare openwebtext",
     ),
-    (["--optimizer", "sgd"], "--optimizer must be one of adamw, "),
+    ("--optimizer sgd", "--optimizer must be one of adamw, "),
     (
-        ["--optimizer", "muon,8"],
+        "--optimizer muon,8",
         "write each setting once, as in muon,learning_rate=1e-3; got 'muon,8'",
     ),
-    (["--optimizer", "muon,nesterov="], "write each setting once"),
-    (["--optimizer", "muon,ns_steps=4,ns_steps=5"], "write each setting once"),
+    ("--optimizer muon,nesterov=", "write each setting once"),
+    ("--optimizer muon,ns_steps=4,ns_steps=5", "write each setting once"),
     (
-        ["--optimizer", "muon,rank=8"],
+        "--optimizer muon,rank=8",
         "muon has no setting 'rank'; it has convention, momentum",
     ),
     (
-        ["--optimizer", "muon,weight_decay=little"],
+        "--optimizer muon,weight_decay=little",
         "could not convert string to float: 'little'",
     ),
-    (["--optimizer", "muon,weight_decay=-1"], "--weight-decay must be at least 0"),
+    (
+        "--optimizer muon,weight_decay=-1",
+        "--weight-decay must be at least 0",
+    ),
 )
 def test_a_bad_setting_is_one_line_before_anything_is_written(
     arguments, line, refused_at_once
 ):
-    refused_at_once(["--steps", "100", "--warmup-steps", "80", *arguments], line)
+    refused_at_once(words(f"--steps 100 --warmup-steps 80 {arguments}"), line)
 
 
 def test_differences_name_what_changes_the_losses_only():

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models
 from examples.pretrain import data
 from examples.pretrain.config import Config
 from examples.pretrain.prepare import python_source
+from tests import cases
 from tests.examples.conftest import refuses
 
 TOKENS = np.arange(1001, dtype="<u2")
@@ -28,16 +29,14 @@ def packed(tokens: np.ndarray = TOKENS) -> data.Dataset:
 def documents(lengths: list[int]) -> data.Dataset:
     """Document d is d, d, ..., d, at most 10 tokens of it inputs."""
     tokens = np.repeat(np.arange(len(lengths)), lengths).astype("<u2")
-    both = dict.fromkeys(
-        ("train", "validation"), np.concatenate([[0], np.cumsum(lengths)])
-    )
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
     return data.Dataset(
         Path("padded"),
         {"layout": "documents", "context": 10},
         tokens,
         tokens,
         TOKENIZER,
-        both,
+        {"train": offsets, "validation": offsets},
     )
 
 
@@ -63,21 +62,20 @@ def test_an_epoch_shows_every_sequence_once_in_the_seeds_order():
     for epoch in epochs:
         assert sorted(epoch[:, 0]) == list(range(0, 1000, 10))
     assert (epochs[0] != epochs[1]).any()
-    np.testing.assert_array_equal(
-        epochs - epochs[..., :1], np.broadcast_to(np.arange(11), epochs.shape)
-    )
+    # Token i of the text is i.
+    from_first = epochs - epochs[..., :1]
+    consecutive = np.broadcast_to(np.arange(11), epochs.shape)
+    np.testing.assert_array_equal(from_first, consecutive)
     assert epochs.dtype == np.int32
-    assert (take(batches(4), 8).reshape(40, 11) != epochs[0, :40]).any()
+    of_another_seed = take(batches(4), 8).reshape(40, 11)
+    assert (of_another_seed != epochs[0, :40]).any()
+
+
+def test_the_order_is_that_of_grain():
     sequences = [TOKENS[start : start + 11] for start in range(0, 1000, 10)]
-    plain = (
-        grain.MapDataset.source(sequences)
-        .seed(3)
-        .shuffle()
-        .repeat()
-        .batch(5)
-        .to_iter_dataset()
-    )
-    np.testing.assert_array_equal(epochs.reshape(40, 5, 11), take(iter(plain), 40))
+    shuffled = grain.MapDataset.source(sequences).seed(3).shuffle()
+    plain = shuffled.repeat().batch(5).to_iter_dataset()
+    np.testing.assert_array_equal(take(batches(3), 40), take(iter(plain), 40))
 
 
 @pytest.mark.parametrize("position", [0, 7, 25])
@@ -96,11 +94,12 @@ def test_a_restored_position_continues_exactly(position):
 def test_the_validation_set_is_fixed_and_spread_over_the_split():
     chosen = data.validation_sequences(packed(), context=10, count=200)
     assert chosen.shape == (20, 11)
-    np.testing.assert_array_equal(
-        chosen, data.validation_sequences(packed(), context=10, count=209)
-    )
+    # Not enough for one more sequence.
+    again = data.validation_sequences(packed(), context=10, count=209)
+    np.testing.assert_array_equal(chosen, again)
     assert len(np.unique(chosen[:, 0])) == 20
-    assert (chosen[0, 0], chosen[-1, -1]) == (0, 1000)
+    assert chosen[0, 0] == 0
+    assert chosen[-1, -1] == 1000
     # 99 gaps of 10 over 19 steps: 52 on average, in whole sequences.
     assert np.diff(chosen[:, 0]).max() <= 60
     every = data.validation_sequences(packed(), context=10, count=10**6)
@@ -110,84 +109,79 @@ def test_the_validation_set_is_fixed_and_spread_over_the_split():
 @pytest.mark.parametrize("hosts", [2, 6])
 def test_hosts_share_every_batch_and_a_position(hosts):
     # 100 sequences in batches of 6: the batches run across the ends of epochs.
-    one = batches(batch_size=6)
+    batch_size = 6
+
+    def of_host(host):
+        return batches(batch_size=batch_size, host=host, hosts=hosts)
+
+    one = batches(batch_size=batch_size)
     whole = take(one, 40)
-    parts = [
-        take(batches(batch_size=6, host=host, hosts=hosts), 40) for host in range(hosts)
-    ]
+    parts = [take(of_host(host), 40) for host in range(hosts)]
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
-    last = batches(batch_size=6, host=hosts - 1, hosts=hosts)
-    last.set_state(json.loads(json.dumps(one.get_state())))
-    np.testing.assert_array_equal(take(last, 7), take(one, 7)[:, 6 - 6 // hosts :])
+    last = of_host(hosts - 1)
+    state = json.dumps(one.get_state())
+    last.set_state(json.loads(state))
+    share = batch_size // hosts
+    of_last = take(one, 7)[:, -share:]
+    np.testing.assert_array_equal(take(last, 7), of_last)
 
 
 def test_a_document_is_a_sequence_truncated_or_padded():
     dataset = documents([3, 11, 40, 2])
     found = data.validation_sequences(dataset, context=10, count=1000)
-    expected = [
-        [d] * kept + [data.PADDING] * (11 - kept)
-        for d, kept in enumerate([3, 11, 11, 2])
-    ]
+    expected = np.full((4, 11), data.PADDING)
+    for number, kept in enumerate([3, 11, 11, 2]):
+        expected[number, :kept] = number
     np.testing.assert_array_equal(found, expected)
     assert found.dtype == np.int32
-    np.testing.assert_array_equal(
-        data.validation_sequences(dataset, context=4, count=8)[:, :5], found[[0, 3], :5]
-    )
+    two_short = data.validation_sequences(dataset, context=4, count=8)
+    np.testing.assert_array_equal(two_short[:, :5], found[[0, 3], :5])
     batch = next(data.training_batches(dataset, context=10, batch_size=4, seed=0))
-    np.testing.assert_array_equal(batch[batch[:, 0].argsort()], expected)
+    order = batch[:, 0].argsort()
+    np.testing.assert_array_equal(batch[order], expected)
 
 
 def test_what_cannot_be_batched_is_refused():
-    refuses(
-        r"5 x --model\.context 10 needs more than the 50 training tokens",
-        batches,
-        tokens=TOKENS[:50],
-    )
-    refuses(
-        "--batch-size 5 must be a multiple of the number of hosts, 2", batches, hosts=2
-    )
+    message = r"5 x --model\.context 10 needs more than the 50 training tokens"
+    refuses(message, batches, tokens=TOKENS[:50])
+    message = "--batch-size 5 must be a multiple of the number of hosts, 2"
+    refuses(message, batches, hosts=2)
     few = packed(TOKENS[:10])
-    refuses(
-        r"too few for --model\.context 10",
-        data.validation_sequences,
-        few,
-        context=10,
-        count=100,
-    )
-    long = (
-        r"--model\.context 11 is longer than the 10 .* prepare them with --context 11"
-    )
-    refuses(
-        long,
-        data.training_batches,
-        documents([5] * 9),
-        context=11,
-        batch_size=2,
-        seed=0,
-    )
-    many = "more than the 9 training documents there are"
-    refuses(
-        many,
-        data.training_batches,
-        documents([5] * 9),
-        context=10,
-        batch_size=10,
-        seed=0,
-    )
+    message = r"too few for --model\.context 10"
+    refuses(message, data.validation_sequences, few, context=10, count=100)
 
 
-def test_a_missing_corpus_names_the_command_that_makes_it(tmp_path):
-    for name, corpus in (("c4", "c4"), ("pile-small", "pile"), ("mine", "CORPUS")):
-        message = (
-            f"run `python -m examples.pretrain prepare {corpus} --output"
-            f" {tmp_path / name}`"
-        )
+def test_documents_that_cannot_be_batched_are_refused():
+    nine = documents([5] * 9)
+
+    def refuse(message, context, batch_size):
         refuses(
             message,
-            data.open_corpus,
-            Config(tokens=tmp_path / name),
-            Console(quiet=True),
+            data.training_batches,
+            nine,
+            context=context,
+            batch_size=batch_size,
+            seed=0,
         )
+
+    refuse(
+        r"--model\.context 11 is longer than the 10 .* prepare them with --context 11",
+        context=11,
+        batch_size=2,
+    )
+    refuse(
+        "more than the 9 training documents there are",
+        context=10,
+        batch_size=10,
+    )
+
+
+@cases.rows("name corpus", ("c4", "c4"), ("pile-small", "pile"), ("mine", "CORPUS"))
+def test_a_missing_corpus_names_the_command_that_makes_it(tmp_path, name, corpus):
+    folder = tmp_path / name
+    command = f"python -m examples.pretrain prepare {corpus} --output {folder}"
+    config = Config(tokens=folder)
+    refuses(f"run `{command}`", data.open_corpus, config, Console(quiet=True))
 
 
 def test_python_source_is_prepared_on_first_use(
@@ -196,12 +190,11 @@ def test_python_source_is_prepared_on_first_use(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(python_source.sysconfig, "get_path", lambda name: str(corpus))
     config = Config(vocabulary=300)
-    first, second = (data.open_corpus(config, Console()) for _ in range(2))
+    first = data.open_corpus(config, Console())
+    second = data.open_corpus(config, Console())
     assert first.manifest == second.manifest
     assert capsys.readouterr().out.count(", once") == 1
     assert first.folder == Path(f"data/python-{platform.python_version()}-v300")
     assert [path.name for path in Path("data").iterdir()] == [first.folder.name]
-    assert (
-        data.open_corpus(Config(tokens=dataset.folder), Console()).manifest
-        == dataset.manifest
-    )
+    named = data.open_corpus(Config(tokens=dataset.folder), Console())
+    assert named.manifest == dataset.manifest

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exported weights give the same logits in transformers' architectures: written in
-NumPy here, its own in CI.
+"""Exported weights give the same logits in transformers' architectures.
+
+They are written in NumPy here; CI has its own.
 """
 
 import dataclasses
@@ -51,9 +52,12 @@ def random_parameters(config: ModelConfig):
 
 def attention(q, k, v):
     """Causal attention of (B, H, T, D), heads of keys and values repeated."""
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    shared = q.shape[1] // k.shape[1]
+    k = np.repeat(k, shared, axis=1)
+    v = np.repeat(v, shared, axis=1)
     scores = q @ k.swapaxes(2, 3) / q.shape[-1] ** 0.5
-    weights = np.exp(np.where(np.tri(q.shape[2], dtype=bool), scores, -np.inf))
+    past = np.tri(q.shape[2], dtype=bool)
+    weights = np.exp(np.where(past, scores, -np.inf))
     mixed = weights / weights.sum(-1, keepdims=True) @ v
     return mixed.swapaxes(1, 2).reshape(*TOKENS.shape, -1)
 
@@ -69,16 +73,18 @@ def gpt2(t, s):
         x = x - x.mean(-1, keepdims=True)
         variance = (x**2).mean(-1, keepdims=True)
         normalized = x / np.sqrt(variance + s["layer_norm_epsilon"])
-        return normalized * t(name, 0) + t(name, 1)
+        return normalized * t(name + ".weight") + t(name + ".bias")
 
     def linear(x, name):
-        return x @ t(name, 0) + t(name, 1)
+        return x @ t(name + ".weight") + t(name + ".bias")
 
-    x = t("transformer.wte", 0)[TOKENS] + t("transformer.wpe", 0)
+    width = s["n_embd"] // s["n_head"]
+    x = t("transformer.wte.weight")[TOKENS] + t("transformer.wpe.weight")
     for i in range(s["n_layer"]):
         h = f"transformer.h.{i}."
-        qkv = np.split(linear(norm(x, h + "ln_1"), h + "attn.c_attn"), 3, axis=-1)
-        mixed = attention(*(heads(y, s["n_embd"] // s["n_head"]) for y in qkv))
+        qkv = linear(norm(x, h + "ln_1"), h + "attn.c_attn")
+        q, k, v = np.split(qkv, 3, axis=-1)
+        mixed = attention(heads(q, width), heads(k, width), heads(v, width))
         x = x + linear(mixed, h + "attn.c_proj")
         up = linear(norm(x, h + "ln_2"), h + "mlp.c_fc")
         gelu = up * (1 + np.asarray(erf(up / 2**0.5))) / 2
@@ -86,7 +92,7 @@ def gpt2(t, s):
     head = "lm_head"
     if s["tie_word_embeddings"]:
         head = "transformer.wte"
-    return norm(x, "transformer.ln_f") @ t(head, 0).T
+    return norm(x, "transformer.ln_f") @ t(head + ".weight").T
 
 
 def llama(t, s):
@@ -103,7 +109,7 @@ def llama(t, s):
 
     def norm(x, name):
         mean_square = (x**2).mean(-1, keepdims=True)
-        return x / np.sqrt(mean_square + s["rms_norm_eps"]) * t(name, 0)
+        return x / np.sqrt(mean_square + s["rms_norm_eps"]) * t(name + ".weight")
 
     def rotated(x, name):
         if s["model_type"] == "qwen3":
@@ -111,37 +117,43 @@ def llama(t, s):
         first, second = np.split(x, 2, axis=-1)
         return x * cos + np.concatenate([-second, first], axis=-1) * sin
 
-    x = t("model.embed_tokens", 0)[TOKENS]
+    x = t("model.embed_tokens.weight")[TOKENS]
     for i in range(s["num_hidden_layers"]):
         h = f"model.layers.{i}."
         y = norm(x, h + "input_layernorm")
-        q, k, v = (
-            heads(y @ t(f"{h}self_attn.{part}_proj", 0).T, width) for part in "qkv"
-        )
-        mixed = attention(
-            rotated(q, h + "self_attn.q_norm"), rotated(k, h + "self_attn.k_norm"), v
-        )
-        x = x + mixed @ t(h + "self_attn.o_proj", 0).T
+        q = heads(y @ t(h + "self_attn.q_proj.weight").T, width)
+        k = heads(y @ t(h + "self_attn.k_proj.weight").T, width)
+        v = heads(y @ t(h + "self_attn.v_proj.weight").T, width)
+        q = rotated(q, h + "self_attn.q_norm")
+        k = rotated(k, h + "self_attn.k_norm")
+        mixed = attention(q, k, v)
+        x = x + mixed @ t(h + "self_attn.o_proj.weight").T
         y = norm(x, h + "post_attention_layernorm")
-        gate = y @ t(h + "mlp.gate_proj", 0).T
-        gated = gate / (1 + np.exp(-gate)) * (y @ t(h + "mlp.up_proj", 0).T)
-        x = x + gated @ t(h + "mlp.down_proj", 0).T
+        gate = y @ t(h + "mlp.gate_proj.weight").T
+        silu = gate / (1 + np.exp(-gate))
+        gated = silu * (y @ t(h + "mlp.up_proj.weight").T)
+        x = x + gated @ t(h + "mlp.down_proj.weight").T
     head = "lm_head"
     if s["tie_word_embeddings"]:
         head = "model.embed_tokens"
-    return norm(x, "model.norm") @ t(head, 0).T
+    return norm(x, "model.norm") @ t(head + ".weight").T
 
 
 def exported(config: ModelConfig, folder) -> np.ndarray:
     """Our logits of a model that is saved to ``folder``."""
     params = random_parameters(config)
     save_hf(folder, config, VOCABULARY, jax.tree.map(jnp.asarray, params))
-    build = nnx.eval_shape(
-        lambda: models.build(config, VOCABULARY, dtype=jnp.dtype("float32"), seed=0)
+    float32 = jnp.dtype("float32")
+    model = nnx.eval_shape(
+        lambda: models.build(config, VOCABULARY, dtype=float32, seed=0)
     )
-    ours = np.asarray(
-        jax.jit(lambda params: nnx.merge(nnx.graphdef(build), params)(TOKENS))(params)
-    )
+    graphdef = nnx.graphdef(model)
+
+    @jax.jit
+    def logits_of(params):
+        return nnx.merge(graphdef, params)(TOKENS)
+
+    ours = np.asarray(logits_of(params))
     assert 0.5 < ours.std() < 5
     return ours
 
@@ -154,14 +166,13 @@ TOLERANCE = 3e-5
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_exported_weights_give_the_same_logits(name, tmp_path):
-    ours = exported(CONFIGS[name], tmp_path / "new" / "model")
-    tensors = load_file(tmp_path / "new" / "model" / "model.safetensors")
-    settings = json.loads((tmp_path / "new" / "model" / "config.json").read_text())
+    folder = tmp_path / "new" / "model"
+    ours = exported(CONFIGS[name], folder)
+    tensors = load_file(folder / "model.safetensors")
+    settings = json.loads((folder / "config.json").read_text())
     used = set()
 
-    def tensor(module, bias):
-        kinds = ("weight", "bias")
-        name = f"{module}.{kinds[bias]}"
+    def tensor(name):
         used.add(name)
         return tensors[name].astype(np.float64)
 
@@ -182,6 +193,7 @@ def test_a_saved_model_is_one_of_theirs(name, tmp_path):
         tmp_path, output_loading_info=True
     )
     assert not any(report.values()), report
+    tokens = torch.asarray(np.array(TOKENS, np.int64))
     with torch.no_grad():
-        theirs = model.eval()(torch.asarray(np.array(TOKENS, np.int64))).logits.numpy()
+        theirs = model.eval()(tokens).logits.numpy()
     np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)

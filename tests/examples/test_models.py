@@ -22,7 +22,10 @@ SMALL = ModelConfig(layers=2, width=32, heads=4, mlp_width=48, context=16)
 MODELS = {
     "gpt2": dataclasses.replace(SMALL, family="gpt2"),
     "gpt2 with biases": dataclasses.replace(
-        SMALL, family="gpt2", bias=True, tied_head=False
+        SMALL,
+        family="gpt2",
+        bias=True,
+        tied_head=False,
     ),
     "llama": SMALL,
     "qwen3": dataclasses.replace(
@@ -55,15 +58,16 @@ def logits_of(model: nnx.Module, tokens: jax.Array) -> jax.Array:
 def loss_and_gradient(config: ModelConfig):
     graphdef, variables = nnx.split(build(config))
     tokens = jnp.concatenate([TOKENS, TOKENS[:, :1]], axis=1)
-    loss = jax.jit(
-        jax.value_and_grad(lambda params: token_losses(graphdef, params, tokens).mean())
-    )
-    return jax.device_get(loss(nnx.to_pure_dict(variables)))
+
+    def loss_of(params):
+        return token_losses(graphdef, params, tokens).mean()
+
+    compiled = jax.jit(jax.value_and_grad(loss_of))
+    return jax.device_get(compiled(nnx.to_pure_dict(variables)))
 
 
 @all_models
-def test_logits(config):
-    """Causal, of the seed, near those of bfloat16, without knowledge at the start."""
+def test_logits_are_causal_and_those_of_the_seed(config):
     model = build(config)
     logits = logits_of(model, TOKENS)
     changed = logits_of(model, TOKENS.at[:, 10].add(1))
@@ -72,40 +76,50 @@ def test_logits(config):
     assert (logits[:, 10] != changed[:, 10]).any()
     assert (logits[:, 15] != changed[:, 15]).any()
     assert (logits_of(build(config, seed=1), TOKENS) != logits).any()
+
+
+@all_models
+def test_logits_in_bfloat16(config):
+    """The parameters stay in float32."""
+    model = build(config)
     half = build(config, dtype=jnp.bfloat16)
-    assert {leaf.dtype for leaf in jax.tree.leaves(parameters(half))} == {
-        jnp.dtype("float32")
-    }
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(parameters(half))}
+    assert dtypes == {jnp.dtype("float32")}
     jax.tree.map(np.testing.assert_array_equal, parameters(half), parameters(model))
-    assert (
-        logits_of(half, TOKENS).dtype
-        == layers.rotate(jnp.ones((1, 2, 2, 8), "bfloat16"), 1e4).dtype
-        == jnp.bfloat16
-    )
+    logits = logits_of(half, TOKENS)
+    assert logits.dtype == jnp.bfloat16
     # Some ten roundings of 2^-9 = 0.002 each, relative to logits whose standard
     # deviation is 0.11 (see below).
-    np.testing.assert_allclose(
-        logits_of(half, TOKENS).astype(jnp.float32), logits, atol=0.01
-    )
-    # The tied head knows the token it sees, so the targets are others. Logits then have
-    # standard deviation 0.02 sqrt(32) = 0.11, the mean over 48 targets 0.11 / sqrt(48)
-    # = 0.016: four of those, and 0.006 for the variance.
-    loss = optax.softmax_cross_entropy_with_integer_labels(
-        logits, (TOKENS + 37) % 100
-    ).mean()
-    assert abs(float(loss) - np.log(100)) < 0.07
+    expected = logits_of(model, TOKENS)
+    np.testing.assert_allclose(logits.astype(jnp.float32), expected, atol=0.01)
 
 
-def test_a_text_shorter_or_longer_than_the_context():
+def test_rotary_positions_keep_the_dtype():
+    heads = jnp.ones((1, 2, 2, 8), "bfloat16")
+    assert layers.rotate(heads, 1e4).dtype == jnp.bfloat16
+
+
+@all_models
+def test_initial_logits_know_nothing(config):
+    # The tied head knows the token it sees, so the targets are others.
+    logits = logits_of(build(config), TOKENS)
+    targets = (TOKENS + 37) % 100
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    # Logits have standard deviation 0.02 sqrt(32) = 0.11, the mean over 48 targets
+    # 0.11 / sqrt(48) = 0.016: four of those, and 0.006 for the variance.
+    assert abs(float(losses.mean()) - np.log(100)) < 0.07
+
+
+def test_a_text_shorter_than_the_context():
     model = build()
+    expected = logits_of(model, TOKENS)[:, :7]
     # The same sums in float32, in another order for another shape: a few of 6e-8 on
     # values below 1.
-    np.testing.assert_allclose(
-        logits_of(model, TOKENS)[:, :7], logits_of(model, TOKENS[:, :7]), atol=2e-6
-    )
-    with pytest.raises(
-        (TypeError, ValueError), match="16"
-    ):  # beyond the learned positions
+    np.testing.assert_allclose(expected, logits_of(model, TOKENS[:, :7]), atol=2e-6)
+
+
+def test_a_text_beyond_the_learned_positions_is_refused():
+    with pytest.raises((TypeError, ValueError), match="16"):
         logits_of(build(MODELS["gpt2"]), jnp.zeros((1, 17), jnp.int32))
 
 
@@ -115,15 +129,17 @@ def with_stacked_blocks(params: dict) -> dict:
     return params | {"blocks": blocks}
 
 
+SCAN = {"scan_layers": True}
+REMAT = {"remat": True}
+
+
 @cases.rows(
     "family form",
-    ("llama", {"scan_layers": True, "remat": True}),
-    pytest.param("llama", {"scan_layers": True}, marks=pytest.mark.slow),
-    pytest.param("llama", {"remat": True}, marks=pytest.mark.slow),
-    pytest.param(
-        "gpt2 with biases", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow
-    ),
-    pytest.param("qwen3", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
+    ("llama", SCAN | REMAT),
+    pytest.param("llama", SCAN, marks=pytest.mark.slow),
+    pytest.param("llama", REMAT, marks=pytest.mark.slow),
+    pytest.param("gpt2 with biases", SCAN | REMAT, marks=pytest.mark.slow),
+    pytest.param("qwen3", SCAN | REMAT, marks=pytest.mark.slow),
 )
 def test_scan_and_remat_change_no_number(family, form):
     config = MODELS[family]
@@ -147,26 +163,28 @@ def test_scan_and_remat_change_no_number(family, form):
 
 
 @all_models
-def test_the_shapes_are_those_of_the_model_and_the_optimizer_finds_the_matrices(config):
-    real = parameters(build(config))
+def test_the_optimizer_finds_the_matrices(config):
+    per_layer = 7
+    if config.family == "gpt2":
+        per_layer = 4
     for scan_layers in (False, True):
-        shapes = models.shapes(
-            dataclasses.replace(config, scan_layers=scan_layers), 100
-        )
-        rows = [
-            line.split()
-            for line in (
-                explain(shapes, every_layer=True).partition("\n\n")[0].splitlines()[1:]
-            )
-        ]
+        form = dataclasses.replace(config, scan_layers=scan_layers)
+        shapes = models.shapes(form, 100)
+        table, *_ = explain(shapes, every_layer=True).split("\n\n")
+        _, *rows = table.splitlines()
         assert len(rows) == len(jax.tree.leaves(shapes))
-        for path, *rest in rows:
+        for row in rows:
+            path, *rest = row.split()
             hidden = path.startswith("blocks/") and path.endswith("/kernel")
-            assert ("matrix" in rest, "adamw" in rest) == (hidden, not hidden), path
-        each = 4 if config.family == "gpt2" else 7
-        assert f"{each * config.layers} matrices" in explain(shapes)
-        if not scan_layers:
-            assert jax.eval_shape(lambda: real) == shapes
+            assert ("matrix" in rest) == hidden, path
+            assert ("adamw" in rest) == (not hidden), path
+        assert f"{per_layer * config.layers} matrices" in explain(shapes)
+
+
+@all_models
+def test_the_shapes_are_those_of_the_model(config):
+    real = parameters(build(config))
+    assert jax.eval_shape(lambda: real) == models.shapes(config, 100)
 
 
 # The two Qwen3 are as large as the published ones.
@@ -192,8 +210,10 @@ def test_named_configurations_have_the_size_that_the_page_states():
         config = configs.load(name)
         # Traces one layer.
         stacked = dataclasses.replace(config.model, scan_layers=True)
-        shapes = models.shapes(stacked, config.model.vocabulary or config.vocabulary)
-        assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == expected, name
+        vocabulary = config.model.vocabulary or config.vocabulary
+        shapes = models.shapes(stacked, vocabulary)
+        size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+        assert size == expected, name
 
 
 def test_initial_spread():
@@ -202,19 +222,27 @@ def test_initial_spread():
     block = params["blocks"][3]
     # Standard deviations of at least 512 draws: 1 / sqrt(2 * 512) = 3.1 %, four of
     # those.
-    for table in (
-        params["positions"]["embedding"],
-        params["tokens"]["embedding"],
-        block["attention"]["qkv"]["kernel"],
-    ):
-        np.testing.assert_allclose(table.std(), 0.02, rtol=0.125)
-    for branch, last in (("attention", "out"), ("mlp", "down")):
-        np.testing.assert_allclose(
-            block[branch][last]["kernel"].std(), 0.02 / 4, rtol=0.125
-        )
-    other = parameters(
-        build(dataclasses.replace(config, hidden_std=0.1, scaled_residuals=False))
-    )
+    tolerance = 0.125
+    stds = {
+        "positions": params["positions"]["embedding"].std(),
+        "tokens": params["tokens"]["embedding"].std(),
+        "qkv": block["attention"]["qkv"]["kernel"].std(),
+    }
+    for name, std in stds.items():
+        np.testing.assert_allclose(std, 0.02, rtol=tolerance, err_msg=name)
+    # Of 8 layers, smaller by sqrt(2 * 8).
+    out = block["attention"]["out"]["kernel"].std()
+    down = block["mlp"]["down"]["kernel"].std()
+    np.testing.assert_allclose(out, 0.02 / 4, rtol=tolerance)
+    np.testing.assert_allclose(down, 0.02 / 4, rtol=tolerance)
+    assert not block["mlp"]["up"]["bias"].any()
+
+
+def test_initial_spread_of_other_settings():
+    config = dataclasses.replace(MODELS["gpt2 with biases"], layers=8)
+    wide = dataclasses.replace(config, hidden_std=0.1, scaled_residuals=False)
+    params = parameters(build(config))
+    other = parameters(build(wide))
     np.testing.assert_allclose(
         other["tokens"]["embedding"], params["tokens"]["embedding"]
     )
@@ -226,9 +254,8 @@ def test_initial_spread():
     }
     for (branch, name), ratio in ratios.items():
         found = other["blocks"][3][branch][name]["kernel"]
-        kernel = block[branch][name]["kernel"]
+        kernel = params["blocks"][3][branch][name]["kernel"]
         np.testing.assert_allclose(found, ratio * kernel, rtol=1e-5)
-    assert not block["mlp"]["up"]["bias"].any()
 
 
 class Device:
@@ -241,23 +268,22 @@ class Device:
 
 
 @cases.rows(
-    "device heads dtype runs",
-    (Device("cuda 12090", "9.0"), 1, "bfloat16", True),
-    (Device("cuda 12090", "10.3"), 2, "float16", True),
-    (Device("cuda 12090", "7.5"), 2, "bfloat16", False),
-    (Device("rocm 60300", "gfx942"), 2, "bfloat16", False),
-    (Device("cpu", ""), 2, "bfloat16", False),
-    (Device("cuda 12090", "8.0"), 2, "float32", False),
-    (Device("cuda 12090", "8.0"), 0.9, "bfloat16", False),  # heads of 142, and of 36
-    (Device("cuda 12090", "8.0"), 3.5, "bfloat16", False),
+    "device width dtype expected",
+    (Device("cuda 12090", "9.0"), 128, "bfloat16", "cudnn"),
+    (Device("cuda 12090", "10.3"), 64, "float16", "cudnn"),
+    (Device("cuda 12090", "7.5"), 64, "bfloat16", "xla"),
+    (Device("rocm 60300", "gfx942"), 64, "bfloat16", "xla"),
+    (Device("cpu", ""), 64, "bfloat16", "xla"),
+    (Device("cuda 12090", "8.0"), 64, "float32", "xla"),
+    (Device("cuda 12090", "8.0"), 142, "bfloat16", "xla"),
+    (Device("cuda 12090", "8.0"), 36, "bfloat16", "xla"),
 )
-def test_cudnn_is_used_where_it_runs(monkeypatch, device, heads, dtype, runs):
+def test_cudnn_is_used_where_it_runs(monkeypatch, device, width, dtype, expected):
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    config = dataclasses.replace(SMALL, head_width=int(128 / heads))
 
     def chosen(attention):
-        return layers.attention_implementation(
-            dataclasses.replace(config, attention=attention), jnp.dtype(dtype)
-        )
+        config = dataclasses.replace(SMALL, head_width=width, attention=attention)
+        return layers.attention_implementation(config, jnp.dtype(dtype))
 
-    assert (chosen("auto"), chosen("xla")) == ("cudnn" if runs else "xla", "xla")
+    assert chosen("auto") == expected
+    assert chosen("xla") == "xla"

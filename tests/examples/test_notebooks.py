@@ -18,50 +18,54 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
+def read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def code(notebook):
     """The code cells, one after the other, as a script."""
-    return "\n\n".join(
-        "".join(cell["source"])
-        for cell in notebook["cells"]
-        if cell["cell_type"] == "code"
-    )
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
+
+
+PYTHON = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
 @every_notebook
-def test_it_is_stored_without_what_a_run_leaves_and_uses_public_names_only(path):
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    python = {
-        "kernelspec": {
-            "display_name": "Python 3",
-            "language": "python",
-            "name": "python3",
-        }
-    }
+def test_it_is_stored_without_what_a_run_leaves(path):
+    notebook = read(path)
+    cells = notebook["cells"]
     assert notebook == {
-        "cells": notebook["cells"],
-        "metadata": python,
+        "cells": cells,
+        "metadata": {"kernelspec": PYTHON},
         "nbformat": 4,
         "nbformat_minor": 5,
     }
-    for cell in notebook["cells"]:
-        left = {}
+    for cell in cells:
+        expected = {name: cell[name] for name in ("cell_type", "id", "source")}
+        expected["metadata"] = {}
         if cell["cell_type"] == "code":
-            left = {"outputs": [], "execution_count": None}
-        assert cell == {
-            **{name: cell[name] for name in ("cell_type", "id", "source")},
-            "metadata": {},
-            **left,
-        }
-        assert all(isinstance(line, str) for line in cell["source"] or [None]), (
-            f"cell {cell['id']} is empty"
-        )
-        assert re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", cell["id"])
-    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+            expected |= {"outputs": [], "execution_count": None}
+        assert cell == expected
+        assert cell["source"], f"cell {cell['id']} is empty"
+        assert all(isinstance(line, str) for line in cell["source"])
+
+
+@every_notebook
+def test_its_cells_have_names_of_their_own(path):
+    names = [cell["id"] for cell in read(path)["cells"]]
+    for name in names:
+        assert re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name)
+    assert len(set(names)) == len(names)
+
+
+@every_notebook
+def test_it_begins_with_its_title_and_uses_public_names_only(path):
+    notebook = read(path)
+    private = r"(?:from|import) (?:normpre_optax\.|examples(?!\.research))"
     assert notebook["cells"][0]["source"][0].startswith("# ")
     assert "from normpre_optax import" in code(notebook)
-    assert not re.search(
-        r"(?:from|import) (?:normpre_optax\.|examples(?!\.research))", code(notebook)
-    )
+    assert not re.search(private, code(notebook))
 
 
 @pytest.mark.thorough
@@ -70,18 +74,15 @@ def test_it_is_stored_without_what_a_run_leaves_and_uses_public_names_only(path)
 def test_it_runs_anywhere_prints_no_warning_and_leaves_nothing_behind(path, tmp_path):
     script = tmp_path / "notebook.py"  # equinox.py would hide the package
     folder = tmp_path / "empty"
-    script.write_text(
-        code(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8"
-    )
+    script.write_text(code(read(path)), encoding="utf-8")
     folder.mkdir()
     environment = {
         **os.environ,
         "PYTHONPATH": str(FOLDER.parents[1]),
         "MPLBACKEND": "agg",
     }
-    command = [sys.executable, str(script)]
     result = subprocess.run(
-        command,
+        [sys.executable, str(script)],
         env=environment,
         cwd=folder,
         capture_output=True,

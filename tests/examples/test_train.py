@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -41,52 +42,51 @@ MATRICES = (
 
 @functools.cache
 def model_and_params():
-    graphdef, variables = nnx.split(
-        models.build(MODEL, VOCABULARY, dtype=jnp.dtype("float32"), seed=0)
-    )
+    float32 = jnp.dtype("float32")
+    model = models.build(MODEL, VOCABULARY, dtype=float32, seed=0)
+    graphdef, variables = nnx.split(model)
     return graphdef, nnx.to_pure_dict(variables)
 
 
 def batch(rows: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(
-        VOCABULARY, size=(rows, MODEL.context + 1), dtype=np.int32
-    )
+    draw = np.random.default_rng(seed)
+    size = (rows, MODEL.context + 1)
+    return draw.integers(VOCABULARY, size=size, dtype=np.int32)
 
 
 def optimizer_of(
     name: str, rate: float, **settings
 ) -> optax.GradientTransformationExtraArgs:
-    return optimizers.make_optimizer(
-        dataclasses.replace(Config(), optimizer=name, **settings), lambda t: rate
-    )
+    config = dataclasses.replace(Config(), optimizer=name, **settings)
+    return optimizers.make_optimizer(config, lambda t: rate)
 
 
 def named(tree) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in by_name(tree).items()}
 
 
-# Asked for, steps, and the warm-up there is: one that would not end before the steps is
-# a tenth of them.
-@pytest.mark.parametrize(
-    ("asked", "steps", "warmup"), [(0, 2, 0), (10, 101, 10), (80, 80, 8), (80, 3, 0)]
+# A warm-up that would not end before the steps is a tenth of them.
+@cases.rows(
+    "asked steps warmup",
+    (0, 2, 0),
+    (10, 101, 10),
+    (80, 80, 8),
+    (80, 3, 0),
 )
 def test_schedule(asked, steps, warmup):
-    rate = train.schedule(
-        dataclasses.replace(
-            Config(), learning_rate=2.0, warmup_steps=asked, steps=steps
-        )
+    config = dataclasses.replace(
+        Config(), learning_rate=2.0, warmup_steps=asked, steps=steps
     )
+    rate = train.schedule(config)
     values = np.asarray(rate(np.arange(steps)))
+    rising = 2.0 * np.arange(1, warmup + 1) / (warmup + 1)
+    done = np.arange(steps - warmup) / (steps - 1 - warmup)
+    falling = 0.2 + 0.9 * (1 + np.cos(np.pi * done))
     # float32: a cosine and three products, each within 6e-8 of values up to 2.
-    np.testing.assert_allclose(
-        values[:warmup], 2.0 * np.arange(1, warmup + 1) / (warmup + 1), rtol=1e-6
-    )
+    np.testing.assert_allclose(values[:warmup], rising, rtol=1e-6)
     np.testing.assert_allclose(values[warmup], 2.0, rtol=1e-6)
     np.testing.assert_allclose(values[-1], 0.2, rtol=1e-6)
-    done = np.arange(steps - warmup) / (steps - 1 - warmup)
-    np.testing.assert_allclose(
-        values[warmup:], 0.2 + 0.9 * (1 + np.cos(np.pi * done)), rtol=2e-6
-    )
+    np.testing.assert_allclose(values[warmup:], falling, rtol=2e-6)
     np.testing.assert_allclose(rate(steps + 50), 0.2, rtol=1e-6)
     assert rate(jnp.int32(0)).dtype == jnp.float32
 
@@ -135,60 +135,83 @@ def test_learning_rates_by_width(name, control, rate, form):
         np.testing.assert_allclose(value, expected, err_msg=path)
 
 
-@pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
-def test_settings_reach_the_optimizer_that_has_them(name, monkeypatch):
+# Options of the name of an optimizer, with values that are not their defaults.
+SETTINGS = {
+    "momentum": 0.5,
+    "ns_steps": 3,
+    "rank": 7,
+    "tangent": "none",
+    "rms": 0.3,
+    "method": "products",
+    "convention": "keller",
+    "compute_dtype": "bfloat16",
+    "nesterov": True,
+}
+# Those that flags of their own set.
+SHARED = {"seed": 4, "adam_b2": 0.9, "weight_decay": 0.2}
+every_optimizer = pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
+
+
+def accepted(name: str) -> Mapping[str, inspect.Parameter]:
+    """The options of an optimizer."""
+    return inspect.signature(optimizers.OPTIMIZERS[name]).parameters
+
+
+MODES = [name for name in sorted(optimizers.OPTIMIZERS) if "mode" in accepted(name)]
+
+
+def settings_of(name: str) -> dict:
+    """The ``SETTINGS`` that an optimizer has, and its last mode."""
+    options = accepted(name)
+    found = {key: value for key, value in SETTINGS.items() if key in options}
+    if "mode" in options:
+        found["mode"] = get_args(options["mode"].annotation)[-1]
+    return found
+
+
+@pytest.fixture
+def given(name, monkeypatch) -> dict:
+    """What the optimizer ``name`` was last called with."""
     factory = optimizers.OPTIMIZERS[name]
     given = {}
 
     @functools.wraps(factory)
     def recorded(learning_rate, **settings):
+        given.clear()
         given.update(settings, learning_rate=learning_rate)
         return factory(learning_rate, **settings)
 
     monkeypatch.setitem(optimizers.OPTIMIZERS, name, recorded)
-    accepted = inspect.signature(factory).parameters
-    values = {
-        "momentum": 0.5,
-        "ns_steps": 3,
-        "rank": 7,
-        "tangent": "none",
-        "rms": 0.3,
-        "method": "products",
-    }
-    values |= {"convention": "keller", "compute_dtype": "bfloat16", "nesterov": True}
-    if "mode" in accepted:
-        values["mode"] = get_args(accepted["mode"].annotation)[-1]
-    values = {key: value for key, value in values.items() if key in accepted}
-    text = ",".join((name, *(f"{key}={value}" for key, value in values.items())))
-    optimizer_of(
-        text,
-        2.0,
-        learning_rate=2.0,
-        adam_learning_rate=1.0,
-        seed=4,
-        adam_b2=0.9,
-        weight_decay=0.2,
-    )
-    shared = {
-        key: x
-        for key, x in {"seed": 4, "adam_b2": 0.9, "weight_decay": 0.2}.items()
-        if key in accepted
-    }
-    assert {key: given[key] for key in (*values, *shared)} == values | shared
-    assert given.keys() <= accepted.keys()
-    assert (given["learning_rate"](0), given["adam_learning_rate"](0)) == (2.0, 1.0)
-    given.clear()
+    return given
+
+
+@every_optimizer
+def test_settings_reach_the_optimizer_that_has_them(name, given):
+    settings = settings_of(name)
+    words = [f"{key}={value}" for key, value in settings.items()]
+    text = ",".join([name, *words])
+    optimizer_of(text, 2.0, learning_rate=2.0, adam_learning_rate=1.0, **SHARED)
+    shared = {key: value for key, value in SHARED.items() if key in accepted(name)}
+    expected = settings | shared
+    assert {key: given[key] for key in expected} == expected
+    assert given.keys() <= accepted(name).keys()
+    assert given["learning_rate"](0) == 2.0
+    assert given["adam_learning_rate"](0) == 1.0
+
+
+@every_optimizer
+def test_without_settings_an_optimizer_has_its_defaults(name, given):
     optimizer_of(name, 1.0)
-    for key in values:
-        assert given[key] == accepted[key].default
-    if "mode" in accepted:
-        with pytest.raises(
-            RunError,
-            match=(
-                f"--optimizer {name},mode=rows_first: mode='rows_first' is not one of"
-            ),
-        ):
-            optimizer_of(f"{name},mode=rows_first", 1.0)
+    for key in settings_of(name):
+        assert given[key] == accepted(name)[key].default
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_that_an_optimizer_does_not_have_is_refused(name):
+    text = f"{name},mode=rows_first"
+    message = f"--optimizer {text}: mode='rows_first' is not one of"
+    with pytest.raises(RunError, match=message):
+        optimizer_of(text, 1.0)
 
 
 @pytest.mark.parametrize(("largest", "norm"), [(0.25, 0.25), (1e9, 1e3 * 12**0.5)])
@@ -203,10 +226,9 @@ def test_gradients_are_clipped_before_the_optimizer(largest, norm):
 
 
 def test_norms_see_output_neurons_as_rows():
+    kernel = jnp.ones((4, 2)).at[:, 1].set(0.25)
     params = {
-        "blocks": {
-            "0": {"mlp": {"up": {"kernel": jnp.ones((4, 2)).at[:, 1].set(0.25)}}}
-        },
+        "blocks": {"0": {"mlp": {"up": {"kernel": kernel}}}},
         "tokens": {"embedding": 9 * jnp.ones((3, 4))},
     }
     norms = optimizers.norms(params)
@@ -225,28 +247,30 @@ def test_norms_see_output_neurons_as_rows():
 def test_accumulated_gradients_are_those_of_the_whole_batch():
     graphdef, params = model_and_params()
     optimizer = optax.with_extra_args_support(optax.sgd(1.0))
+    # Sequences of different lengths: every prediction counts the same.
     tokens = batch(8)
-    tokens[1, 3:] = (
-        PADDING  # sequences of different lengths: every prediction counts the same
-    )
+    tokens[1, 3:] = PADDING
     tokens[6, 1:] = PADDING
-    results = []
-    for count in (1, 4):
-        step = train.make_train_step(graphdef, optimizer, count)
-        given = train.TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params))
+
+    def after_a_step(parts):
+        """The state, loss and gradient norm, and the step itself."""
+        step = train.make_train_step(graphdef, optimizer, parts)
+        copy = jax.tree.map(jnp.copy, params)
+        given = train.TrainState(copy, optimizer.init(params))
         state, metrics = step(given, tokens)
-        results.append(
-            (named(state.params), float(metrics.loss), float(metrics.grad_norm))
-        )
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.params))
-    step(state, tokens)
-    assert step._cache_size() == 1
-    (whole, loss, norm), (summed, summed_loss, summed_norm) = results
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(copy))
+        return state, float(metrics.loss), float(metrics.grad_norm), step
+
+    whole, loss, norm, _ = after_a_step(parts=1)
+    summed, summed_loss, summed_norm, step = after_a_step(parts=4)
+    found = named(summed.params)
     # Sums of some 50 float32 terms in another order; gradients are below 1.
     assert summed_loss == pytest.approx(loss, rel=1e-6)
     assert summed_norm == pytest.approx(norm, rel=1e-5)
-    for path, leaf in whole.items():
-        np.testing.assert_allclose(summed[path], leaf, atol=1e-6, err_msg=path)
+    for path, leaf in named(whole.params).items():
+        np.testing.assert_allclose(found[path], leaf, atol=1e-6, err_msg=path)
+    step(summed, tokens)
+    assert step._cache_size() == 1
 
 
 @pytest.mark.parametrize("count", [1, EVALUATION_BATCH + 5])
@@ -256,64 +280,76 @@ def test_evaluate_is_the_mean_over_every_prediction(count):
     sequences[0, 4:] = PADDING
     lengths = np.random.default_rng(0).integers(1, 9, size=VOCABULARY)
     score = make_evaluate(graphdef, sequences, lengths, make_layout())(params)
+
+    @jax.jit
+    def logits_of(tokens):
+        return nnx.merge(graphdef, params)(tokens)
+
     inputs = np.maximum(sequences[:, :-1], 0)
     targets = sequences[:, 1:]
-    logits = np.asarray(
-        jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))(inputs), np.float64
-    )
-    chosen = np.take_along_axis(
-        logits, np.maximum(targets, 0)[..., None].astype(int), -1
-    )[..., 0]
-    losses = np.where(targets >= 0, np.log(np.exp(logits).sum(-1)) - chosen, 0)
+    counted = targets >= 0
+    logits = np.asarray(logits_of(inputs), np.float64)[counted]
+    predicted = targets[counted]
+    of_targets = logits[np.arange(len(predicted)), predicted]
+    losses = np.log(np.exp(logits).sum(-1)) - of_targets
     # float32 logits of size 0.1 and losses near 3.5: some 6e-8 x 3.5 each, less in the
     # mean.
-    assert score.loss == pytest.approx(losses.sum() / (targets >= 0).sum(), rel=1e-6)
-    text_bytes = lengths[targets[targets >= 0]].sum()
-    assert score.bits_per_byte == pytest.approx(
-        losses.sum() / np.log(2) / text_bytes, rel=1e-6
-    )
+    assert score.loss == pytest.approx(losses.mean(), rel=1e-6)
+    bits = losses.sum() / np.log(2)
+    text_bytes = lengths[predicted].sum()
+    assert score.bits_per_byte == pytest.approx(bits / text_bytes, rel=1e-6)
 
 
-def test_some_layers_only():
+def table_of(optimizer: str) -> tuple[list[str], str]:
+    """The matrices of the table of parameters, and the line of totals."""
     _, params = model_and_params()
-    table, totals = optimizers.parameter_table(params, Config())
-    assert [line.split()[0] for line in table.splitlines() if "  matrix  " in line] == [
-        f"blocks/0/{name}/kernel" for name in sorted(MATRICES)
-    ]
+    config = dataclasses.replace(Config(), optimizer=optimizer)
+    table, totals = optimizers.parameter_table(params, config)
+    rows = [line.split() for line in table.splitlines() if "  matrix  " in line]
+    return [path for path, *_ in rows], totals
+
+
+def kernels(*names: str) -> list[str]:
+    return [f"blocks/0/{name}/kernel" for name in names]
+
+
+SOME = "attention/out+mlp"
+SOME_KERNELS = kernels("attention/out", "mlp/down", "mlp/gate", "mlp/up")
+
+
+def test_the_table_of_parameters():
+    matrices, totals = table_of(Config().optimizer)
+    assert matrices == kernels(*MATRICES)
     assert "\n" not in totals
     assert "7 matrices" in totals
-    assert (
-        "every parameter"
-        in optimizers.parameter_table(
-            params, dataclasses.replace(Config(), optimizer="adamw")
-        )[1]
-    )
-    config = dataclasses.replace(
-        Config(), optimizer="normpre_g,layers=attention/out+mlp"
-    )
-    table, _ = optimizers.parameter_table(params, config)
-    chosen = [line.split()[0] for line in table.splitlines() if "  matrix  " in line]
-    assert chosen == [
-        f"blocks/0/{name}/kernel"
-        for name in sorted(MATRICES)
-        if name == "attention/out" or "mlp" in name
-    ]
+    _, totals = table_of("adamw")
+    assert "every parameter" in totals
+    matrices, _ = table_of(f"normpre_g,layers={SOME}")
+    assert matrices == SOME_KERNELS
+
+
+def test_updates_of_some_layers_only():
+    _, params = model_and_params()
     grads = jax.tree.map(jnp.ones_like, params)
 
-    def updates(name: str) -> dict[str, np.ndarray]:
+    def updates_of(name: str) -> dict[str, np.ndarray]:
         tx = optimizer_of(name, 0.1, clip_norm=1e9)
-        return named(tx.update(grads, tx.init(params), params)[0])
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return named(updates)
 
-    some = updates("mano,layers=attention/out+mlp")
-    matrix = updates("mano")
-    adamw = updates("adamw")
-    for name in some:
-        expected = adamw[name]
-        if name in chosen:
-            expected = matrix[name]
+    some = updates_of(f"mano,layers={SOME}")
+    matrix = updates_of("mano")
+    expected = updates_of("adamw")
+    for name in SOME_KERNELS:
+        expected[name] = matrix[name]
+    for name, update in some.items():
         # In a smaller stack, or the same formula in two programs: a few roundings of
         # numbers up to 0.1.
-        np.testing.assert_allclose(some[name], expected, atol=1e-6)
+        np.testing.assert_allclose(update, expected[name], atol=1e-6)
+
+
+def test_layers_that_no_path_has_are_refused():
+    _, params = model_and_params()
     with pytest.raises(RunError, match=r"layers=mlpp is in no hidden matrix's path"):
         optimizer_of("normpre_g,layers=mlpp", 0.1).init(params)
 
