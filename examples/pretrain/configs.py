@@ -56,7 +56,9 @@ QWEN3 = replace(
     kv_heads=8,
     head_width=128,
     vocabulary=151_936,
+    tied_head=True,
     rotary_base=1e6,
+    remat=True,
 )
 
 
@@ -194,7 +196,7 @@ ALL = (
     # AdamW 2.8956, Muon 2.8335, MANO 2.8382, NormPre-G 2.7967, NormPre-L 2.8066.
     paper(
         "qwen3_0p6b",
-        replace(QWEN3, width=1024, mlp_width=3072, tied_head=True, remat=True),
+        replace(QWEN3, width=1024, mlp_width=3072),
         corpus="pile",
         micro_batch=16,
         learning_rate=3e-4,
@@ -202,7 +204,7 @@ ALL = (
     # AdamW 2.6758, Muon 2.6408, MANO 2.6205, NormPre-G 2.5868, NormPre-L 2.5897.
     paper(
         "qwen3_1p7b",
-        replace(QWEN3, width=2048, mlp_width=6144, tied_head=True, remat=True),
+        replace(QWEN3, width=2048, mlp_width=6144),
         corpus="pile",
         micro_batch=8,
         learning_rate=3e-4,

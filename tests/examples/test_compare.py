@@ -186,8 +186,8 @@ def test_the_axes_show_what_differs(content):
     bottom, top = axes.get_ylim()
     lowest = min(line.get_ydata().min() for line in axes.lines)
     highest = max(line.get_ydata().max() for line in axes.lines)
-    # The validation losses at step 0, which are 6, are beyond the top.
     assert bottom < lowest
+    # The validation losses at step 0, which are 6, are beyond the top.
     assert highest < top < 6
     _, top = painted(plots.paint_learning_rates, content).get_ylim()
     assert top < 3.5

@@ -81,6 +81,11 @@ class Embedding(nnx.Embed):
         return logits.reshape(*x.shape[:-1], -1)
 
 
+def layer_options(dtype: jnp.dtype, rngs: nnx.Rngs) -> dict[str, Any]:
+    """Options of every layer: arithmetic in ``dtype``, parameters in float32."""
+    return {"dtype": dtype, "param_dtype": jnp.float32, "rngs": rngs}
+
+
 def linear(
     inputs: int,
     outputs: int,
@@ -98,10 +103,8 @@ def linear(
         inputs,
         outputs,
         use_bias=bias,
-        dtype=dtype,
-        param_dtype=jnp.float32,
         kernel_init=nnx.initializers.normal(std),
-        rngs=rngs,
+        **layer_options(dtype, rngs),
     )
 
 
@@ -112,10 +115,8 @@ def embedding(
     return Embedding(
         entries,
         width,
-        dtype=dtype,
-        param_dtype=jnp.float32,
         embedding_init=nnx.initializers.normal(INIT_STD),
-        rngs=rngs,
+        **layer_options(dtype, rngs),
     )
 
 
@@ -126,16 +127,13 @@ def norm(
 
     Flax computes the moments in float32 for every ``dtype``.
     """
-    common: dict[str, Any] = {
-        "epsilon": config.norm_epsilon,
-        "dtype": dtype,
-        "param_dtype": jnp.float32,
-        "rngs": rngs,
-    }
+    options = layer_options(dtype, rngs)
+    options["epsilon"] = config.norm_epsilon
     if config.family != "gpt2":
-        return nnx.RMSNorm(width, **common)
+        return nnx.RMSNorm(width, **options)
     # The fast variance is a difference of squares, which cancels.
-    return nnx.LayerNorm(width, use_bias=config.bias, use_fast_variance=False, **common)
+    options |= {"use_bias": config.bias, "use_fast_variance": False}
+    return nnx.LayerNorm(width, **options)
 
 
 def residual_std(config: ModelConfig) -> float:
