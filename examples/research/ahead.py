@@ -465,7 +465,7 @@ def columns(gpu: bool) -> dict[str, Callable[[dict], str]]:
 
 
 def _hidden(result: dict[str, Any]) -> set[str]:
-    """Columns that a table of whole train steps, or one of optimizers, has not."""
+    """Columns that are left out of a table of whole train steps, or of optimizers."""
     if result["whole_train_step"]:
         return {"temporaries / weights", "state / weights", "bytes / weight"}
     return {"peak GB", "arguments GB", "temporaries GB"}
@@ -518,7 +518,7 @@ def main(options: Options) -> None:
     names = chosen_names(options)
     options.out.mkdir(parents=True, exist_ok=True)
     for target in options.target:
-        devices(target)  # is its compiler there, before any work
+        devices(target)  # fails before any work where a compiler is not installed
     rows: dict[str, dict[str, dict]] = {target: {} for target in options.target}
     too_large = []
     work = list(itertools.product(options.target, names))

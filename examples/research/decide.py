@@ -78,7 +78,7 @@ def arm(optimizer: str, chosen: Setting | None, seed: int) -> Arm:
         rate = float(settings.pop("learning_rate"))
         return Arm(join_name(name, settings), rate, seed)
     settings["adam_learning_rate"] = f"{chosen.adam_learning_rate:g}"
-    # The decay that ``train`` has anyway is left out: folders are named without it.
+    # The default is left out: names of folders are without it.
     if chosen.weight_decay != 0.1:
         settings["weight_decay"] = f"{chosen.weight_decay:g}"
     return Arm(join_name(name, settings), chosen.learning_rate, seed)
@@ -270,7 +270,7 @@ def check_optimizers(study: Study, optimizers: Sequence[str], options: Options) 
         _, settings = split_name(name)
         setting_to_check = None
         if "learning_rate" not in settings:
-            setting_to_check = Setting(1e-2, 1e-2, 0.1)  # any: is the name one?
+            setting_to_check = Setting(1e-2, 1e-2, 0.1)  # any: the name is checked
             found = {"adam_learning_rate", "weight_decay"} & settings.keys()
             if found:
                 raise RunError(

@@ -25,14 +25,22 @@ from normpre_optax.parameters.dims import to_matrices
 
 ORIENTATIONS = ("rows", "columns")
 NAMES = (
-    *("spectra", "mode_energies", "active_modes", "stable_rank", "condition_number"),
-    *("row_norms", "radial_factor", "alignment", "update_rms"),
+    "spectra",
+    "mode_energies",
+    "active_modes",
+    "stable_rank",
+    "condition_number",
+    "row_norms",
+    "radial_factor",
+    "alignment",
+    "update_rms",
 )
 
 
 class Signal(NamedTuple):
-    """``X``, the momentum after the tangent projection, and ``Psi``, its rows divided
-    by their norms.
+    """``X``, the momentum after the tangent projection, and ``Psi``.
+
+    The rows of ``Psi`` are those of ``X`` divided by their norms.
     """
 
     x: jax.Array
@@ -40,8 +48,9 @@ class Signal(NamedTuple):
 
 
 class Spectra(NamedTuple):
-    """Eigenvalues of the Gram matrices, largest first, ``(..., min(m, n))``; both sum
-    to the number of rows.
+    """Eigenvalues of the Gram matrices, largest first, ``(..., min(m, n))``.
+
+    Both sum to the number of rows.
     """
 
     before: jax.Array
@@ -49,8 +58,7 @@ class Spectra(NamedTuple):
 
 
 class ModeEnergies(NamedTuple):
-    """How much of the squared change of singular values by ``msign`` belongs to which
-    modes, ``(...,)`` each.
+    """The squared change of singular values by ``msign``, by modes, ``(...,)`` each.
 
     Attributes:
         top: the at most ``rank`` largest eigenvalues above one: what NormPre-L changes.
@@ -65,7 +73,8 @@ class ModeEnergies(NamedTuple):
     def shares(self) -> "ModeEnergies":
         """Return each as a fraction of their sum; all are zero if the sum is."""
         total = self.top + self.remain + self.sub
-        return ModeEnergies(*(part / jnp.where(total == 0, 1, total) for part in self))
+        total = jnp.where(total == 0, 1, total)
+        return ModeEnergies(self.top / total, self.remain / total, self.sub / total)
 
 
 class RowNorms(NamedTuple):
@@ -78,7 +87,8 @@ class RowNorms(NamedTuple):
 
 
 class RadialFactor(NamedTuple):
-    """Statistics of ``1 - ||w||^2`` over the rows of a matrix, ``(...,)`` each;
+    """Statistics of ``1 - ||w||^2`` over the rows of a matrix, ``(...,)`` each.
+
     ``reversed`` counts negative ones.
     """
 
@@ -110,15 +120,16 @@ def normalized(
         >>> print(x, psi)
         [[3. 0.]] [[1. 0.]]
     """
-    x = tangent_rows(
-        at_least_float32(momentum), at_least_float32(weight), (-1,), tangent
-    )
+    m = at_least_float32(momentum)
+    w = at_least_float32(weight)
+    x = tangent_rows(m, w, (-1,), tangent)
     return Signal(x, unit_rows(x, (-1,)))
 
 
 def trace_matched_spectra(x: jax.Array) -> Spectra:
-    """Return the eigenvalues of ``(m / tr(X X^T)) X X^T`` and of ``Psi Psi^T``: before
-    and after normalization.
+    """Return eigenvalues of Gram matrices before and after normalization.
+
+    They are those of ``(m / tr(X X^T)) X X^T`` and of ``Psi Psi^T``.
 
     Example:
         >>> before, after = trace_matched_spectra(jnp.diag(jnp.array([1.0, 3.0])))
@@ -129,22 +140,18 @@ def trace_matched_spectra(x: jax.Array) -> Spectra:
         Normalize-Then-Precondition, "Eigenspectra Before and After Normalization".
     """
     x = _unit_frobenius(x)
-    return Spectra(
-        singular_values(x) ** 2 * x.shape[-2], singular_values(unit_rows(x, (-1,))) ** 2
-    )
+    before = singular_values(x) ** 2 * x.shape[-2]
+    after = singular_values(unit_rows(x, (-1,))) ** 2
+    return Spectra(before, after)
 
 
 def mode_energies(psi: jax.Array, rank: int = 32) -> ModeEnergies:
     """Return sums of ``(sqrt(lambda_i) - 1)^2`` over the modes of ``Psi Psi^T``.
 
     Example:
-        >>> print(
-        ...     [
-        ...         float(e)
-        ...         for e in mode_energies(jnp.diag(jnp.array([4.0, 3.0, 0.5])), rank=1)
-        ...     ]
-        ... )
-        [9.0, 4.0, 0.25]
+        >>> energies = mode_energies(jnp.diag(jnp.array([4.0, 3.0, 0.5])), rank=1)
+        >>> print(*map(float, energies))
+        9.0 4.0 0.25
 
     References:
         Normalize-Then-Precondition, "Global and Localized Spectral Preconditioning".
@@ -154,9 +161,14 @@ def mode_energies(psi: jax.Array, rank: int = 32) -> ModeEnergies:
     values = singular_values(psi)
     energy = jnp.where(values == 0, 0, (values - 1) ** 2)
     top = (values > 1) & (jnp.arange(values.shape[-1]) < rank)
-    parts = (top, (values > 1) & ~top, values < 1)
+
+    def energy_of(part):
+        return jnp.sum(jnp.where(part, energy, 0), axis=-1)
+
     return ModeEnergies(
-        *(jnp.sum(jnp.where(part, energy, 0), axis=-1) for part in parts)
+        top=energy_of(top),
+        remain=energy_of((values > 1) & ~top),
+        sub=energy_of(values < 1),
     )
 
 
@@ -166,39 +178,41 @@ def active_modes(psi: jax.Array) -> jax.Array:
 
 
 def stable_rank(x: jax.Array) -> jax.Array:
-    """Return ``||X||_F^2 / ||X||_op^2``, between 1 and ``min(m, n)``; 0 for a zero
-    matrix.
+    """Return ``||X||_F^2 / ||X||_op^2``, between 1 and ``min(m, n)``.
+
+    0 if X is zero.
     """
     values = singular_values(_unit_frobenius(x))
-    return jnp.sum(
-        (values / jnp.where(values[..., :1] == 0, 1, values[..., :1])) ** 2, axis=-1
-    )
+    largest = values[..., :1]
+    largest = jnp.where(largest == 0, 1, largest)
+    return jnp.sum((values / largest) ** 2, axis=-1)
 
 
 def condition_number(x: jax.Array) -> jax.Array:
     """Return ``sigma_1 / sigma_min(m, n)``; infinite without full rank."""
     values = singular_values(_unit_frobenius(x))
     smallest = values[..., -1]
-    return jnp.where(
-        smallest == 0, jnp.inf, values[..., 0] / jnp.where(smallest == 0, 1, smallest)
-    )
+    is_singular = smallest == 0
+    ratio = values[..., 0] / jnp.where(is_singular, 1, smallest)
+    return jnp.where(is_singular, jnp.inf, ratio)
 
 
 def descent_alignment(gradient: jax.Array, direction: jax.Array) -> jax.Array:
-    """Return the cosine between a gradient and what is subtracted from the weight; 0 if
-    one of them is zero.
+    """Return the cosine between a gradient and what is subtracted from the weight.
+
+    0 if one of them is zero.
 
     References:
         Normalize-Then-Precondition, "Training Dynamics".
     """
-    return jnp.sum(
-        _unit_frobenius(gradient) * _unit_frobenius(direction), axis=(-2, -1)
-    )
+    products = _unit_frobenius(gradient) * _unit_frobenius(direction)
+    return jnp.sum(products, axis=(-2, -1))
 
 
 def update_rms(update: jax.Array) -> jax.Array:
     """Return ``||T||_F / sqrt(m n)``."""
     update = at_least_float32(update)
+    # Squares of very large or small entries would not be finite, or zero.
     largest = jnp.max(jnp.abs(update), (-2, -1), keepdims=True)
     squares = jnp.square(update / jnp.where(largest == 0, 1, largest))
     return largest[..., 0, 0] * jnp.sqrt(jnp.mean(squares, (-2, -1)))
@@ -216,8 +230,9 @@ def row_norm_statistics(x: jax.Array) -> RowNorms:
 
 
 def radial_factor(weight: jax.Array) -> RadialFactor:
-    """Return statistics of ``1 - ||w_i||^2``, by which the relaxed tangent multiplies
-    the radial part of row i.
+    """Return statistics of ``1 - ||w_i||^2``.
+
+    By it the relaxed tangent multiplies the radial part of row i.
 
     Example:
         >>> print(*radial_factor(jnp.array([[2.0, 0.0], [0.0, 1.0]])))
@@ -227,18 +242,17 @@ def radial_factor(weight: jax.Array) -> RadialFactor:
         Normalize-Then-Precondition, "Relaxed Tangent Momentum".
     """
     factor = 1 - _row_norms(at_least_float32(weight))[..., 0] ** 2
-    return RadialFactor(
-        factor.mean(-1), factor.min(-1), jnp.sum(factor < 0, axis=-1, dtype=jnp.int32)
-    )
+    negative = jnp.sum(factor < 0, axis=-1, dtype=jnp.int32)
+    return RadialFactor(factor.mean(-1), factor.min(-1), negative)
 
 
 @functools.partial(jax.jit, static_argnames=("rank", "power_iterations"))
 def sketch_error(
     psi: jax.Array, omega: jax.Array, rank: int = 32, power_iterations: int = 1
 ) -> SketchError:
-    """Compare the sketch of Algorithm 2 with the exact eigenspace of ``Psi Psi^T``, on
-    the smaller dimension.
+    """Compare the sketch of Algorithm 2 with the exact eigenspace of ``Psi Psi^T``.
 
+    It is that of the smaller dimension.
     ``P = I + sum_i (lambda_i^-1/2 - 1) u_i u_i^T`` over the ``rank`` leading modes with
     ``lambda_i > 1``; ``P_hat`` is the same of the sketched modes.
 
@@ -250,52 +264,48 @@ def sketch_error(
 
     Example:
         >>> psi = jnp.diag(jnp.array([5.0, 3.0, 1.0, 0.1]))
-        >>> error = sketch_error(
-        ...     psi,
-        ...     jax.random.normal(jax.random.key(0), (3, 4)),
-        ...     rank=2,
-        ...     power_iterations=8,
-        ... )
+        >>> draws = jax.random.normal(jax.random.key(0), (3, 4))
+        >>> error = sketch_error(psi, draws, rank=2, power_iterations=8)
         >>> print(bool(error.angles.max() < 1e-3), bool(error.preconditioner < 1e-3))
         True True
 
     References:
         Normalize-Then-Precondition, Algorithm 2 and Corollary 1.
     """
-    psi, omega = at_least_float32(psi), at_least_float32(omega)
-    wide = psi.mT if psi.shape[-2] > psi.shape[-1] else psi
-    omega, to_one = (
-        omega[..., : wide.shape[-2], :],
-        to_threshold(sum_of_squares(wide), rank),
-    )
+    wide = at_least_float32(psi)
+    if wide.shape[-2] > wide.shape[-1]:
+        wide = wide.mT
+    draws = at_least_float32(omega)[..., : wide.shape[-2], :]
+    to_one = to_threshold(sum_of_squares(wide), rank)
     # Only the basis is used: orthonormal rows of the subspace that the library's sketch
     # finds.
     ((basis, *_),) = clip_by_sketch(
-        [wide], [omega], [to_one], power_iterations, True, wide.dtype
+        [wide], [draws], [to_one], power_iterations, True, wide.dtype
     )
     basis = jnp.vectorize(_qr, signature="(n,l)->(n,l)")(basis.mT).mT
     seen = exact_product(basis, wide)
+    values, rows = _leading(exact_product(seen, seen.mT), rank)
+    found = exact_product(rows, basis)
+    p_hat = _clips_to_one(values, found)
+    values, exact = _leading(exact_product(wide, wide.mT), rank)
+    p = _clips_to_one(values, exact)
+    angles = principal_angles(found, exact)
+    return SketchError(angles, singular_values(p_hat - p)[..., 0])
 
-    def leading(
-        gram: jax.Array, basis: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Orthonormal rows of modes, and the preconditioner that clips them to one."""
-        values, vectors = jnp.vectorize(_eigh, signature="(m,m)->(m),(m,m)")(gram)
-        values, rows = (
-            values[..., ::-1][..., :rank],
-            vectors.mT[..., ::-1, :][..., :rank, :],
-        )
-        rows = rows if basis is None else exact_product(rows, basis)
-        change = jax.lax.rsqrt(jnp.maximum(values, 1)) - 1
-        return rows, jnp.eye(rows.shape[-1], dtype=rows.dtype) + exact_product(
-            (rows * change[..., None]).mT, rows
-        )
 
-    found, p_hat = leading(exact_product(seen, seen.mT), basis)
-    exact, p = leading(exact_product(wide, wide.mT))
-    return SketchError(
-        principal_angles(found, exact), singular_values(p_hat - p)[..., 0]
-    )
+def _leading(gram: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
+    """The largest eigenvalues, and their eigenvectors as rows."""
+    eigh = jnp.vectorize(_eigh, signature="(m,m)->(m),(m,m)")
+    values, vectors = eigh(gram)
+    largest = values[..., ::-1][..., :rank]
+    return largest, vectors.mT[..., ::-1, :][..., :rank, :]
+
+
+def _clips_to_one(values: jax.Array, rows: jax.Array) -> jax.Array:
+    """The preconditioner that clips modes with these eigenvalues to one."""
+    change = jax.lax.rsqrt(jnp.maximum(values, 1)) - 1
+    changed = exact_product((rows * change[..., None]).mT, rows)
+    return jnp.eye(rows.shape[-1], dtype=rows.dtype) + changed
 
 
 def principal_angles(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -309,10 +319,8 @@ def principal_angles(a: jax.Array, b: jax.Array) -> jax.Array:
         b: orthonormal rows ``(..., k, n)``.
 
     Example:
-        >>> a, b = (
-        ...     jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]),
-        ...     jnp.array([[1.0, 0.0, 0.0], [0.0, 0.6, 0.8]]),
-        ... )
+        >>> a = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+        >>> b = jnp.array([[1.0, 0.0, 0.0], [0.0, 0.6, 0.8]])
         >>> print(principal_angles(a, b).round(4))
         [0.     0.9273]
     """
@@ -362,12 +370,8 @@ def measure(
 
     Example:
         >>> kernel = jnp.array([[0.0, 0.6], [0.0, 0.8]])  # (in, out)
-        >>> found = measure(
-        ...     jnp.eye(2),
-        ...     kernel,
-        ...     MatrixDims(0, 1),
-        ...     names=["row_norms", "active_modes"],
-        ... )
+        >>> names = ["row_norms", "active_modes"]
+        >>> found = measure(jnp.eye(2), kernel, MatrixDims(0, 1), names=names)
         >>> print(found["row_norms"].largest, found["active_modes"])
         [1.] [1]
     """
@@ -375,25 +379,19 @@ def measure(
         "alignment": gradient is None or update is None,
         "update_rms": update is None,
     }
-    names = check_names(
-        [name for name in NAMES if not missing.get(name)] if names is None else names
-    )
+    if names is None:
+        names = [name for name in NAMES if not missing.get(name)]
+    names = check_names(names)
     for name in names:
         if missing.get(name):
-            raise ValueError(
-                f"the diagnostic {name!r} needs the argument"
-                f" {'gradient' if update is not None else 'update'}"
-            )
+            needed = "update"
+            if update is not None:
+                needed = "gradient"
+            raise ValueError(f"the diagnostic {name!r} needs the argument {needed}")
     if orientation not in ORIENTATIONS:
         raise ValueError(f"{orientation=} is not one of {ORIENTATIONS}")
-
-    def matrices(x: Any) -> Any:
-        if x is None:
-            return None
-        stack = at_least_float32(x if dims is None else to_matrices(x, dims))
-        return stack.mT if orientation == "columns" else stack
-
-    m, w, g, u = map(matrices, (momentum, weight, gradient, update))
+    turn = functools.partial(_oriented, dims=dims, orientation=orientation)
+    m, w, g, u = map(turn, (momentum, weight, gradient, update))
     x, psi = normalized(m, w, tangent)
     functions = {
         "spectra": lambda: trace_matched_spectra(x),
@@ -409,9 +407,23 @@ def measure(
     return {name: functions[name]() for name in names}
 
 
+def _oriented(x: Any, dims: MatrixDims | None, orientation: str) -> Any:
+    """A parameter as matrices whose rows are normalized; None stays None."""
+    if x is None:
+        return None
+    if dims is not None:
+        x = to_matrices(x, dims)
+    stack = at_least_float32(x)
+    if orientation == "columns":
+        return stack.mT
+    return stack
+
+
 def check_names(names: str | Iterable[str]) -> tuple[str, ...]:
     """Return ``names`` as a tuple; raise a ValueError if one is not a diagnostic."""
-    found = (names,) if isinstance(names, str) else tuple(names)
+    found = tuple(names)
+    if isinstance(names, str):
+        found = (names,)
     unknown = [name for name in found if name not in NAMES]
     if unknown or not found:
         raise ValueError(
@@ -421,37 +433,39 @@ def check_names(names: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def singular_values(x: jax.Array) -> jax.Array:
-    """Return singular values, largest first, ``(..., min(m, n))``; zeros in place of
-    rounding errors.
+    """Return singular values, largest first, ``(..., min(m, n))``.
+
+    Those that are rounding errors are zero.
     """
     values = _svd(at_least_float32(x))
-    return jnp.where(
-        values <= max(x.shape[-2:]) * jnp.finfo(values.dtype).eps * values[..., :1],
-        0,
-        values,
-    )
+    rounding = max(x.shape[-2:]) * jnp.finfo(values.dtype).eps * values[..., :1]
+    return jnp.where(values <= rounding, 0, values)
 
 
 @jax.jit
 def _svd(x: jax.Array) -> jax.Array:
+    """Singular values of every matrix, one after the other."""
     one = one_at_a_time(lambda y: jnp.linalg.svd(y, compute_uv=False))
     return jnp.vectorize(one, signature="(m,n)->(k)")(x)
 
 
 def _qr(x: jax.Array) -> jax.Array:
+    """Orthonormal columns of every matrix, one after the other."""
     return one_at_a_time(lambda y: jnp.linalg.qr(y)[0])(x)
 
 
 def _eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Eigenvalues and eigenvectors of every matrix, one after the other."""
     return one_at_a_time(lambda y: tuple(jnp.linalg.eigh(y)))(x)
 
 
 def _row_norms(x: jax.Array) -> jax.Array:
+    """Norms of the rows, ``(..., m, 1)``."""
     return jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def _unit_frobenius(x: jax.Array) -> jax.Array:
+    """Matrices divided by their Frobenius norms; zero stays zero."""
     rms = update_rms(x)[..., None, None]
-    return at_least_float32(x) / (
-        jnp.where(rms == 0, 1, rms) * (x.shape[-1] * x.shape[-2]) ** 0.5
-    )
+    root = (x.shape[-1] * x.shape[-2]) ** 0.5
+    return at_least_float32(x) / (jnp.where(rms == 0, 1, rms) * root)

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every inequality of the paper's convergence analysis, as a function of the matrices
-of one step.
+"""Every inequality of the paper's convergence analysis, as a function of one step.
 
 ``Step`` holds what an optimizer was given and gave back, in the row orientation, and
 derives from it in NumPy what the analysis speaks of; the preconditioner is that which
 must have been used, ``P = T Psi^+``. An inequality is a function that returns what
 should be the larger side and what should be the smaller one; ``slack`` compares them.
-With ``m > n`` the row-oriented ``Gamma`` has no inverse and the preconditioner cannot
-be told from the update: ``m <= n`` throughout.
+With ``m > n`` the row-oriented ``Gamma`` has no inverse and the preconditioner does
+not follow from the update: ``m <= n`` throughout.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +21,9 @@ Array = np.ndarray
 
 
 class Sides(NamedTuple):
-    """What should be the larger side, and the smaller one: numbers, or arrays for
-    several inequalities at once.
+    """What should be the larger side, and the smaller one.
+
+    They are numbers, or arrays for several inequalities at once.
     """
 
     larger: npt.ArrayLike
@@ -32,8 +32,9 @@ class Sides(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step ``W - learning_rate T``, of a variant without momentum, RMS scaling and
-    weight decay.
+    """One step ``W - learning_rate T``.
+
+    It is that of a variant without momentum, RMS scaling and weight decay.
 
     Attributes:
         gradient: ``(m, n)``.
@@ -58,10 +59,8 @@ class Step:
     @functools.cached_property
     def x(self) -> Array:
         """Relaxed tangent gradient."""
-        return (
-            self.gradient
-            - np.sum(self.gradient * self.weight, axis=1, keepdims=True) * self.weight
-        )
+        along = np.sum(self.gradient * self.weight, axis=1, keepdims=True)
+        return self.gradient - along * self.weight
 
     @functools.cached_property
     def psi(self) -> Array:
@@ -93,12 +92,11 @@ class Step:
     def exact_preconditioner(self) -> Array:
         """``P`` as the paper defines it, from the eigendecomposition of ``Gamma``."""
         values, vectors = self.eigen
-        left_alone = (
-            (values <= 1) | (np.arange(len(values)) >= self.rank)
-            if self.rank is not None
-            else False
-        )
-        return (vectors * np.where(left_alone, 1, values**-0.5)) @ vectors.T
+        factors = values**-0.5
+        if self.rank is not None:
+            left_alone = (values <= 1) | (np.arange(len(values)) >= self.rank)
+            factors = np.where(left_alone, 1, factors)
+        return (vectors * factors) @ vectors.T
 
     def with_exact_update(self) -> "Step":
         """The same step with the update as the paper defines it."""
@@ -107,10 +105,9 @@ class Step:
     @functools.cached_property
     def sines(self) -> Array:
         """``sin(phi_i)``, of the angles between the rows of gradient and weight."""
-        along = unit(self.weight)
-        tangent = (
-            self.gradient - np.sum(self.gradient * along, axis=1, keepdims=True) * along
-        )
+        direction = unit(self.weight)
+        along = np.sum(self.gradient * direction, axis=1, keepdims=True)
+        tangent = self.gradient - along * direction
         return lengths(tangent) / lengths(self.gradient)
 
     @property
@@ -120,35 +117,35 @@ class Step:
 
     @functools.cached_property
     def gamma_prime(self) -> float:
-        """``gamma'``: the largest norm of a column of cosines between rows of ``Psi``
-        and a row of the weight.
+        """``gamma'``: the largest norm of a column of cosines.
+
+        These are between the rows of ``Psi`` and a row of the weight.
         """
-        return float(np.linalg.norm(self.psi @ unit(self.weight).T, axis=0).max())
+        cosines = self.psi @ unit(self.weight).T
+        return float(np.linalg.norm(cosines, axis=0).max())
 
     @functools.cached_property
     def nu(self) -> float:
         """``nu``: the largest radial ratio."""
-        return float((lengths(self.gradient - self.x) / lengths(self.x)).max())
+        radial = self.gradient - self.x
+        return float((lengths(radial) / lengths(self.x)).max())
 
     @property
     def chi(self) -> float:
         """``chi``: the spectral factor."""
-        return float(
-            np.sqrt(self.values[0] / (self.values[-1] if self.rank is None else 1))
-        )
+        least = 1
+        if self.rank is None:
+            least = self.values[-1]
+        return float(np.sqrt(self.values[0] / least))
 
     @property
     def epsilon(self) -> float:
-        """``1 - nu gamma' chi`` of this step; the theorem needs it positive on all
-        steps.
-        """
+        """``1 - nu gamma' chi`` of this step; the theorem needs it positive."""
         return 1 - self.nu * self.gamma_prime * self.chi
 
     @functools.cached_property
     def delta(self) -> float:
-        """``||P_hat - P||_op``: how far the preconditioner that was used is from the
-        paper's.
-        """
+        """``||P_hat - P||_op``: of the preconditioner that was used and the paper's."""
         return float(np.linalg.norm(self.preconditioner - self.exact_preconditioner, 2))
 
     @property
@@ -158,7 +155,7 @@ class Step:
 
 
 def lengths(x: Array) -> Array:
-    """Of the rows."""
+    """Norms of the rows."""
     return np.linalg.norm(x, axis=1)
 
 
@@ -183,8 +180,9 @@ def lemma_1(step: Step) -> Sides:
 
 
 def lemma_2_basis(step: Step) -> Sides:
-    """``P`` is symmetric and shares the eigenvectors of ``Gamma``: what is left beside
-    their span is nothing.
+    """``P`` is symmetric and shares the eigenvectors of ``Gamma``.
+
+    In their basis there is nothing beside the diagonal.
     """
     _, vectors = step.eigen
     turned = vectors.T @ step.preconditioner @ vectors
@@ -205,12 +203,14 @@ def lemma_2_b(step: Step) -> Sides:
 
 
 def lemma_2_b_spectrum(step: Step) -> Sides:
-    """``||T||_F^2`` is m for NormPre-G, and ``sum_C 1 + sum_rest lambda_i`` for
-    NormPre-L: neither more nor less.
+    """``||T||_F^2`` is m for NormPre-G, and ``sum_C 1 + sum_rest lambda_i`` for -L.
+
+    It is neither more nor less.
     """
-    m = len(step.update)
-    kept = step.values[: step.rank or 0]
-    expected = m if step.rank is None else m - np.sum(np.maximum(kept, 1) - 1)
+    expected = len(step.update)
+    if step.rank is not None:
+        clipped = step.values[: step.rank]
+        expected = expected - np.sum(np.maximum(clipped, 1) - 1)
     found = np.linalg.norm(step.update) ** 2
     return Sides(np.array([found, expected]), np.array([expected, found]))
 
@@ -223,11 +223,9 @@ def lemma_2_c(step: Step) -> Sides:
 
 def lemma_2_c_equality(step: Step) -> Sides | None:
     """For NormPre-G ``lambda_min(P)`` is no more than ``lambda_1^(-1/2)`` either."""
-    return (
-        None
-        if step.rank is not None
-        else Sides(step.values[0] ** -0.5, step.factors[0])
-    )
+    if step.rank is not None:
+        return None
+    return Sides(step.values[0] ** -0.5, step.factors[0])
 
 
 def lemma_3_factors(step: Step) -> Sides:
@@ -254,16 +252,16 @@ def lemma_3(step: Step) -> Sides:
 
 def smoothness(step: Step) -> Sides:
     """``loss - lr <G, T> + L lr^2 ||T||^2 / 2 >= next loss``."""
+    length = step.learning_rate * np.linalg.norm(step.update)
     change = -step.learning_rate * inner(step.gradient, step.update)
-    change += (
-        step.smoothness / 2 * (step.learning_rate * np.linalg.norm(step.update)) ** 2
-    )
+    change += step.smoothness / 2 * length**2
     return Sides(step.loss + change, step.next_loss)
 
 
 def signal(step: Step) -> Sides | None:
-    """Where the condition holds: ``<G, T> >= epsilon <X, T> >= epsilon gamma max(m,
-    n)^(-1/2) ||G||``.
+    """``<G, T> >= epsilon <X, T> >= epsilon gamma max(m, n)^(-1/2) ||G||``.
+
+    Where the condition holds.
     """
     if step.epsilon <= 0:
         return None
@@ -275,8 +273,9 @@ def signal(step: Step) -> Sides | None:
 
 
 def one_step(step: Step) -> Sides | None:
-    """There too: ``loss - lr epsilon gamma max^(-1/2) ||G|| + L lr^2 max / 2 >= next
-    loss``.
+    """``loss - lr epsilon gamma max^(-1/2) ||G|| + L lr^2 max / 2 >= next loss``.
+
+    Where the condition holds.
     """
     if step.epsilon <= 0:
         return None
@@ -324,8 +323,9 @@ def corollary_norm(step: Step) -> Sides:
 
 
 def corollary_signal(step: Step) -> Sides | None:
-    """Where the condition holds: ``<G, T_hat> >= (epsilon gamma - delta lambda_1)
-    max(m, n)^(-1/2) ||G||``.
+    """``<G, T_hat> >= (epsilon gamma - delta lambda_1) max(m, n)^(-1/2) ||G||``.
+
+    Where the condition holds.
     """
     rate = step.epsilon * step.gamma - step.delta * step.values[0]
     if step.epsilon <= 0 or rate <= 0:
@@ -363,23 +363,26 @@ COROLLARY: tuple[Inequality, ...] = (
 
 
 def tolerance(step: Step) -> float:
-    """Rounding that is forgiven, as a share of the larger side: sums, and the inversion
-    of ``Gamma`` for ``P``.
+    """Rounding that is forgiven, as a share of the larger side.
+
+    It is that of sums, and of the inversion of ``Gamma`` for ``P``.
     """
     return float(1e-12 + 64 * np.finfo(float).eps * step.values[0] / step.values[-1])
 
 
 def slack(sides: Sides) -> float:
-    """By how much the larger side is the larger one, as a share of the two; negative
-    where it is not.
+    """By how much the larger side is the larger one, as a share of the two.
+
+    Negative where it is not.
     """
     larger, smaller = np.broadcast_arrays(*map(np.asarray, sides))
-    size = np.maximum(np.maximum(np.abs(larger), np.abs(smaller)), np.finfo(float).tiny)
+    size = np.maximum(np.abs(larger), np.abs(smaller))
+    size = np.maximum(size, np.finfo(float).tiny)
     return float(((larger - smaller) / size).min())
 
 
-def slacks(step: Step, inequalities: tuple[Inequality, ...]) -> Mapping[str, float]:
-    """Of every inequality that applies, by its name.
+def slacks(step: Step, inequalities: tuple[Inequality, ...]) -> dict[str, float]:
+    """The slack of every inequality that applies, by its name.
 
     Args:
         step: the matrices.
@@ -388,5 +391,9 @@ def slacks(step: Step, inequalities: tuple[Inequality, ...]) -> Mapping[str, flo
     Returns:
         Slacks; a violated inequality is below ``-tolerance(step)``.
     """
-    found = {inequality.__name__: inequality(step) for inequality in inequalities}
-    return {name: slack(sides) for name, sides in found.items() if sides is not None}
+    found = {}
+    for inequality in inequalities:
+        sides = inequality(step)
+        if sides is not None:
+            found[inequality.__name__] = slack(sides)
+    return found

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the method: what each stage of NormPre does to small matrices, drawn with
-the library's own functions.
+"""Pictures of the method: what each stage of NormPre does to small matrices.
 
 ``python -m examples.research.method_pictures`` draws five figures into
-``docs/pictures``: six rows in the plane from stage to stage, the singular values of a
-larger matrix, the entries of one whose rows and columns are normalized in turn, what
-the tangent modes leave of a row, and what the metric of ``normpre_h`` changes.
-``docs/method.md`` explains them.
+``docs/pictures``, with the library's own functions: six rows in the plane from stage to
+stage, the singular values of a larger matrix, the entries of one whose rows and columns
+are normalized in turn, what the tangent modes leave of a row, and what the metric of
+``normpre_h`` changes. ``docs/method.md`` explains them.
 """
 
 from collections.abc import Mapping
@@ -27,14 +26,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
 
-ROWS, SECOND, MODES, QUIET = "#1f5fa8", "#b5541c", "#f2b25c", "#8a8a8a"
+ROWS = "#1f5fa8"
+SECOND = "#b5541c"
+MODES = "#f2b25c"
+QUIET = "#8a8a8a"
 RANK = 2  # Modes that NormPre-L clips in the second picture.
 Array = np.ndarray
 
 
 def planar() -> tuple[Array, Array]:
-    """Six rows in the plane, very unequal and mostly along one direction, and the rows
-    of a weight.
+    """Six rows in the plane, and the rows of a weight.
+
+    They are very unequal and mostly along one direction.
 
     Returns:
         Momentum and weight, (6, 2) both.
@@ -50,15 +53,16 @@ def planar() -> tuple[Array, Array]:
 
 
 def _polar(lengths: list[float], degrees: list[float]) -> Array:
+    """Points in the plane from their polar coordinates."""
     angles = np.radians(degrees)
-    return np.array(lengths)[:, None] * np.stack(
-        [np.cos(angles), np.sin(angles)], axis=1
-    )
+    directions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    return np.array(lengths)[:, None] * directions
 
 
 def correlated(rows: int, columns: int, modes: int = 3) -> Array:
-    """A matrix as gradients are: a few strong directions, noise, and rows and columns
-    of very unequal size.
+    """A matrix as gradients are: a few strong directions, and noise.
+
+    Its rows and columns are of very unequal size.
 
     Args:
         rows: m.
@@ -70,12 +74,10 @@ def correlated(rows: int, columns: int, modes: int = 3) -> Array:
     """
     draws = np.random.default_rng(0)
     shared = draws.normal(size=(rows, modes)) @ draws.normal(size=(modes, columns))
-    scales = [np.exp(draws.normal(scale=0.8, size=size)) for size in (rows, columns)]
-    return (
-        scales[0][:, None]
-        * (shared + 0.7 * draws.normal(size=(rows, columns)))
-        * scales[1]
-    )
+    row_scales = np.exp(draws.normal(scale=0.8, size=rows))
+    column_scales = np.exp(draws.normal(scale=0.8, size=columns))
+    noise = 0.7 * draws.normal(size=(rows, columns))
+    return row_scales[:, None] * (shared + noise) * column_scales
 
 
 def applied(stage: optax.GradientTransformation, x: Array) -> Array:
@@ -93,12 +95,14 @@ def applied(stage: optax.GradientTransformation, x: Array) -> Array:
         [[1.0, 0.0], [0.0, 1.0]]
     """
     given = jnp.asarray(x)
-    return np.asarray(stage.update(given, stage.init(given))[0])
+    update, _ = stage.update(given, stage.init(given))
+    return np.asarray(update)
 
 
 def stages(momentum: Array, weight: Array, rank: int) -> Mapping[str, Array]:
-    """Algorithm 1 in the row orientation, stage by stage, with both spectral stages;
-    and Muon beside them.
+    """Algorithm 1 in the row orientation, stage by stage, and Muon beside it.
+
+    With both spectral stages.
 
     Args:
         momentum: (m, n).
@@ -114,13 +118,11 @@ def stages(momentum: Array, weight: Array, rank: int) -> Mapping[str, Array]:
         >>> np.linalg.norm(found["Psi"], axis=1).round(4).tolist()
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     """
-    x, psi = (
-        np.asarray(a)
-        for a in diagnostics.normalized(jnp.asarray(momentum), jnp.asarray(weight))
-    )
+    signal = diagnostics.normalized(jnp.asarray(momentum), jnp.asarray(weight))
+    psi = np.asarray(signal.psi)
     return {
         "M": momentum,
-        "X": x,
+        "X": np.asarray(signal.x),
         "Psi": psi,
         "G": applied(precondition_globally(ns_steps=None), psi),
         "L": applied(precondition_locally(rank, method="exact"), psi),
@@ -142,46 +144,31 @@ def draw_plane() -> Figure:
     }
     figure, axes = plt.subplots(2, 3, figsize=(10.5, 7.4))
     for ax, (name, title) in zip(axes.flat, titles.items(), strict=True):
-        _plane(ax, found[name], weight if name in ("M", "X") else None, title)
+        _plane(ax, found[name], title)
+        if name in ("M", "X"):
+            _weights(ax, weight)
     figure.tight_layout()
     return figure
 
 
-def _plane(ax: Axes, rows: Array, weight: Array | None, title: str) -> None:
-    """Rows as arrows, the image of the unit sphere under them as an ellipse, the unit
-    circle dotted.
+def _plane(ax: Axes, rows: Array, title: str) -> None:
+    """Rows as arrows, and the image of the unit sphere under them as an ellipse.
+
+    The unit circle is dotted.
     """
     _, values, directions = np.linalg.svd(rows, full_matrices=False)
     side = 1.15 * max(values[0], 1.1)
     angle = float(np.degrees(np.arctan2(directions[0, 1], directions[0, 0])))
     shape = {"angle": angle, "facecolor": MODES, "alpha": 0.25, "edgecolor": "none"}
     ax.add_patch(Ellipse((0, 0), 2 * values[0], 2 * values[1], **shape))
-    ax.add_patch(
-        Ellipse((0, 0), 2, 2, fill=False, edgecolor=QUIET, linestyle=":", linewidth=1)
-    )
-    if weight is not None:
-        for x, y in weight:
-            ax.plot([0, x], [0, y], color=QUIET, linewidth=1.2, zorder=2)
-        ax.plot([], [], color=QUIET, linewidth=1.2, label="rows of W")
-        ax.legend(loc="lower right", frameon=False, fontsize=8)
+    circle = {"fill": False, "edgecolor": QUIET, "linestyle": ":", "linewidth": 1}
+    ax.add_patch(Ellipse((0, 0), 2, 2, **circle))
+    arrow = {"arrowstyle": "-|>", "color": ROWS, "shrinkA": 0, "shrinkB": 0}
+    number_style = {"ha": "center", "va": "center", "fontsize": 8, "color": ROWS}
     for number, (x, y) in enumerate(rows, 1):
-        ax.annotate(
-            "",
-            (x, y),
-            (0, 0),
-            arrowprops={"arrowstyle": "-|>", "color": ROWS, "shrinkA": 0, "shrinkB": 0},
-        )
-        length = np.hypot(x, y)
-        beyond = 1 + 0.07 * side / max(length, 1e-3)
-        ax.text(
-            x * beyond,
-            y * beyond,
-            str(number),
-            ha="center",
-            va="center",
-            fontsize=8,
-            color=ROWS,
-        )
+        ax.annotate("", (x, y), (0, 0), arrowprops=arrow)
+        beyond = 1 + 0.07 * side / max(np.hypot(x, y), 1e-3)
+        ax.text(x * beyond, y * beyond, str(number), **number_style)
     ax.set_title(title, fontsize=10)
     ax.text(
         0.03,
@@ -195,40 +182,52 @@ def _plane(ax: Axes, rows: Array, weight: Array | None, title: str) -> None:
         line.set_color("#d0d0d0")
 
 
+def _weights(ax: Axes, weight: Array) -> None:
+    """Rows of a weight as thin lines."""
+    for x, y in weight:
+        ax.plot([0, x], [0, y], color=QUIET, linewidth=1.2, zorder=2)
+    ax.plot([], [], color=QUIET, linewidth=1.2, label="rows of W")
+    ax.legend(loc="lower right", frameon=False, fontsize=8)
+
+
 def spectra() -> Mapping[str, Array]:
-    """Singular values of a 16 x 24 matrix through the stages, largest first; those of M
-    are scaled to Psi's norm.
+    """Singular values of a 16 x 24 matrix through the stages, largest first.
+
+    Those of M are scaled to Psi's norm.
 
     Returns:
         Name of the stage to (16,).
 
     Example:
         >>> found = spectra()
-        >>> (
-        ...     bool((found["L"][RANK:] == found["Psi"][RANK:]).all()),
-        ...     found["L"][:RANK].round(3).tolist(),
-        ... )
-        (True, [1.0, 1.0])
+        >>> bool((found["L"][RANK:] == found["Psi"][RANK:]).all())
+        True
+        >>> found["L"][:RANK].round(3).tolist()
+        [1.0, 1.0]
     """
     momentum = correlated(16, 24)
-    psi = np.asarray(
-        diagnostics.normalized(jnp.asarray(momentum), jnp.zeros((16, 24))).psi
-    )
+    psi = _psi(momentum)
+    global_update = applied(precondition_globally(), psi)
+    local_update = applied(precondition_locally(RANK, method="exact"), psi)
+    values = np.linalg.svd(psi, compute_uv=False)
     # The modes of NormPre-L are those of Psi: clipping them needs no second
     # decomposition.
-    values = np.linalg.svd(psi, compute_uv=False)
-    clipped = np.linalg.svd(
-        applied(precondition_locally(RANK, method="exact"), psi), compute_uv=False
-    )
     order = np.where(np.arange(len(values)) < RANK, np.minimum(values, 1), values)
+    clipped = np.linalg.svd(local_update, compute_uv=False)
     np.testing.assert_allclose(np.sort(clipped), np.sort(order), rtol=1e-4)
     before = np.linalg.svd(momentum, compute_uv=False)
     return {
         "M": before * np.linalg.norm(values) / np.linalg.norm(before),
         "Psi": values,
-        "G": np.linalg.svd(applied(precondition_globally(), psi), compute_uv=False),
+        "G": np.linalg.svd(global_update, compute_uv=False),
         "L": order,
     }
+
+
+def _psi(momentum: Array) -> Array:
+    """A momentum with its rows normalized, for a weight of zeros."""
+    weight = jnp.zeros(momentum.shape)
+    return np.asarray(diagnostics.normalized(jnp.asarray(momentum), weight).psi)
 
 
 def draw_spectra() -> Figure:
@@ -241,9 +240,9 @@ def draw_spectra() -> Figure:
     }
     figure, axes = plt.subplots(1, 4, figsize=(11, 2.8), sharey=True)
     for ax, (name, values) in zip(axes, spectra().items(), strict=True):
-        colors = [
-            SECOND if name == "L" and i < RANK else ROWS for i in range(len(values))
-        ]
+        colors = [ROWS] * len(values)
+        if name == "L":
+            colors[:RANK] = [SECOND] * RANK
         ax.bar(np.arange(1, len(values) + 1), values, color=colors, width=0.75)
         ax.axhline(1, color=QUIET, linestyle=":", linewidth=1)
         ax.set_title(titles[name], fontsize=10)
@@ -257,8 +256,9 @@ def draw_spectra() -> Figure:
 
 
 def alternation() -> Mapping[str, Array]:
-    """A 10 x 14 matrix, its rows normalized (even steps), and its columns normalized
-    (odd steps).
+    """A 10 x 14 matrix, normalized along its rows and along its columns.
+
+    The rows are normalized on even steps, the columns on odd ones.
 
     Returns:
         Name to (10, 14).
@@ -269,19 +269,15 @@ def alternation() -> Mapping[str, Array]:
         True
     """
     momentum = correlated(10, 14)
-    along_rows = diagnostics.normalized(jnp.asarray(momentum), jnp.zeros((10, 14))).psi
-    along_columns = diagnostics.normalized(
-        jnp.asarray(momentum.T), jnp.zeros((14, 10))
-    ).psi.T
     return {
         "momentum": momentum,
-        "rows": np.asarray(along_rows),
-        "columns": np.asarray(along_columns),
+        "rows": _psi(momentum),
+        "columns": _psi(momentum.T).T,
     }
 
 
 def draw_alternation() -> Figure:
-    """Sizes of entries, with the lengths of rows and columns at the sides."""
+    """Sizes of entries, with the norms of rows and columns at the sides."""
     titles = {
         "momentum": "M",
         "rows": r"$\Psi$ on steps 0, 2, 4, ...: rows",
@@ -293,26 +289,18 @@ def draw_alternation() -> Figure:
         inner = outer[column].subgridspec(
             2, 2, width_ratios=(5, 1), height_ratios=(1, 4), wspace=0.05, hspace=0.08
         )
-        over, entries, beside = (
-            figure.add_subplot(inner[at]) for at in ((0, 0), (1, 0), (1, 1))
-        )
-        entries.pcolormesh(
-            np.abs(x)[::-1], cmap="Blues", edgecolors="white", linewidth=0.5
-        )
-        over.bar(
-            np.arange(x.shape[1]) + 0.5,
-            np.linalg.norm(x, axis=0),
-            color=ROWS,
-            width=0.8,
-        )
-        beside.barh(
-            np.arange(x.shape[0]) + 0.5,
-            np.linalg.norm(x, axis=1)[::-1],
-            color=SECOND,
-            height=0.8,
-        )
-        over.set(xlim=(0, x.shape[1]), ylim=(0, None))
-        beside.set(ylim=(0, x.shape[0]), xlim=(0, None))
+        over = figure.add_subplot(inner[0, 0])
+        entries = figure.add_subplot(inner[1, 0])
+        beside = figure.add_subplot(inner[1, 1])
+        rows, columns = x.shape
+        sizes = np.abs(x)[::-1]  # the first row above
+        entries.pcolormesh(sizes, cmap="Blues", edgecolors="white", linewidth=0.5)
+        of_columns = np.linalg.norm(x, axis=0)
+        of_rows = np.linalg.norm(x, axis=1)[::-1]
+        over.bar(np.arange(columns) + 0.5, of_columns, color=ROWS, width=0.8)
+        beside.barh(np.arange(rows) + 0.5, of_rows, color=SECOND, height=0.8)
+        over.set(xlim=(0, columns), ylim=(0, None))
+        beside.set(ylim=(0, rows), xlim=(0, None))
         for ax in (over, entries, beside):
             ax.set(xticks=[], yticks=[])
             ax.spines[:].set_visible(False)
@@ -323,29 +311,28 @@ def draw_alternation() -> Figure:
 
 
 def radial_factors(lengths: Array) -> Mapping[str, Array]:
-    """What is left of a momentum along its row of W, by the row's length, in every
-    tangent mode.
+    """What is left of a momentum along its row of W, in every tangent mode.
 
     Args:
-        lengths: of rows, positive.
+        lengths: norms of the rows, positive.
 
     Returns:
         Name of the mode to factors like ``lengths``.
 
     Example:
-        >>> {
-        ...     name: factor.tolist()
-        ...     for name, factor in radial_factors(np.array([0.5, 2.0])).items()
-        ... }
-        {'relaxed': [0.75, -3.0], 'strict': [0.0, 0.0], 'none': [1.0, 1.0]}
+        >>> for name, factor in radial_factors(np.array([0.5, 2.0])).items():
+        ...     print(name, factor)
+        relaxed [ 0.75 -3.  ]
+        strict [0. 0.]
+        none [1. 1.]
     """
     weight = jnp.asarray(lengths)[:, None] * jnp.array([[1.0, 0.0]])
     momentum = jnp.broadcast_to(jnp.array([1.0, 0.0]), weight.shape)
-    modes = ("relaxed", "strict", "none")
-    return {
-        mode: np.asarray(diagnostics.normalized(momentum, weight, mode).x[:, 0])
-        for mode in modes
-    }
+    factors = {}
+    for mode in ("relaxed", "strict", "none"):
+        x = diagnostics.normalized(momentum, weight, mode).x
+        factors[mode] = np.asarray(x[:, 0])
+    return factors
 
 
 def draw_radial() -> Figure:
@@ -367,8 +354,9 @@ def draw_radial() -> Figure:
 
 
 def metric() -> Mapping[str, Array]:
-    """A 16 x 24 gradient and two updates of it: Muon's, and that in the metric of
-    ``normpre_h`` after one like it.
+    """A 16 x 24 gradient and two updates of it.
+
+    They are Muon's, and that in the metric of ``normpre_h`` after one like it.
 
     Returns:
         Name to (16, 24).
@@ -379,12 +367,14 @@ def metric() -> Mapping[str, Array]:
     """
     gradient = correlated(16, 24)
     exact = precondition_globally(ns_steps=None)
-    tx, given = with_metric(exact), jnp.asarray(gradient)
+    tx = with_metric(exact)
+    given = jnp.asarray(gradient)
     _, state = tx.update(given, tx.init(given))
+    update, _ = tx.update(given, state)
     return {
         "gradient": gradient,
         "Muon": applied(exact, gradient),
-        "normpre_h": np.asarray(tx.update(given, state)[0]),
+        "normpre_h": np.asarray(update),
     }
 
 
@@ -393,8 +383,10 @@ def draw_metric() -> Figure:
     found = metric()
     figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.2), sharey=True)
     for ax, (name, along) in zip(axes, {"rows": 1, "columns": 0}.items(), strict=True):
-        sizes = {key: np.linalg.norm(x, axis=along) for key, x in found.items()}
-        sizes = {key: size / np.sqrt(np.mean(size**2)) for key, size in sizes.items()}
+        sizes = {}
+        for key, x in found.items():
+            norms = np.linalg.norm(x, axis=along)
+            sizes[key] = norms / np.sqrt(np.mean(norms**2))
         for key, color in (("Muon", QUIET), ("normpre_h", ROWS)):
             ax.scatter(sizes["gradient"], sizes[key], color=color, s=18, label=key)
         ax.set(xscale="log", xlabel=f"size of the gradient, {name}", ylim=(0, 1.8))

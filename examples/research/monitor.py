@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer that writes diagnostics of its matrices into its state every so many
-steps.
+"""An optimizer that writes diagnostics of its matrices into its state.
 
 The record is part of the state, so it needs no callback: it is there after the step,
 under ``jit`` and ``scan``.
@@ -8,7 +7,7 @@ under ``jit`` and ``scan``.
 
 import fnmatch
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -64,10 +63,10 @@ def monitor(
     tangent: str = "relaxed",
     matrix_dims: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optimizer: the same updates, and a record of diagnostics on steps 0,
-    ``every``, 2 ``every``, ...
+    """Wrap an optimizer: the same updates, and a record of diagnostics.
 
-    Nothing is computed on the steps in between. "alignment" and "update_rms" are those
+    It is computed on steps 0, ``every``, 2 ``every``, ..., and nothing on the steps in
+    between. "alignment" and "update_rms" are those
     of the final update, learning rate and weight decay included.
 
     Args:
@@ -99,12 +98,12 @@ def monitor(
         >>> print(step, {name: list(values) for name, values in found.items()})
         0 {'up/kernel': ['update_rms']}
     """
-    names = diagnostics.check_names(record)
-    patterns = (parameters,) if isinstance(parameters, str) else tuple(parameters)
-    inner = optax.with_extra_args_support(tx)
+    patterns = tuple(parameters)
+    if isinstance(parameters, str):
+        patterns = (parameters,)
     measure = functools.partial(
         diagnostics.measure,
-        names=names,
+        names=diagnostics.check_names(record),
         rank=rank,
         orientation=orientation,
         tangent=tangent,
@@ -112,25 +111,31 @@ def monitor(
 
     def measured(gradients, updates, state, params) -> dict[str, dict[str, Any]]:
         chosen = _chosen(params, matrix_dims, patterns)
-        weights, gradients, updates = (
-            _by_path(tree) for tree in (params, gradients, updates)
-        )
-        signals = (
-            _momenta(state, weights, chosen) if signal == "momentum" else gradients
-        )
+        weights = _by_path(params)
+        signals = _by_path(gradients)
+        trees = (weights, _by_path(gradients), _by_path(updates))
+        if signal == "momentum":
+            signals = _momenta(state, weights, chosen)
         found = {}
         for path, dims in chosen.items():
-            own = [
-                _gathered(tree[path]) for tree in (signals, weights, gradients, updates)
-            ]
-            axis = split_axes(own[0].ndim, dims)[1][0]
-            for i, (at, one, _) in enumerate(blocks_of(own[0].shape, dims)):
-                name = path if dims.output_blocks == 1 else f"{path}/{i}"
-                m, w, g, u = (
-                    jax.lax.slice_in_dim(x, at.start, at.stop, axis=axis) for x in own
-                )
+            own = [_gathered(tree[path]) for tree in (signals, *trees)]
+            for name, one, blocks in _blocks(path, dims, own):
+                m, w, g, u = blocks
                 found[name] = measure(m, w, one, gradient=g, update=u)
         return found
+
+    return _recording(optax.with_extra_args_support(tx), measured, every)
+
+
+def _recording(
+    inner: optax.GradientTransformationExtraArgs,
+    measured: Callable[..., dict[str, dict[str, Any]]],
+    every: int,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that calls ``measured`` every so many steps.
+
+    ``measured`` is a function of gradients, updates, state and parameters.
+    """
 
     @jax.jit  # compiled once also if update is called outside of jit
     def recorded(count, last, *trees):
@@ -144,18 +149,19 @@ def monitor(
     # The unused arguments bring the mesh on which the record is placed.
     @functools.partial(jax.jit, keep_unused=True)
     def empty(params, state):
+        def zeros(x):
+            return jnp.zeros(x.shape, x.dtype, device=x.sharding)
+
         found = jax.eval_shape(measured, params, params, state, params)
-        return jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), found
-        )
+        return jax.tree.map(zeros, found)
 
     def init(params):
         state = inner.init(params)
         return MonitorState(
-            jnp.zeros((), jnp.int32),
-            jnp.full((), -1, jnp.int32),
-            empty(params, state),
-            state,
+            count=jnp.zeros((), jnp.int32),
+            step=jnp.full((), -1, jnp.int32),
+            record=empty(params, state),
+            inner_state=state,
         )
 
     def update(updates, state, params=None, **extra_args):
@@ -166,19 +172,35 @@ def monitor(
         new, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )
-        step, found = recorded(
-            state.count, (state.step, state.record), updates, new, inner_state, params
-        )
-        return new, MonitorState(
-            jnp.asarray(optax.safe_increment(state.count)), step, found, inner_state
-        )
+        last = (state.step, state.record)
+        step, found = recorded(state.count, last, updates, new, inner_state, params)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        return new, MonitorState(count, step, found, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _blocks(
+    path: str, dims: MatrixDims, arrays: list[jax.Array]
+) -> Iterator[tuple[str, MatrixDims, list[jax.Array]]]:
+    """Name, axes and arrays of every block of a parameter's outputs.
+
+    A parameter with one block keeps its name.
+    """
+    shape = arrays[0].shape
+    axis = split_axes(len(shape), dims)[1][0]
+    for i, (at, one, _) in enumerate(blocks_of(shape, dims)):
+        name = path
+        if dims.output_blocks != 1:
+            name = f"{path}/{i}"
+        blocks = [jax.lax.slice_in_dim(x, at.start, at.stop, axis=axis) for x in arrays]
+        yield name, one, blocks
+
+
 def monitored(state: optax.OptState) -> Monitored:
-    """Return the record in the state of an optimizer that contains a monitor, without
-    boxes of Flax.
+    """The record in the state of an optimizer that contains a monitor.
+
+    It is without boxes of Flax.
 
     Raises:
         ValueError: if there is no state of a monitor, or more than one.
@@ -189,10 +211,11 @@ def monitored(state: optax.OptState) -> Monitored:
             f"the state has {len(found)} monitors, expected one: wrap the optimizer in"
             " monitor(...)"
         )
-    record = found[0].step, found[0].record
-    return Monitored(
-        *jax.tree.unflatten(jax.tree.structure(record), jax.tree.leaves(record))
+    record = (found[0].step, found[0].record)
+    step, values = jax.tree.unflatten(
+        jax.tree.structure(record), jax.tree.leaves(record)
     )
+    return Monitored(step, values)
 
 
 def _chosen(
@@ -210,36 +233,37 @@ def _chosen(
                 f"{pattern!r} matches no matrix; choose from"
                 f" {', '.join(matrices) or 'none at all'}"
             )
-    return {
-        path: dims
-        for path, dims in matrices.items()
-        if any(fnmatch.fnmatchcase(path, p) for p in patterns)
-    }
+    chosen = {}
+    for path, dims in matrices.items():
+        if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns):
+            chosen[path] = dims
+    return chosen
 
 
 def _by_path(tree: Any) -> dict[str, jax.Array]:
+    """Arrays of a tree by their paths."""
     return {path: leaf for path, leaf, *_ in named_leaves(tree)}
 
 
 def _nodes(state: Any, kind: type) -> list[Any]:
+    """States of one kind within a state."""
+
     def is_kind(x):
         return isinstance(x, kind)
 
-    return list(filter(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))
+    return [node for node in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(node)]
 
 
 def _momenta(
     state: Any, weights: dict[str, jax.Array], chosen: dict
 ) -> dict[str, jax.Array]:
     """Momenta of the chosen parameters, from every ``optax.trace`` in the state."""
-    kept = [
-        item
-        for node in _nodes(state, optax.TraceState)
-        for item in _by_path(node.trace).items()
-    ]
-    found = {
-        path: x for path, x in kept if path in chosen and x.shape == weights[path].shape
-    }
+    found = {}
+    for node in _nodes(state, optax.TraceState):
+        for path, x in _by_path(node.trace).items():
+            # Of another shape it is no momentum of the parameter.
+            if path in chosen and x.shape == weights[path].shape:
+                found[path] = x
     for path in chosen:
         if path not in found:
             raise ValueError(
@@ -250,4 +274,5 @@ def _momenta(
 
 
 def _gathered(x: jax.Array) -> jax.Array:
+    """The array, not sharded along any axis."""
     return functools.reduce(unsharded, range(x.ndim), x)

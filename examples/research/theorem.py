@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's Theorem 1, Corollary 1 and Lemmas 1 to 3, held against actual runs in
-float64.
+"""The paper's Theorem 1, Corollary 1 and Lemmas 1 to 3, compared with runs in float64.
 
 ``python -m examples.research.theorem`` lets NormPre-G (exact ``msign``), NormPre-L
 (exact) and NormPre-L (sketch), as the library has them, without momentum, RMS scaling
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -76,26 +76,27 @@ class Problem(NamedTuple):
 
 
 def _rows(random: np.random.Generator, m: int, n: int, length: float) -> np.ndarray:
+    """A random matrix whose rows have this norm."""
     x = random.standard_normal((m, n))
     return length * x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
 def least_squares(length: float, m: int, n: int, seed: int) -> Problem:
-    """``||W A - B||_F^2 / 2N`` with noisy targets of a matrix whose rows are so long,
-    as those of the start are.
+    """``||W A - B||_F^2 / 2N`` with noisy targets of a matrix.
+
+    Its rows and those of the start have the norm ``length``.
     """
     random = np.random.default_rng(seed)
     count = 8 * n
     a = random.standard_normal((n, count))
-    b = _rows(random, m, n, length) @ a + 0.1 * length * random.standard_normal(
-        (m, count)
-    )
+    noiseless = _rows(random, m, n, length) @ a
+    b = noiseless + 0.1 * length * random.standard_normal((m, count))
     best = b @ np.linalg.pinv(a)
     return Problem(
-        lambda w: jnp.sum((w @ a - b) ** 2) / (2 * count),
-        _rows(random, m, n, length),
-        float(np.linalg.norm(a, 2) ** 2 / count),
-        float(np.sum((best @ a - b) ** 2) / (2 * count)),
+        loss=lambda w: jnp.sum((w @ a - b) ** 2) / (2 * count),
+        start=_rows(random, m, n, length),
+        smoothness=float(np.linalg.norm(a, 2) ** 2 / count),
+        infimum=float(np.sum((best @ a - b) ** 2) / (2 * count)),
     )
 
 
@@ -119,21 +120,22 @@ def two_layers(length: float, m: int, n: int, seed: int) -> Problem:
     first = np.linalg.norm(v, 2) ** 2 * np.linalg.norm(a, 2) ** 2 / count
     second = np.linalg.norm(a * np.sqrt(curvature), 2) ** 2 / count
     return Problem(
-        lambda w: jnp.sum((v @ jnp.tanh(w @ a) - b) ** 2) / (2 * count),
-        _rows(random, m, n, length),
-        float(first + second),
-        0.0,
+        loss=lambda w: jnp.sum((v @ jnp.tanh(w @ a) - b) ** 2) / (2 * count),
+        start=_rows(random, m, n, length),
+        smoothness=float(first + second),
+        infimum=0.0,
     )
 
 
-# Of the rows of ``W_0`` and of the matrix that is looked for: the condition weakens
-# with their squares.
-LENGTHS = (0.05, 0.3, 1.2)
-
+# With the norms of the rows of ``W_0`` and of the matrix that is looked for: the
+# condition weakens with their squares.
 PROBLEMS: dict[str, Callable[[int, int, int], Problem]] = {
-    f"{title}, rows {length}": functools.partial(make, length)
-    for title, make in (("least squares", least_squares), ("two layers", two_layers))
-    for length in LENGTHS
+    "least squares, rows 0.05": functools.partial(least_squares, 0.05),
+    "least squares, rows 0.3": functools.partial(least_squares, 0.3),
+    "least squares, rows 1.2": functools.partial(least_squares, 1.2),
+    "two layers, rows 0.05": functools.partial(two_layers, 0.05),
+    "two layers, rows 0.3": functools.partial(two_layers, 0.3),
+    "two layers, rows 1.2": functools.partial(two_layers, 1.2),
 }
 
 
@@ -185,30 +187,30 @@ def runner(problem: Problem, variant: Variant) -> Callable[[int], list[Step]]:
 
     def run(count: int) -> list[Step]:
         w = jnp.asarray(problem.start)
-        rate = math.sqrt(
-            2
-            * (float(loss(w)) - problem.infimum)
-            / (problem.smoothness * max(w.shape) * count)
-        )
-        state, found = tx.init(w), []
+        gap = float(loss(w)) - problem.infimum
+        rate = math.sqrt(2 * gap / (problem.smoothness * max(w.shape) * count))
+        state = tx.init(w)
+        seen = []
         for _ in range(count):
-            w, state, seen = step(w, state, rate)
-            found.append(seen)
-        found = jax.device_get(found)
-        losses = [float(now) for *_, now in found] + [float(loss(w))]
-        return [
-            Step(
-                gradient,
-                weight,
-                update,
-                variant.rank,
-                rate,
-                losses[t],
-                losses[t + 1],
-                problem.smoothness,
+            w, state, one = step(w, state, rate)
+            seen.append(one)
+        seen = jax.device_get(seen)
+        losses = [float(now) for *_, now in seen] + [float(loss(w))]
+        steps = []
+        for t, (gradient, weight, update, _) in enumerate(seen):
+            steps.append(
+                Step(
+                    gradient,
+                    weight,
+                    update,
+                    variant.rank,
+                    learning_rate=rate,
+                    loss=losses[t],
+                    next_loss=losses[t + 1],
+                    smoothness=problem.smoothness,
+                )
             )
-            for t, (gradient, weight, update, _) in enumerate(found)
-        ]
+        return steps
 
     return run
 
@@ -226,7 +228,7 @@ class Slack(NamedTuple):
 
 
 def check(steps: Sequence[Step], is_sketch: bool) -> dict[str, Slack]:
-    """Asserts every inequality on every step to which it applies.
+    """Assert every inequality on every step to which it applies.
 
     The lemmas speak of exact preconditioners: for a sketch they are asserted of the
     update that it stands for.
@@ -243,11 +245,12 @@ def check(steps: Sequence[Step], is_sketch: bool) -> dict[str, Slack]:
     """
     found: dict[str, list[Slack]] = {}
     for t, step in enumerate(steps):
-        exact = step.with_exact_update() if is_sketch else step
-        for name, value in {
-            **slacks(exact, LEMMAS),
-            **slacks(step, COROLLARY if is_sketch else THEOREM),
-        }.items():
+        if is_sketch:
+            exact = step.with_exact_update()
+            values = slacks(exact, LEMMAS) | slacks(step, COROLLARY)
+        else:
+            values = slacks(step, LEMMAS) | slacks(step, THEOREM)
+        for name, value in values.items():
             assert value >= -tolerance(step), (
                 f"{name} fails at step {t}: one side is too large by {-value:.2e} of it"
             )
@@ -256,8 +259,7 @@ def check(steps: Sequence[Step], is_sketch: bool) -> dict[str, Slack]:
 
 
 def summary(problem: Problem, steps: Sequence[Step], is_sketch: bool) -> dict:
-    """The constants of a run as the theorem takes them, the condition, the bound, and
-    what was measured.
+    """The constants of a run as the theorem has them, the bound, and what was measured.
 
     Args:
         problem: what was minimised.
@@ -270,13 +272,21 @@ def summary(problem: Problem, steps: Sequence[Step], is_sketch: bool) -> dict:
     gamma = min(step.gamma for step in steps)
     gamma_prime = max(step.gamma_prime for step in steps)
     epsilon = 1 - max(step.nu * step.chi for step in steps) * gamma_prime
-    delta = max(step.delta for step in steps) if is_sketch else 0.0
+    delta = 0.0
+    if is_sketch:
+        delta = max(step.delta for step in steps)
     lost = delta * max(float(step.values[0]) for step in steps)
     rate = epsilon * gamma - lost
-    gap, side = steps[0].loss - problem.infimum, steps[0].side
-    holds = epsilon > 0 and rate > 0
+    gap = steps[0].loss - problem.infimum
+    side = steps[0].side
     c = steps[0].learning_rate * math.sqrt(len(steps))
     constant = gap * side**0.5 / c + problem.smoothness * c * side**1.5 / 2
+    holds = epsilon > 0 and rate > 0
+    bound = None
+    if holds:
+        bound = constant / (rate * math.sqrt(len(steps)))
+    norms = [float(np.linalg.norm(step.gradient)) for step in steps]
+    rows = [float(np.linalg.norm(step.weight, axis=1).max()) for step in steps]
     return {
         "steps": len(steps),
         "gamma": gamma,
@@ -288,18 +298,18 @@ def summary(problem: Problem, steps: Sequence[Step], is_sketch: bool) -> dict:
         "delta": delta,
         "delta_lambda_1": lost,
         "holds": holds,
-        "bound": constant / (rate * math.sqrt(len(steps))) if holds else None,
-        "measured": min(float(np.linalg.norm(step.gradient)) for step in steps),
-        "first": float(np.linalg.norm(steps[0].gradient)),
-        "longest_row": max(
-            float(np.linalg.norm(step.weight, axis=1).max()) for step in steps
-        ),
+        "bound": bound,
+        "measured": min(norms),
+        "first": norms[0],
+        "longest_row": max(rows),
     }
 
 
 def measure(options: Options, console: Console) -> tuple[list[dict], dict[str, Slack]]:
-    """All runs; the rows of the report, and what was found of every inequality over all
-    of them.
+    """All runs.
+
+    Returns:
+        The rows of the report, and what was found of every inequality over all runs.
     """
     if options.rows > options.columns:
         raise SystemExit(
@@ -312,80 +322,43 @@ def measure(options: Options, console: Console) -> tuple[list[dict], dict[str, S
         problem = make(options.rows, options.columns, options.seed)
         for name, variant in variants(options).items():
             run = runner(problem, variant)
+            holds = []
             for count in options.horizons:
                 steps = run(count)
                 for inequality, seen in check(steps, variant.is_sketch).items():
                     found.setdefault(inequality, []).append(seen)
-                row = {
-                    "problem": title,
-                    "variant": name,
-                    **summary(problem, steps, variant.is_sketch),
-                }
+                row = {"problem": title, "variant": name}
+                row |= summary(problem, steps, variant.is_sketch)
                 assert row["bound"] is None or row["measured"] <= row["bound"], (
                     f"the bound is broken: {row}"
                 )
+                holds.append(row["holds"])
                 rows.append(row)
-            console.print(
-                f"{title}, {name}: holds"
-                f" {[row['holds'] for row in rows[-len(options.horizons) :]]}"
-            )
+            console.print(f"{title}, {name}: holds {holds}")
     return rows, {inequality: Slack.over(parts) for inequality, parts in found.items()}
 
 
+# Color and width; the last two coincide.
+STYLES = {
+    "G": ("#CB2DD7", 1.5),
+    "L exact": ("#E44628", 4.0),
+    "L sketch": ("#1F77B4", 1.2),
+}
+ACROSS = 3  # panels beside each other
+
+
 def plot(rows: Sequence[dict]) -> Figure:
-    """Bound and measured norm over the number of steps; runs without a bound are
-    hollow.
-    """
+    """Bound and measured norm over the number of steps, a panel for every problem."""
     titles = list(dict.fromkeys(row["problem"] for row in rows))
-    across = min(len(titles), len(LENGTHS))
+    across = min(len(titles), ACROSS)
     down = math.ceil(len(titles) / across)
     figure = Figure(figsize=(3.4 * across, 3.2 * down), layout="constrained")
-    axes = list(figure.subplots(down, across, sharex=True, squeeze=False).flat)[
-        : len(titles)
-    ]
-    styles = {
-        "G": ("#CB2DD7", 1.5),
-        "L exact": ("#E44628", 4.0),
-        "L sketch": ("#1F77B4", 1.2),
-    }  # the last two coincide
+    panels = figure.subplots(down, across, sharex=True, squeeze=False)
+    axes = list(panels.flat)[: len(titles)]
     for axis, title in zip(axes, titles, strict=True):
-        for name, (color, width) in styles.items():
-            mine = [
-                row
-                for row in rows
-                if row["problem"] == title and row["variant"] == name
-            ]
-            count = [row["steps"] for row in mine]
-            axis.plot(
-                count,
-                [row["measured"] for row in mine],
-                color=color,
-                lw=width,
-                label=f"{name}, measured",
-            )
-            for row in mine:
-                face = color if row["holds"] else "white"
-                axis.plot(
-                    row["steps"],
-                    row["measured"],
-                    "o",
-                    color=color,
-                    markerfacecolor=face,
-                    markersize=4,
-                )
-            bounds = [
-                math.nan if row["bound"] is None else row["bound"] for row in mine
-            ]
-            if any(row["holds"] for row in mine):
-                axis.plot(
-                    count,
-                    bounds,
-                    "--s",
-                    color=color,
-                    lw=width,
-                    markersize=3,
-                    label=f"{name}, bound",
-                )
+        of_problem = [row for row in rows if row["problem"] == title]
+        for name in STYLES:
+            draw_runs(axis, [row for row in of_problem if row["variant"] == name], name)
         axis.set(
             xscale="log",
             yscale="log",
@@ -401,38 +374,96 @@ def plot(rows: Sequence[dict]) -> Figure:
     return figure
 
 
+def draw_runs(axes: Axes, rows: Sequence[dict], variant: str) -> None:
+    """Measured norms and bounds of a variant; runs without a bound are hollow."""
+    color, width = STYLES[variant]
+    steps = [row["steps"] for row in rows]
+    measured = [row["measured"] for row in rows]
+    axes.plot(steps, measured, color=color, lw=width, label=f"{variant}, measured")
+    bounds = []
+    for row in rows:
+        face = "white"
+        bound = math.nan
+        if row["holds"]:
+            face = color
+            bound = row["bound"]
+        bounds.append(bound)
+        axes.plot(
+            row["steps"],
+            row["measured"],
+            "o",
+            color=color,
+            markerfacecolor=face,
+            markersize=4,
+        )
+    if any(row["holds"] for row in rows):
+        axes.plot(
+            steps,
+            bounds,
+            "--s",
+            color=color,
+            lw=width,
+            markersize=3,
+            label=f"{variant}, bound",
+        )
+
+
+def _where_it_holds(cell: Callable[[dict], str]) -> Callable[[dict], str]:
+    """A cell that is empty where the condition fails."""
+
+    def shown(row):
+        if row["holds"]:
+            return cell(row)
+        return ""
+
+    return shown
+
+
+def _of_the_sketch(row: dict) -> str:
+    """``delta lambda_1``, which only a sketch has."""
+    if row["variant"] != "L sketch":
+        return ""
+    return f"{row['delta_lambda_1']:.2g}"
+
+
+def _condition(row: dict) -> str:
+    """Whether it holds, in a word."""
+    if row["holds"]:
+        return "holds"
+    return "fails"
+
+
+COLUMNS: dict[str, Callable[[dict], str]] = {
+    "variant": lambda row: row["variant"],
+    "steps": lambda row: str(row["steps"]),
+    "gamma": lambda row: f"{row['gamma']:.3f}",
+    "gamma'": lambda row: f"{row['gamma_prime']:.2f}",
+    "nu": lambda row: f"{row['nu']:.2g}",
+    "chi": lambda row: f"{row['chi']:.2f}",
+    "epsilon": lambda row: f"{row['epsilon']:.3g}",
+    "steps with epsilon > 0": lambda row: str(row["steps_with_epsilon"]),
+    "delta lambda_1": _of_the_sketch,
+    "condition": _condition,
+    "bound": _where_it_holds(lambda row: f"{row['bound']:.3g}"),
+    "measured": lambda row: f"{row['measured']:.3g}",
+    "bound / measured": _where_it_holds(
+        lambda row: f"{row['bound'] / row['measured']:,.0f}"
+    ),
+}
+
+
 def markdown(result: dict) -> str:
     """The report as tables."""
-    columns = {
-        "variant": lambda row: row["variant"],
-        "steps": lambda row: str(row["steps"]),
-        "gamma": lambda row: f"{row['gamma']:.3f}",
-        "gamma'": lambda row: f"{row['gamma_prime']:.2f}",
-        "nu": lambda row: f"{row['nu']:.2g}",
-        "chi": lambda row: f"{row['chi']:.2f}",
-        "epsilon": lambda row: f"{row['epsilon']:.3g}",
-        "steps with epsilon > 0": lambda row: str(row["steps_with_epsilon"]),
-        "delta lambda_1": lambda row: (
-            f"{row['delta_lambda_1']:.2g}" if row["variant"] == "L sketch" else ""
-        ),
-        "condition": lambda row: "holds" if row["holds"] else "fails",
-        "bound": lambda row: f"{row['bound']:.3g}" if row["holds"] else "",
-        "measured": lambda row: f"{row['measured']:.3g}",
-        "bound / measured": lambda row: (
-            f"{row['bound'] / row['measured']:,.0f}" if row["holds"] else ""
-        ),
-    }
-    slacks = [
-        [name, f"{found['steps']:,}", f"{found['least']:.1e}"]
-        for name, found in result["slacks"].items()
-    ]
+    slacks = []
+    for name, found in result["slacks"].items():
+        slacks.append([name, f"{found['steps']:,}", f"{found['least']:.1e}"])
     return (
         f"`{result['command']}`, {result['date']}, {result['machine']['device']}, jax"
         f" {result['versions']['jax']}, float64. Constants are the worst over a run's"
         " steps. Where the condition `nu gamma' chi <= 1 - epsilon` (for the sketch"
         " also `delta lambda_1 < epsilon gamma`) fails, the theorem makes no"
         " statement, and there is no bound.\n\n"
-        + report.table("problem", columns, result["rows"])
+        + report.table("problem", COLUMNS, result["rows"])
         + f"\nAll inequalities held on all of the {result['steps']:,} steps to which"
         " they apply. Slack is the difference of both sides as a share of the larger"
         " one, the smallest over all steps; an equality has none, up to rounding."
@@ -450,14 +481,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(highlight=False)
     with jax.enable_x64(True):
         rows, found = measure(options, console)
+    given = dataclasses.asdict(options)
+    given.pop("out")
     result = report.header(report.command("theorem", options), jax.devices()[0]) | {
-        "options": {k: v for k, v in dataclasses.asdict(options).items() if k != "out"},
+        "options": given,
         "steps": sum(row["steps"] for row in rows),
         "rows": rows,
         "slacks": {name: seen._asdict() for name, seen in found.items()},
     }
-    report.write(options.out, "theorem", result, markdown(result), plot(rows))
-    console.print(markdown(result), soft_wrap=True)
+    page = markdown(result)
+    report.write(options.out, "theorem", result, page, plot(rows))
+    console.print(page, soft_wrap=True)
 
 
 if __name__ == "__main__":
