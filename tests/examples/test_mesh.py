@@ -95,7 +95,9 @@ for address in ("--processes 2", "--coordinator a:1 --processes 2 --process 2"):
         capture_output=True,
         text=True,
     )
-    first, second = done.stderr.splitlines()
+    # Libraries below may log warnings, as grain does with an old jaxlib.
+    lines = [x for x in done.stderr.splitlines() if not x.startswith("WARNING:")]
+    first, second = lines
     assert "coordinator_address should be defined" in first
     assert "process_id < num_processes" in second
     assert list(tmp_path.iterdir()) == []
