@@ -66,8 +66,13 @@ def cores() -> int | None:
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Write the file completely or not at all."""
+    write_whole(file, json.dumps(content, indent=2) + "\n")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write the file completely or not at all, even if the process is killed."""
     partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.write_text(text)
     partial.replace(file)
 
 
@@ -116,10 +121,10 @@ class Log:
         path = Path(os.devnull)
         if writes:
             path = folder / "log.jsonl"
-        kept = []
-        if start:
-            kept = [record for record in read_lines(path) if record["step"] <= start]
-        path.write_text(to_lines(kept))
+            kept = []
+            if start:
+                kept = [line for line in read_lines(path) if line["step"] <= start]
+            write_whole(path, to_lines(kept))
         self._file = path.open("a")
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:

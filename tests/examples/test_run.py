@@ -158,6 +158,26 @@ def test_the_facts_of_a_run(finished, dataset):
     assert session["device"]["platform"]
 
 
+def test_a_run_that_is_killed_while_it_resumes_keeps_its_log(tmp_path, monkeypatch):
+    """Killed when the file that is to be written is still empty."""
+
+    def killed(path, text):
+        path.open("w").close()
+        raise KeyboardInterrupt
+
+    file = tmp_path / "log.jsonl"
+    lines = logs.to_lines([{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}])
+    file.write_text(lines)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            logs.Log(tmp_path, start=1)
+    assert file.read_text() == lines
+    logs.Log(tmp_path, start=1).close()
+    assert logs.read_lines(file) == [{"step": 1, "loss": 3.0}]
+    assert files(tmp_path) == ["log.jsonl"]
+
+
 def test_progress_is_a_line_every_30_seconds_without_a_terminal(monkeypatch):
     clock = [0.0]
     file = io.StringIO()
