@@ -135,7 +135,7 @@ def test_learning_rates_by_width(name, control, rate, form):
         np.testing.assert_allclose(value, expected, err_msg=path)
 
 
-# Options of the name of an optimizer, with values that are not their defaults.
+# Values of options that the name of an optimizer may set.
 SETTINGS = {
     "momentum": 0.5,
     "ns_steps": 3,
@@ -147,7 +147,7 @@ SETTINGS = {
     "compute_dtype": "bfloat16",
     "nesterov": True,
 }
-# Those that flags of their own set.
+# Values of options that have flags of their own.
 SHARED = {"seed": 4, "adam_b2": 0.9, "weight_decay": 0.2}
 every_optimizer = pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
 
