@@ -12,6 +12,7 @@ from normpre_optax.hyperball import hyperball
 from normpre_optax.learning_rates import (
     learning_rate_by_length,
     learning_rate_from_muon,
+    model_width,
     multipliers_by_width,
 )
 from normpre_optax.optimizer import with_adamw

@@ -19,6 +19,7 @@ from normpre_optax.stages.rows import Orientation, Tangent
 from normpre_optax.hyperball import hyperball as hyperball
 from normpre_optax.learning_rates import learning_rate_by_length as learning_rate_by_length
 from normpre_optax.learning_rates import learning_rate_from_muon as learning_rate_from_muon
+from normpre_optax.learning_rates import model_width as model_width
 from normpre_optax.learning_rates import multipliers_by_width as multipliers_by_width
 from normpre_optax.options import static_args as static_args
 from normpre_optax.parameters import presets as presets
@@ -52,6 +53,7 @@ __all__ = [
     "learning_rate_by_length",
     "learning_rate_from_muon",
     "mano",
+    "model_width",
     "moga",
     "multipliers_by_width",
     "muon",

@@ -17,20 +17,69 @@ from tests import cases
 
 def test_by_length():
     assert npo.learning_rate_by_length(1500) == 1.6e-2
-    assert [
-        npo.learning_rate_by_length(np.int32(steps)) for steps in (200, 800, 3000)
-    ] == [0.054, 0.023, 0.011]
-    for steps in (199, 3001):
-        with pytest.warns(
-            UserWarning, match=f"200 to 3,000 steps; for {steps}, try half"
-        ):
-            assert npo.learning_rate_by_length(steps) == npo.learning_rate_by_length(
-                min(max(steps, 200), 3000)
-            )
-    with pytest.raises(ValueError, match="steps must be at least 1"):
-        npo.learning_rate_by_length(0)
-    with pytest.raises(TypeError, match="steps must be an int"):
-        npo.learning_rate_by_length(1500.0)
+    found = [npo.learning_rate_by_length(np.int32(x)) for x in (200, 800, 3000)]
+    assert found == [0.054, 0.023, 0.011]
+
+
+def test_by_length_batch_and_width():
+    """The law of docs/results/learning_rate."""
+    rate = npo.learning_rate_by_length(2000, tokens_per_step=4096, width=128)
+    law = 1.2 * 2000**-0.602 * 4096**0.134 * 128**-0.151
+    assert rate == pytest.approx(law, rel=0.03)  # it has two digits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((100,), "steps of 200 to 3,000, and 100 is 2 times below. Try half"),
+        ((12_000,), "steps of 200 to 3,000, and 12,000 is 4 times above"),
+        ((300, 65_536), "tokens_per_step of 1,024 to 16,384, and 65,536 is 4 times"),
+        ((300, 2048, 32), "width of 64 to 768, and 32 is 2 times below"),
+        (
+            (6_000, 2048, 1536),
+            "2 times above; width of 64 to 768, and 1,536 is 2 times",
+        ),
+    ],
+)
+def test_a_call_beyond_what_was_measured_is_told_how_far(arguments, message):
+    with pytest.warns(UserWarning, match=message):
+        npo.learning_rate_by_length(*arguments)
+
+
+def test_a_very_short_run_has_the_rate_of_200_steps():
+    with pytest.warns(UserWarning, match="199 is 1.01 times below"):
+        rate = npo.learning_rate_by_length(199)
+    assert rate == npo.learning_rate_by_length(200)
+
+
+@pytest.mark.parametrize("name", ["steps", "tokens_per_step", "width"])
+def test_a_size_must_be_a_positive_int(name):
+    sizes = {"steps": 300, "tokens_per_step": 1024, "width": 64}
+    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+        npo.learning_rate_by_length(**sizes | {name: 0})
+    with pytest.raises(TypeError, match=f"{name} must be an int"):
+        npo.learning_rate_by_length(**sizes | {name: 1500.0})
+
+
+@pytest.mark.parametrize("width", [48, 96])
+def test_the_width_of_a_model(width):
+    layers = [
+        {
+            "attention": {name: jnp.ones((width, width)) for name in "qkvo"},
+            "up": {"kernel": jnp.ones((width, 4 * width))},
+            "down": {"kernel": jnp.ones((4 * width, width))},
+        }
+        for _ in range(2)
+    ]
+    params = {"wte": jnp.ones((257, width)), "layers": layers}
+    assert npo.model_width(params) == width
+    shapes = jax.eval_shape(lambda: params)
+    assert npo.model_width(shapes) == width
+
+
+def test_a_model_without_matrices_has_no_width():
+    with pytest.raises(ValueError, match="no parameter is a matrix"):
+        npo.model_width({"bias": jnp.ones(3)})
 
 
 def kernels(width, seed=0):

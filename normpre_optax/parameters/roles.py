@@ -95,7 +95,7 @@ def residual_outputs(found: Assignment) -> set[str]:
     inputs, and no name of a query or an up projection.
     """
     shapes = _shapes(found)
-    width = _model_width(found)
+    width = model_width(found)
     several: set[str] = set()
     for _, paths, _ in repeated(shapes):
         if len(paths) > 1:
@@ -120,7 +120,7 @@ def _shapes(found: Assignment) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def _model_width(found: Assignment) -> int:
+def model_width(found: Assignment) -> int:
     """Return the size that most matrices, norms and embeddings have, or 0.
 
     Of several such sizes, it is the smallest.
