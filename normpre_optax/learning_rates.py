@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning rates by the length of a run, by width, and from another Muon."""
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -26,8 +25,6 @@ from normpre_optax.trees import PyTree
 
 # The scale conventions that torch.optim.Muon has under other names.
 _OF_TORCH = {"original": "keller", "match_rms_adamw": "moonlight"}
-
-
 # What the law of ``learning_rate_by_length`` was fitted to and tested at.
 _MEASURED = {
     "steps": (200, 3_000),
@@ -72,7 +69,11 @@ def learning_rate_by_length(
     """
     given = {"steps": steps, "tokens_per_step": tokens_per_step, "width": width}
     sizes = {name: static_int(name, size, least=1) for name, size in given.items()}
-    beyond = list(filter(None, itertools.starmap(_beyond, sizes.items())))
+    beyond = []
+    for name, size in sizes.items():
+        least, most = _MEASURED[name]
+        if not least <= size <= most:
+            beyond.append(_beyond(name, size))
     if beyond:
         warn_user(
             f"learning_rate_by_length was measured for {'; '.join(beyond)}. Try half"
@@ -86,10 +87,8 @@ def learning_rate_by_length(
 
 
 def _beyond(name: str, size: int) -> str:
-    """Say how far a size is outside of what was measured; "" if it is inside."""
+    """Say how far a size is outside of what was measured."""
     least, most = _MEASURED[name]
-    if least <= size <= most:
-        return ""
     factor = max(size / most, least / size)
     side = "above" if size > most else "below"
     return f"{name} of {least:,} to {most:,}, and {size:,} is {factor:.3g} times {side}"

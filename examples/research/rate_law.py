@@ -142,14 +142,14 @@ def best(losses: Mapping[float, Sequence[float]]) -> Best:
     return Best(float(2**at), float(loss), float(curvature), is_inside)
 
 
-def fit(points: Sequence[Point]) -> Law:
+def fit(points: Sequence[Point], found: Sequence[Best]) -> Law:
     """Return the law of the points that are not held out, by least squares."""
     rows, targets = [], []
-    for point in points:
+    for point, lowest in zip(points, found, strict=True):
         if not point.held_out:
             sizes = (point.steps, point.tokens, point.width)
             rows.append([1.0, *map(math.log, sizes)])
-            targets.append(math.log(best(point.losses).rate))
+            targets.append(math.log(lowest.rate))
     solution, _, rank, _ = np.linalg.lstsq(np.array(rows), np.array(targets))
     if rank < 4:
         raise ValueError("the points do not vary steps, tokens and width independently")
@@ -170,12 +170,12 @@ class Row(NamedTuple):
         return self.best.above(self.rate)
 
 
-def compare(points: Sequence[Point], law: Law) -> list[Row]:
+def compare(points: Sequence[Point], found: Sequence[Best], law: Law) -> list[Row]:
     """Return every point beside the law."""
     rows = []
-    for point in points:
+    for point, lowest in zip(points, found, strict=True):
         rate = law.rate(point.steps, point.tokens, point.width)
-        rows.append(Row(point, best(point.losses), rate))
+        rows.append(Row(point, lowest, rate))
     return rows
 
 
@@ -219,24 +219,27 @@ def table_of(rows: Sequence[Row]) -> str:
         "report",
     )
     lines = []
-    for point, found, rate in sorted(rows, key=lambda row: row.point.held_out):
-        seeds = max(map(len, point.losses.values()))
-        outside = "" if found.is_inside else " (outside of the sweep)"
-        above = f"{found.above(rate):.4f}"
-        lines.append(
-            (
-                f"{point.steps:,}{', held out' * point.held_out}",
-                f"{point.tokens:,}",
-                str(point.width),
-                str(point.layers),
-                str(seeds),
-                f"{found.rate:.3g}{outside}",
-                f"{rate:.3g}",
-                f"{rate / found.rate:.2f}",
-                above,
-                point.source,
-            )
+    for row in sorted(rows, key=lambda row: row.point.held_out):
+        point = row.point
+        steps = f"{point.steps:,}"
+        if point.held_out:
+            steps += ", held out"
+        rate = f"{row.best.rate:.3g}"
+        if not row.best.is_inside:
+            rate += " (outside of the sweep)"
+        cells = (
+            steps,
+            f"{point.tokens:,}",
+            str(point.width),
+            str(point.layers),
+            str(max(map(len, point.losses.values()))),
+            rate,
+            f"{row.rate:.3g}",
+            f"{row.rate / row.best.rate:.2f}",
+            f"{row.above:.4f}",
+            point.source,
         )
+        lines.append(cells)
     return report.markdown_table(titles, lines)
 
 
@@ -270,7 +273,8 @@ def page(command_line: str, optimizer: str, law: Law, rows: Sequence[Row]) -> st
 def draw(law: Law, rows: Sequence[Row]) -> Figure:
     """Return the picture: learning rate over steps, one line per batch, at width 64.
 
-    Points of other widths are moved to it along the law.
+    Points of other widths are moved to it along the law. Points of other batches are
+    in the table only.
     """
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -302,9 +306,9 @@ def draw(law: Law, rows: Sequence[Row]) -> Figure:
 def result_of(law: Law, rows: Sequence[Row]) -> dict[str, Any]:
     """Return the numbers of the report."""
     settings = []
-    for point, found, rate in rows:
-        entry = point._asdict() | {"best": found._asdict(), "law": rate}
-        settings.append(entry | {"above": found.above(rate)})
+    for row in rows:
+        entry = row.point._asdict() | {"best": row.best._asdict()}
+        settings.append(entry | {"law": row.rate, "above": row.above})
     return {"law": law._asdict(), "far_end": far_end(law), "settings": settings}
 
 
@@ -313,8 +317,9 @@ def main(arguments: Sequence[str]) -> None:
     program = "python -m examples.research.rate_law"
     options = tyro.cli(Options, prog=program, args=arguments)
     points = read_points(options.points, options.optimizer)
-    law = fit(points)
-    rows = compare(points, law)
+    found = [best(point.losses) for point in points]
+    law = fit(points, found)
+    rows = compare(points, found, law)
     line = report.command("rate_law", options)
     result = report.header(line, jax.devices()[0]) | result_of(law, rows)
     text = page(line, options.optimizer, law, rows)

@@ -30,10 +30,10 @@ from normpre_optax.options import checked
 from normpre_optax.parameters.dims import (
     MatrixDims,
     from_matrices,
-    matrix_shape,
     split_axes,
     to_matrices,
 )
+from normpre_optax.parameters.roles import matrix_shapes, model_width
 from normpre_optax.parameters.rules import assign, assigned
 
 Sides = Literal["both", "before", "after"]
@@ -188,31 +188,22 @@ class Metric(NamedTuple):
 # of the parameters, or what ``row_norms`` accepts.
 
 
-def _shapes(params: Any) -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of every matrix, by path."""
-    shapes = {}
-    for path, spec in assign(params).items():
-        if spec.dims is not None:
-            _, outputs, inputs = matrix_shape(spec.shape, spec.dims)
-            shapes[path] = outputs, inputs
-    return shapes
-
-
 def _reduced(params: Any, chosen: Callable[[int, int, int], bool]) -> Any:
     """Return ``sqrt(in / (out k))`` for the k chosen matrices, 1 for all others.
 
     Args:
         params: the tree of parameters, without stacked layers.
-        chosen: function of outputs, inputs and the smallest size, which is the width.
+        chosen: function of outputs, inputs and the width of the model.
     """
-    shapes = _shapes(params)
-    width = min(size for shape in shapes.values() for size in shape)
+    found = assign(params)
+    width = model_width(found)
+    shapes = matrix_shapes(found)
     reduced = [path for path, (m, n) in shapes.items() if chosen(m, n, width)]
-    norms = []
-    for path in assign(params):
-        m, n = shapes.get(path, (1, 1))
-        norms.append(math.sqrt(n / (m * len(reduced))) if path in reduced else 1.0)
-    return jax.tree.structure(params).unflatten(norms)
+    norms = dict.fromkeys(found, 1.0)
+    for path in reduced:
+        m, n = shapes[path]
+        norms[path] = math.sqrt(n / (m * len(reduced)))
+    return jax.tree.structure(params).unflatten(norms.values())
 
 
 def _reduced_unequal(params: Any) -> Any:

@@ -80,7 +80,7 @@ def row_norms_by_role(found: Assignment) -> dict[str, float]:
         layers[v.COUNTED_EXPERT.sub("", path)] = _layers(found[path])
     k = sum(layers.values())
     norms = {}
-    for path, (m, n) in _shapes(found).items():
+    for path, (m, n) in matrix_shapes(found).items():
         # With 1 / k, the residual stream does not grow with depth.
         norms[path] = math.sqrt(n / (m * k)) if path in outputs else 1.0
     return norms
@@ -94,7 +94,7 @@ def residual_outputs(found: Assignment) -> set[str]:
     (by its path, or as one of several with a shape and a number), has another number of
     inputs, and no name of a query or an up projection.
     """
-    shapes = _shapes(found)
+    shapes = matrix_shapes(found)
     width = model_width(found)
     several: set[str] = set()
     for _, paths, _ in repeated(shapes):
@@ -110,7 +110,7 @@ def residual_outputs(found: Assignment) -> set[str]:
     return {path for path, (m, n) in shapes.items() if m == width and writes(path, n)}
 
 
-def _shapes(found: Assignment) -> dict[str, tuple[int, int]]:
+def matrix_shapes(found: Assignment) -> dict[str, tuple[int, int]]:
     """Return (outputs, inputs) of the matrices, by path."""
     shapes = {}
     for path, spec in found.items():
@@ -125,7 +125,7 @@ def model_width(found: Assignment) -> int:
 
     Of several such sizes, it is the smallest.
     """
-    shapes: list[tuple[int, ...]] = [*_shapes(found).values()]
+    shapes: list[tuple[int, ...]] = [*matrix_shapes(found).values()]
     sizes = {size for shape in shapes for size in shape}
     shapes += [spec.shape for spec in found.values() if spec.kind in _AS_WIDE]
     # A square matrix counts once.

@@ -64,9 +64,11 @@ def test_a_sweep_without_a_best_rate_is_an_error(tried, message):
 def test_the_law_of_the_points_is_found_without_those_held_out():
     points = [point(sizes) for sizes in SIZES]
     wrong = point(SIZES[0], held_out=True)._replace(losses=losses(1.0, [0.5, 1.0, 2.0]))
-    law = rate_law.fit([*points, wrong])
+    points.append(wrong)
+    found = [rate_law.best(one.losses) for one in points]
+    law = rate_law.fit(points, found)
     assert law == pytest.approx(TRUE)
-    *fitted, held_out = rate_law.compare([*points, wrong], law)
+    *fitted, held_out = rate_law.compare(points, found, law)
     assert [row.above for row in fitted] == pytest.approx([0.0] * 5)
     ratio = math.log2(TRUE.rate(*SIZES[0]))
     assert held_out.above == pytest.approx(CURVATURE * ratio**2)
@@ -74,8 +76,9 @@ def test_the_law_of_the_points_is_found_without_those_held_out():
 
 def test_points_that_vary_one_size_only_give_no_law():
     points = [point((steps, 1_024, 64)) for steps in (200, 400, 800, 1_600)]
+    found = [rate_law.best(one.losses) for one in points]
     with pytest.raises(ValueError, match="do not vary steps, tokens and width"):
-        rate_law.fit(points)
+        rate_law.fit(points, found)
 
 
 def test_the_law_of_marin_is_the_published_one():
