@@ -32,7 +32,12 @@ from normpre_optax.parameters.cautions import cautions
 from normpre_optax.parameters.roles import row_norms_by_path
 from normpre_optax.parameters.rules import Assignment, ParamSpec, assign
 from normpre_optax.parameters.tree import is_box, leaves
-from normpre_optax.sharding.placement import place_state, sharded_like, specs_from
+from normpre_optax.sharding.placement import (
+    place_state,
+    sharded_like,
+    specs_from,
+    without_devices,
+)
 from normpre_optax.stages.stage import CompleteOptimizer, refuse_complete_optimizer
 
 Rate = Any  # a Number or a schedule; optax's type of both has no numbers of NumPy
@@ -130,7 +135,7 @@ def with_adamw(
         adam_learning_rate=adam_learning_rate,
         adam_weight_decay=adam_weight_decay,
         matrix_dims=matrix_dims,
-        shardings=shardings,
+        shardings=without_devices(shardings),
     )
     return CompleteOptimizer(complete.init, complete.update)
 

@@ -4,7 +4,7 @@
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -147,6 +147,20 @@ def specs_from(
             )
         found.append(spec)
     return found
+
+
+def without_devices(shardings: PyTree) -> PyTree:
+    """Return the ``shardings=`` option with a ``PartitionSpec`` per ``NamedSharding``.
+
+    Only specs are used, and devices cannot be pickled.
+    """
+
+    def without(entry: Any) -> Any:
+        if isinstance(entry, NamedSharding):
+            return entry.spec
+        return entry
+
+    return jax.tree.map(without, shardings)
 
 
 def _spec_from(entry: NamedSharding | PartitionSpec | None) -> PartitionSpec:
