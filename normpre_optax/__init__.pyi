@@ -16,7 +16,6 @@ import optax
 from normpre_optax.options import Coefficients, DimsTree, Dtype, Number
 from normpre_optax.options import Operands, PyTree, Norm
 from normpre_optax.stages.rows import Orientation, Tangent
-from normpre_optax.hyperball import hyperball as hyperball
 from normpre_optax.learning_rates import learning_rate_by_length as learning_rate_by_length
 from normpre_optax.learning_rates import learning_rate_from_muon as learning_rate_from_muon
 from normpre_optax.learning_rates import model_width as model_width
@@ -191,6 +190,60 @@ def adamuon(
 
     References:
         Si, Zhang and Shen, AdaMuon, arXiv 2507.11005 (github.com/Chongjie-Si/AdaMuon).
+    """
+
+def hyperball(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    row_norms: PyTree = None,
+    matrix_dims: DimsTree = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Set the norm of every matrix, and make steps of a size relative to it.
+
+    ``W <- R N(N(W) - lr N(U))``, where ``N`` divides a matrix (out, in) by its
+    Frobenius norm and ``R = row_norm sqrt(out)``. The first update sets the norms, so
+    neither the initial norm nor the scale of the update ``U`` has an effect. A matrix
+    whose update is zero stays as it is. There is no weight decay. It is the last
+    transformation of a chain: its update is the new matrix minus the old one, so what
+    accumulates, averages or scales updates after it (``optax.apply_every``,
+    ``optax.ema``, ``optax.trace``) breaks the norms, and ``optax.MultiSteps`` around
+    the chain does not.
+
+    Args:
+        learning_rate: size of a step relative to the weights, number or schedule. A
+            schedule is called a few times at construction, to check it.
+        row_norms: root mean square of the norms of a matrix's rows (one output neuron
+            each): a number for all matrices, or a tree of numbers like the parameters,
+            or a function ``(params) -> tree``. None means 1, but ``sqrt(in / (out k))``
+            for the ``k`` matrices that write into the residual stream, found by their
+            names and shapes: the outputs of a block then have a size that does not
+            depend on its width or on the depth. ``explain`` shows them. "keep" keeps
+            the norm that every matrix has, to fine-tune trained weights; a matrix of
+            zeros, such as a new layer, gets the norm of its first step: ``lr`` times
+            the norm of None. In bfloat16 weights, the norm may change by several
+            percent in 20,000 steps.
+        matrix_dims: see ``normpre_g``.
+
+    Returns:
+        A transformation of matrices that replaces ``optax.scale_by_learning_rate``. It
+        needs params; its state is a step counter.
+
+    Raises:
+        TypeError: if ``row_norms`` has an unsupported type.
+        ValueError: if params are missing, or a number is out of range: a learning rate
+            above eight million would replace the weights.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from normpre_optax import hyperball, scale_by_muon
+        >>> tx = optax.chain(scale_by_muon(), hyperball(0.01))
+        >>> w = {"kernel": 0.5 * jnp.eye(4)}
+        >>> updates, state = tx.update({"kernel": jnp.ones((4, 4))}, tx.init(w), w)
+        >>> print(jnp.linalg.norm(w["kernel"] + updates["kernel"]).round(4))
+        2.0
+
+    References:
+        Wen et al., Hyperball, arXiv 2606.16899 (which keeps the initial norm).
     """
 
 def mano(

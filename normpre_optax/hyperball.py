@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from normpre_optax.checks import PASS_PARAMS, check_choice, check_numbers, warn_user
+from normpre_optax.checks import PASS_PARAMS, check_choice, warn_user
 from normpre_optax.linalg.products import inverse_root
-from normpre_optax.options import DimsTree, PyTree
+from normpre_optax.options import DimsTree, PyTree, checked
 from normpre_optax.parameters.cautions import cautions
 from normpre_optax.parameters.dims import MatrixDims, split_axes
 from normpre_optax.parameters.roles import row_norms_by_path
@@ -27,8 +27,11 @@ from normpre_optax.stages.mapping import map_matrices
 from normpre_optax.stages.stage import CountState, init_count, stage
 
 _ADAMS = 5e-3  # a lower peak looks like AdamW's learning rate
+# After a step of this size, float32 has nothing of the weights before it.
+_REPLACES = 1 / float(jnp.finfo(jnp.float32).eps)
 
 
+@checked
 def hyperball(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -40,18 +43,24 @@ def hyperball(
     ``W <- R N(N(W) - lr N(U))``, where ``N`` divides a matrix (out, in) by its
     Frobenius norm and ``R = row_norm sqrt(out)``. The first update sets the norms, so
     neither the initial norm nor the scale of the update ``U`` has an effect. A matrix
-    whose update is zero stays as it is. There is no weight decay.
+    whose update is zero stays as it is. There is no weight decay. It is the last
+    transformation of a chain: its update is the new matrix minus the old one, so what
+    accumulates, averages or scales updates after it (``optax.apply_every``,
+    ``optax.ema``, ``optax.trace``) breaks the norms, and ``optax.MultiSteps`` around
+    the chain does not.
 
     Args:
-        learning_rate: size of a step relative to the weights, number or schedule.
+        learning_rate: size of a step relative to the weights, number or schedule. A
+            schedule is called a few times at construction, to check it.
         row_norms: root mean square of the norms of a matrix's rows (one output neuron
             each): a number for all matrices, or a tree of numbers like the parameters,
             or a function ``(params) -> tree``. None means 1, but ``sqrt(in / (out k))``
             for the ``k`` matrices that write into the residual stream, found by their
             names and shapes: the outputs of a block then have a size that does not
             depend on its width or on the depth. ``explain`` shows them. "keep" keeps
-            the norm that every matrix has, to fine-tune trained weights; a zero matrix
-            gets the norm of None. In bfloat16 weights, the norm may change by several
+            the norm that every matrix has, to fine-tune trained weights; a matrix of
+            zeros, such as a new layer, gets the norm of its first step: ``lr`` times
+            the norm of None. In bfloat16 weights, the norm may change by several
             percent in 20,000 steps.
         matrix_dims: see ``normpre_g``.
 
@@ -61,7 +70,8 @@ def hyperball(
 
     Raises:
         TypeError: if ``row_norms`` has an unsupported type.
-        ValueError: if params are missing, or a number is out of range.
+        ValueError: if params are missing, or a number is out of range: a learning rate
+            above eight million would replace the weights.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -75,9 +85,8 @@ def hyperball(
     References:
         Wen et al., Hyperball, arXiv 2606.16899 (which keeps the initial norm).
     """
-    check_numbers(learning_rate=learning_rate)
     keep = keeps_norms(row_norms)
-    warn_of_an_unusual_rate(learning_rate, keep)
+    check_relative_rate(learning_rate, keep)
 
     def norms_of(params: optax.Params) -> dict[str, ArrayLike]:
         return row_norms_by_path(row_norms, params, assign(params, matrix_dims))
@@ -103,18 +112,31 @@ def keeps_norms(row_norms: PyTree) -> bool:
     return True
 
 
-def warn_of_an_unusual_rate(
+def check_relative_rate(
     learning_rate: ArrayLike | Callable[..., Any], keep: bool
 ) -> None:
-    """Warn if the peak of the learning rate is much too small or too large.
+    """Warn or raise an error if the peak of the learning rate is much too small or
+    large.
 
     Too small is like AdamW's, about ten times below a good one. Too large is above 1/2.
 
     Args:
         learning_rate: number or schedule.
         keep: whether norms are kept, as in fine-tuning, which has small steps.
+
+    Raises:
+        ValueError: if nothing would be left of the weights after a step.
     """
     peak = _peak(learning_rate)
+    relative = (
+        "Here it is the size of a step relative to the weights, see"
+        " learning_rate_by_length; adam_learning_rate= is that of the AdamW group"
+    )
+    if peak >= _REPLACES:
+        raise ValueError(
+            f"hyperball: the learning rate is {peak:.2g}, so every step would replace"
+            f" the weights. {relative}"
+        )
     small = not keep and 0 < peak < _ADAMS
     if small:
         like = "like AdamW's"
@@ -122,23 +144,20 @@ def warn_of_an_unusual_rate(
         like = "more than half of the weights"
     else:
         return
-    warn_user(
-        f"hyperball: the learning rate is at most {peak:.2g}, {like}. Here it is the"
-        " size of a step relative to the weights, see learning_rate_by_length;"
-        " adam_learning_rate= is that of the AdamW group"
-    )
+    warn_user(f"hyperball: the learning rate is at most {peak:.2g}, {like}. {relative}")
 
 
 def _peak(learning_rate: ArrayLike | Callable[..., Any]) -> float:
     """Return the largest learning rate, at steps that are powers of two; 0 if unknown.
 
-    A schedule may fail outside a training run. An array is the learning rate of one
-    step, from optax.inject_hyperparams.
+    A schedule may fail outside a training run. It is called once, for all steps, as
+    one that prints or counts should be. An array is the learning rate of one step,
+    from optax.inject_hyperparams.
     """
     if callable(learning_rate):
-        steps = [0, *(2**k for k in range(21))]
+        steps = jnp.array([0, *(2**k for k in range(21))])
         with contextlib.suppress(Exception):
-            return max(float(learning_rate(step)) for step in steps)
+            return float(jnp.max(jax.vmap(learning_rate)(steps)))
         return 0.0
     if isinstance(learning_rate, jax.Array):
         return 0.0
@@ -205,12 +224,18 @@ def _step(
 
     # N(W) - lr N(U) is a W - b U.
     a = inverse_root(ww)
-    b = jnp.asarray(rate, u.dtype) * inverse_root(uu)
+    # The square of a larger rate overflows, and the matrix would become zero.
+    rate = jnp.minimum(jnp.asarray(rate, u.dtype), _REPLACES)
+    b = rate * inverse_root(uu)
 
-    # R; a matrix whose update is zero keeps the norm that it has.
+    # R
     rows = math.prod(u.shape[axis] for axis in outputs)
     norm = jnp.asarray(row_norm, u.dtype) * rows**0.5
-    norm = jnp.where((uu == 0) | ((ww != 0) & keep), jnp.sqrt(ww), norm)
+    if keep:
+        # Zeros, as of a new layer, become as large as a step on a matrix of this role.
+        norm = jnp.where(ww == 0, rate * norm, jnp.sqrt(ww))
+    # A matrix whose update is zero stays as it is.
+    norm = jnp.where(uu == 0, jnp.sqrt(ww), norm)
 
     # |a W - b U|^2 from the sums: the matrix itself need not be stored to be summed.
     squared = a**2 * ww - 2 * a * b * wu + b**2 * uu

@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec
 from normpre_optax.checks import PASS_PARAMS, check_dtype_of, warn_user
 from normpre_optax.docstrings import join_sections, split_sections
 from normpre_optax.hyperball import (
+    check_relative_rate,
     constrain_norms,
     keeps_norms,
-    warn_of_an_unusual_rate,
 )
 from normpre_optax.linalg.products import at_least_float32
 from normpre_optax.options import DimsTree, Dtype, Number, PyTree, checked
@@ -118,7 +118,7 @@ def with_adamw(
         if adam_learning_rate is None:
             raise TypeError(NEEDS_ADAM_LEARNING_RATE)
         keep = keeps_norms(row_norms)
-        warn_of_an_unusual_rate(learning_rate, keep)
+        check_relative_rate(learning_rate, keep)
     elif row_norms is not None:
         raise ValueError('row_norms has no effect without norm_control="hyperball"')
     adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=mu_dtype)

@@ -4,6 +4,7 @@
 ``option_table`` has what is known of each option.
 """
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -15,7 +16,7 @@ import jax
 from normpre_optax.checks import check_choice, check_numbers
 from normpre_optax.deprecation import with_present_names
 from normpre_optax.docstrings import describe, join_sections, split_sections
-from normpre_optax.option_table import OPTIONS
+from normpre_optax.option_table import OPTIONS, Option
 from normpre_optax.trees import DimsTree as DimsTree
 from normpre_optax.trees import PyTree as PyTree
 
@@ -47,11 +48,12 @@ def checked(
         ValueError: at a call with a number out of range, or a choice that does not
             exist.
     """
-    shown = signature or inspect.signature(factory)
+    shown = _Signature.of(signature or inspect.signature(factory))
 
     @functools.wraps(factory)
     def checked_factory(*args: P.args, **kwargs: P.kwargs) -> T:
         options = _bind(factory.__name__, shown, args, kwargs)
+        options = {name: _unmarked(value) for name, value in options.items()}
         check_numbers(**options)
         _check_kinds(options, shown.parameters)
         return factory(**options)  # pyright: ignore[reportCallIssue]
@@ -61,6 +63,54 @@ def checked(
     checked_factory.__doc__ = join_sections(sections)
     checked_factory.__signature__ = shown  # pyright: ignore[reportAttributeAccessIssue]
     return checked_factory
+
+
+class _Signature(inspect.Signature):
+    """A signature that marks the functions that are not schedules.
+
+    ``optax.inject_hyperparams`` binds its arguments to the signature, and calls every
+    function among them with the step, unless ``static_args`` has its name.
+    """
+
+    @classmethod
+    def of(cls, signature: inspect.Signature) -> "_Signature":
+        return cls(
+            list(signature.parameters.values()),
+            return_annotation=signature.return_annotation,
+        )
+
+    def bind(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        bound = super().bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            if callable(value) and not _may_be_called(name, value):
+                bound.arguments[name] = _NotASchedule(name, value)
+        return bound
+
+
+def _may_be_called(name: str, value: object) -> bool:
+    """Return whether a function is a schedule, or is marked already."""
+    known = OPTIONS.get(name, Option())
+    return known.schedule or isinstance(value, _NotASchedule)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NotASchedule:
+    """A function that is the value of an option, and not to be called with the step."""
+
+    option: str
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        raise TypeError(
+            f"{self.option} is not a schedule. Under optax.inject_hyperparams, pass"
+            " static_args=normpre_optax.static_args(factory)"
+        )
+
+
+def _unmarked(value: Any) -> Any:
+    if isinstance(value, _NotASchedule):
+        return value.function
+    return value
 
 
 def _bind(

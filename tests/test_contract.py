@@ -334,6 +334,26 @@ def test_a_traced_argument_that_must_be_static_is_named_with_the_fix(
         tx(learning_rate=0.01, **{argument: value}).init(numbers())
 
 
+@cases.rows(
+    "factory argument value",
+    (npo.normpre_h, "matrix_dims", lambda path, leaf: None),
+    (npo.muon, "matrix_dims", npo.default_matrix_dims),
+    (npo.muon, "weight_decay_mask", npo.decay_matrices_only),
+    (npo.normpre_h, "row_norms", lambda params: jax.tree.map(lambda _: 1.0, params)),
+    (npo.normpre_l, "shardings", lambda params: None),
+    (npo.hyperball, "matrix_dims", npo.presets.maxtext),
+)
+def test_a_function_that_is_no_schedule_is_named_with_the_fix(factory, argument, value):
+    """Without ``static_args``, optax takes it for a schedule."""
+    options = {"learning_rate": 0.01, argument: value}
+    if factory is npo.normpre_h:
+        options["adam_learning_rate"] = 0.01
+    tx = optax.inject_hyperparams(factory)(**options)
+    with pytest.raises(TypeError, match=f"{argument} is not a schedule.*static_args"):
+        tx.init(numbers())
+    inject(factory)(**options).init({"dense": {"kernel": jnp.ones((4, 4))}})
+
+
 @every_family
 def test_dtypes_reach_the_products_and_the_momentum(name):
     factory = cases.ONE_RATE[name]

@@ -84,16 +84,13 @@ def test_the_initial_norm_has_no_effect(size):
 
 
 def test_keep_keeps_the_norm_of_every_matrix():
-    """With the same directions. A zero matrix gets the norm of its role.
-
-    Small rates are no reason to warn.
-    """
+    """With the same directions. Small rates are no reason to warn."""
     params = cases.numbers(LAYER, 0)
     grads = cases.numbers(LAYER, 1)
     params["layers"][0]["down"] *= 3
     with warnings.catch_warnings(action="error"):
         kept = npo.normpre_h(1e-3, 1e-3, row_norms="keep")
-        alone = npo.hyperball(1e-3, row_norms="keep")
+        npo.hyperball(1e-3, row_norms="keep")
     with pytest.warns(UserWarning, match="like AdamW's"):
         by_role = npo.normpre_h(1e-3, 1e-3, row_norms=1.0)
     new = after_a_step(kept, grads, params)["layers"][0]
@@ -104,9 +101,108 @@ def test_keep_keeps_the_norm_of_every_matrix():
         direction = new[name] / norm
         expected = other[name] / np.linalg.norm(other[name])
         np.testing.assert_allclose(direction, expected, atol=1e-6)  # two roundings
-    zero = {"w": jnp.zeros((4, 8))}  # (in, out)
-    update = cases.first_update(alone, {"w": jnp.ones((4, 8))}, zero)["w"]
-    np.testing.assert_allclose(np.linalg.norm(update), 8**0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_keep_lets_zeros_grow_to_the_size_of_one_step(stacked):
+    """A new layer, alone or beside others in a stack, stays small. Its norm is kept."""
+    zero = jnp.zeros((4, 8))  # (in, out)
+    if stacked:
+        zero = jnp.stack([jnp.ones((4, 8)), zero])
+    params = {"layers": {"up": zero}}
+    grads = jax.tree.map(jnp.ones_like, params)
+    for rate in (lambda step: 0.0, 0.02):
+        tx = npo.normpre_h(rate, 1e-3, row_norms="keep")
+        new = after_a_step(tx, grads, params)["layers"]["up"]
+        one_step = 0.0 if callable(rate) else rate * 8**0.5
+        np.testing.assert_allclose(
+            np.linalg.norm(new.reshape(-1, 4, 8)[-1]), one_step, rtol=1e-5
+        )
+        if stacked:
+            np.testing.assert_allclose(np.linalg.norm(new[0]), 32**0.5, rtol=1e-5)
+    later = after_a_step(tx, grads, {"layers": {"up": new}})["layers"]["up"]
+    np.testing.assert_allclose(
+        np.linalg.norm(later.reshape(-1, 4, 8)[-1]), 0.02 * 8**0.5, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("rate", [1e7, 1e30, lambda step: 1e30])
+def test_a_rate_that_leaves_nothing_of_the_weights_is_an_error(rate):
+    with pytest.raises(ValueError, match="every step would replace the weights"):
+        npo.normpre_h(rate, 1e-3)
+    with pytest.raises(ValueError, match="every step would replace the weights"):
+        npo.hyperball(rate)
+
+
+@pytest.mark.parametrize("rate", [1e7, 1e30])
+def test_a_rate_that_was_not_seen_sets_no_matrix_to_zero(rate):
+    """Rates of ``inject_hyperparams`` and of multipliers are known only later."""
+    params = {"kernel": jnp.eye(4)}
+    grads = {"kernel": jnp.ones((4, 4))}
+    injected = npo.hyperball(jnp.float32(rate))
+    times = npo.normpre_h(0.01, 1e-3, learning_rate_multipliers={"kernel": rate})
+    for tx in (injected, times):
+        new = after_a_step(tx, grads, params)["kernel"]
+        np.testing.assert_allclose(np.linalg.norm(new), 2.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [npo.normpre_h, npo.muon])
+def test_a_schedule_is_called_at_most_four_times_at_construction(make):
+    """It may print, or count. Calls: step 0, by both functions, a trace, the peak."""
+    steps = []
+
+    def schedule(step):
+        steps.append(step)
+        return 0.01
+
+    make(schedule, adam_learning_rate=1e-3)
+    assert 0 < len(steps) <= 4
+
+
+AFTER = {
+    "apply_every": optax.apply_every(4),
+    "ema": optax.ema(0.9),
+    "trace": optax.trace(0.9),
+    "scale": optax.scale(0.5),
+    "clip": optax.clip(0.01),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_what_must_not_follow_hyperball(name):
+    """As docs/family.md says: norms are not those that were set."""
+    params = {"kernel": 3 * jnp.eye(4)}
+    grads = {"kernel": jnp.ones((4, 4))}
+    tx = optax.chain(npo.hyperball(0.1), AFTER[name])
+    state = tx.init(params)
+    norms = []
+    for _ in range(8):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        norms.append(np.linalg.norm(params["kernel"]))
+    assert max(abs(norm - 2.0) for norm in norms) > 0.1
+
+
+AROUND = {
+    "clip": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "ema before": lambda tx: optax.chain(optax.ema(0.9), tx),
+    "noise before": lambda tx: optax.chain(optax.add_noise(0.01, 0.5, 0), tx),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "masked": lambda tx: optax.masked(tx, {"kernel": True}),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_may_be_around_hyperball(name):
+    params = {"kernel": 3 * jnp.eye(4)}
+    grads = {"kernel": jnp.ones((4, 4))}
+    tx = AROUND[name](npo.hyperball(0.1))
+    state = tx.init(params)
+    for _ in range(4):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(np.linalg.norm(params["kernel"]), 2.0, rtol=1e-5)
 
 
 def test_matrices_do_not_decay_but_the_adamw_group_does():

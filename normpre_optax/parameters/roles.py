@@ -52,7 +52,7 @@ def row_norms_by_path(
         return row_norms_by_role(found)
     if isinstance(row_norms, str):
         check_choice("row_norms", row_norms, ("keep",))
-        # A zero matrix has no norm to keep.
+        # For matrices of zeros, which have no norm to keep.
         return row_norms_by_role(found)
     return dict(zip(found, numbers("row_norms", row_norms, params), strict=True))
 
