@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from normpre_optax.checks import PASS_PARAMS, check_choice, warn_user
+from normpre_optax.checks import PASS_PARAMS, warn_user
 from normpre_optax.linalg.products import inverse_root
 from normpre_optax.options import DimsTree, PyTree, checked
 from normpre_optax.parameters.cautions import cautions
 from normpre_optax.parameters.dims import MatrixDims, split_axes
-from normpre_optax.parameters.roles import row_norms_by_path
+from normpre_optax.parameters.roles import keeps_norms, row_norms_by_path
 from normpre_optax.parameters.rules import assign
 from normpre_optax.parameters.tree import leaf_paths
 from normpre_optax.stages.mapping import map_matrices
@@ -102,14 +102,6 @@ def hyperball(
     return constrain_norms(
         learning_rate, norms_of, keep, matrix_dims=matrix_dims, init=init
     )
-
-
-def keeps_norms(row_norms: PyTree) -> bool:
-    """Return whether the option is "keep"; raise a ValueError for another word."""
-    if not isinstance(row_norms, str):
-        return False
-    check_choice("row_norms", row_norms, ("keep",))
-    return True
 
 
 def check_relative_rate(

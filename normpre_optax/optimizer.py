@@ -23,13 +23,12 @@ from normpre_optax.docstrings import join_sections, split_sections
 from normpre_optax.hyperball import (
     check_relative_rate,
     constrain_norms,
-    keeps_norms,
 )
 from normpre_optax.linalg.products import at_least_float32
 from normpre_optax.options import DimsTree, Dtype, Number, PyTree, checked
 from normpre_optax.parameters.broadcast import numbers, whole_tree
 from normpre_optax.parameters.cautions import cautions
-from normpre_optax.parameters.roles import row_norms_by_path
+from normpre_optax.parameters.roles import keeps_norms, row_norms_by_path
 from normpre_optax.parameters.rules import Assignment, ParamSpec, assign
 from normpre_optax.parameters.tree import is_box, leaves
 from normpre_optax.sharding.placement import (

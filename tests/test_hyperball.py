@@ -371,11 +371,8 @@ def test_what_an_equinox_model_lacks_is_not_masked():
     init.
     """
     mlp = eqx.nn.MLP(8, 8, 32, depth=2, use_bias=False, key=jax.random.key(0))
-    model = {
-        "blocks": [
-            {"mlp": mlp, "ln": eqx.nn.LayerNorm(8, use_weight=False)} for _ in range(2)
-        ]
-    }
+    norms = {"ln": eqx.nn.LayerNorm(8, use_weight=False), "ln_2": eqx.nn.LayerNorm(8)}
+    model = {"blocks": [{"mlp": mlp, **norms} for _ in range(2)]}
     params, tx = eqx.filter(model, eqx.is_inexact_array), npo.normpre_h(1.6e-2, 1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

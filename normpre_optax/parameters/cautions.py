@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import optax
 
+from normpre_optax.parameters.labels import repeated
 from normpre_optax.parameters.names import Named, kind_by_name
+from normpre_optax.parameters.roles import residual_outputs, unclear_roles
 from normpre_optax.parameters.spec import Assignment
 from normpre_optax.parameters.tree import named_leaves
 from normpre_optax.trees import PyTree
@@ -16,6 +18,11 @@ _NO_MATRIX = "no parameter is a matrix, so all use AdamW; explain(params) shows 
 _VECTOR = (
     "the parameters are one vector without a name, updated by AdamW; optax.flatten"
     " hides the matrices: remove it"
+)
+_UNCLEAR = (
+    "nothing shows whether {} write into the residual stream, so Hyperball sets their"
+    " row norms to 1; found to write: {}. If they write, pass row_norms=, a tree of"
+    " numbers"
 )
 _MASKED = (
     "masked matrices, such as {!r}, are not counted in the row norms that Hyperball"
@@ -40,6 +47,20 @@ def cautions(found: Assignment, params: PyTree, by_role: bool = True) -> Iterato
         hole = _masked_matrix(params, {_last(path) for path in matrices})
         if hole is not None:
             yield _MASKED.format(hole)
+        unclear = unclear_roles(found)
+        if unclear:
+            yield _UNCLEAR.format(
+                _joined(unclear, found), _joined(residual_outputs(found), found)
+            )
+
+
+def _joined(paths: set[str], found: Assignment) -> str:
+    """Return the common names of parameters, the first three."""
+    shapes = {path: spec.shape for path, spec in found.items() if path in paths}
+    names = [repr(name) for name, *_ in repeated(shapes)]
+    if len(names) > 3:
+        names[3:] = [f"{len(names) - 3} others"]
+    return ", ".join(names) or "none"
 
 
 def _is_one_flat_vector(found: Assignment) -> bool:

@@ -13,7 +13,7 @@ from normpre_optax.parameters.dims import blocks_of, matrix_shape
 from normpre_optax.parameters.labels import repeated
 from normpre_optax.parameters.names import Kind
 from normpre_optax.parameters.overrides import reader
-from normpre_optax.parameters.roles import row_norms_by_role
+from normpre_optax.parameters.roles import keeps_norms, row_norms_by_path
 from normpre_optax.parameters.rules import assign, read_default
 from normpre_optax.parameters.spec import (
     Assignment,
@@ -56,13 +56,18 @@ class _Row(NamedTuple):
 
 
 def explain(
-    params: PyTree, matrix_dims: PyTree | Rule = None, *, every_layer: bool = False
+    params: PyTree,
+    matrix_dims: PyTree | Rule = None,
+    *,
+    row_norms: PyTree = None,
+    every_layer: bool = False,
 ) -> str:
     """Return a table of which group every parameter is in, and why.
 
     Args:
         params: the parameters that you pass to the optimizer.
         matrix_dims: that of the optimizer.
+        row_norms: that of the optimizer, under Hyperball.
         every_layer: whether to list equal layers one by one.
 
     Returns:
@@ -100,9 +105,10 @@ def explain(
     # `assign` would raise these errors.
     if not any(row.group == "ERROR" for row in rows):
         found = assign(params, matrix_dims)
-    notes = [f"note: {text}" for text in (*_notes(rows), *cautions(found, params))]
-    lines = [*_table(rows, every_layer), "", *_totals(rows), *_row_norms(found), *notes]
-    return "\n".join(lines)
+    likely = (*_notes(rows), *cautions(found, params, row_norms is None))
+    notes = [f"note: {text}" for text in likely]
+    norms = list(_row_norms(row_norms, params, found))
+    return "\n".join([*_table(rows, every_layer), "", *_totals(rows), *norms, *notes])
 
 
 def _row(path: str, leaf: Leaf, read: Reader) -> _Row:
@@ -211,18 +217,26 @@ def _counted(count: int, one: str, many: str) -> str:
     return f"{count:,} {one if count == 1 else many}"
 
 
-def _row_norms(found: Assignment) -> Iterator[str]:
+def _row_norms(row_norms: PyTree, params: PyTree, found: Assignment) -> Iterator[str]:
     """Yield a line with the row norms that Hyperball sets, if they differ."""
-    norms = row_norms_by_role(found)
-    written = {path: norm for path, norm in norms.items() if norm != 1}
+    start = "row norms under Hyperball: "
+    if isinstance(row_norms, str):
+        keeps_norms(row_norms)
+        yield f"{start}those that the matrices have"
+        return
+    norms = {}
+    for path, norm in row_norms_by_path(row_norms, params, found).items():
+        if found[path].dims is not None:
+            norms[path] = f"{float(norm):.2g}"
+    written = {path: norm for path, norm in norms.items() if norm != "1"}
     if not written:
         return
     texts = []
     for name, paths, _ in repeated(written):
-        texts.append(f"{written[paths[0]]:.2g} for {name}")
+        texts.append(f"{written[paths[0]]} for {name}")
     others = "the others" if len(written) < len(norms) else "none"
     texts.append(f"1 for {others}")
-    yield f"row norms under Hyperball: {', '.join(texts)}"
+    yield f"{start}{', '.join(texts)}"
 
 
 def _notes(rows: Sequence[_Row]) -> Iterator[str]:

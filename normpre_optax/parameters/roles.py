@@ -7,14 +7,16 @@ They depend on whether a matrix writes into the residual stream.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from typing import Any
 
 from normpre_optax.checks import check_choice
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.broadcast import numbers
-from normpre_optax.parameters.dims import matrix_shape, split_axes
+from normpre_optax.parameters.dims import matrix_shape
 from normpre_optax.parameters.labels import repeated
+from normpre_optax.parameters.layer_counts import count_layers
 from normpre_optax.parameters.names import (
     Kind,
     block_depth,
@@ -22,7 +24,7 @@ from normpre_optax.parameters.names import (
     layer_name,
     stack_depth,
 )
-from normpre_optax.parameters.spec import Assignment, ParamSpec
+from normpre_optax.parameters.spec import Assignment
 from normpre_optax.parameters.vocabulary import words
 from normpre_optax.trees import PyTree
 
@@ -50,11 +52,18 @@ def row_norms_by_path(
     """
     if row_norms is None:
         return row_norms_by_role(found)
-    if isinstance(row_norms, str):
-        check_choice("row_norms", row_norms, ("keep",))
+    if keeps_norms(row_norms):
         # For matrices of zeros, which have no norm to keep.
         return row_norms_by_role(found)
     return dict(zip(found, numbers("row_norms", row_norms, params), strict=True))
+
+
+def keeps_norms(row_norms: PyTree) -> bool:
+    """Return whether the option is "keep"; raise a ValueError for another word."""
+    if not isinstance(row_norms, str):
+        return False
+    check_choice("row_norms", row_norms, ("keep",))
+    return True
 
 
 def row_norms_by_role(found: Assignment) -> dict[str, float]:
@@ -74,11 +83,7 @@ def row_norms_by_role(found: Assignment) -> dict[str, float]:
         1.0
     """
     outputs = residual_outputs(found)
-    # The numbered experts of a layer count once.
-    layers = {}
-    for path in outputs:
-        layers[v.COUNTED_EXPERT.sub("", path)] = _layers(found[path])
-    k = sum(layers.values())
+    k = count_layers(outputs, found, model_width(found))
     norms = {}
     for path, (m, n) in matrix_shapes(found).items():
         # With 1 / k, the residual stream does not grow with depth.
@@ -89,25 +94,112 @@ def row_norms_by_role(found: Assignment) -> dict[str, float]:
 def residual_outputs(found: Assignment) -> set[str]:
     """Return the paths of matrices that write into the residual stream.
 
-    They are outputs of attention and of feed-forward layers. A matrix with as many
-    outputs as the model is wide writes if its name says so, or if it is inside a layer
-    (by its path, or as one of several with a shape and a number), has another number of
-    inputs, and no name of a query or an up projection.
-    """
-    shapes = matrix_shapes(found)
-    width = model_width(found)
-    several: set[str] = set()
-    for _, paths, _ in repeated(shapes):
-        if len(paths) > 1:
-            several.update(paths)
+    They have as many outputs as the model is wide, and one of these shows it:
 
-    def writes(path: str, n: int) -> bool:
+    - another number of inputs, which a matrix of the width makes, such as that of an
+      up projection; or a place inside a layer (by the path, or as one of several with a
+      shape and a number), and no name of a query or an up projection;
+    - the name of an output or of a second layer;
+    - query, key and value beside it, maybe fused, and no other such matrix.
+    """
+    return _Roles(found).writers()
+
+
+def unclear_roles(found: Assignment) -> set[str]:
+    """Return the paths of matrices in layers that may write, but nothing shows it.
+
+    They have as many inputs and outputs as the model is wide, and no telling name.
+    """
+    roles = _Roles(found)
+    writers = roles.writers()
+    return {
+        path
+        for path in roles.as_wide
+        if path not in writers and roles.is_in_layer(path) and not roles.reads(path)
+    }
+
+
+class _Roles:
+    """What shapes and places say of matrices.
+
+    Attributes:
+        shapes: (outputs, inputs) by path.
+        width: of the model.
+        as_wide: paths of the matrices with as many outputs.
+    """
+
+    def __init__(self, found: Assignment) -> None:
+        self.shapes = matrix_shapes(found)
+        self.width = model_width(found)
+        self.as_wide = {p for p, (m, _) in self.shapes.items() if m == self.width}
+        self._several: set[str] = set()
+        for _, paths, _ in repeated(self.shapes):
+            if len(paths) > 1:
+                self._several.update(paths)
+        # Sizes that are made from the residual stream.
+        self._made = {m for m, n in self.shapes.values() if n == self.width != m}
+        self._modules: dict[str, dict[str, str]] = {}
+        for path in self.shapes:
+            module, name = _module_and_name(path)
+            self._modules.setdefault(module, {})[name] = path
+
+    def writers(self) -> set[str]:
+        """Return the paths of the matrices that write into the residual stream."""
+        return {path for path in self.as_wide if self._writes(path)}
+
+    def is_in_layer(self, path: str) -> bool:
+        """Return whether a matrix is in a layer, or one of several alike."""
+        return path in self._several or _is_inside_layer(path)
+
+    def reads(self, path: str) -> bool:
+        """Return whether a matrix reads the residual stream, by the name of its layer.
+
+        A name such as "key" counts in attention, or with another such name beside it.
+        """
+        name = layer_name(path.split("/"))
+        if not v.READERS.isdisjoint(words(name)):
+            return True
+        module, own = _module_and_name(path)
+        if own not in v.QUERIES:
+            return False
+        beside = v.QUERIES & self._modules[module].keys()
+        return len(beside) > 1 or not v.ATTENTION.isdisjoint(words(path))
+
+    def _writes(self, path: str) -> bool:
         if _is_named_output(path):
             return True
-        inside = path in several or _is_inside_layer(path)
-        return n != width and inside and not _reads(path)
+        if self.reads(path):
+            return False
+        _, inputs = self.shapes[path]
+        if inputs != self.width:
+            return self.is_in_layer(path) or self._is_made(inputs)
+        return self._is_beside_queries(path)
 
-    return {path for path, (m, n) in shapes.items() if m == width and writes(path, n)}
+    def _is_made(self, inputs: int) -> bool:
+        """Return whether a matrix of the width has these outputs, or two times them.
+
+        A fused gate and up projection has two times as many.
+        """
+        return inputs in self._made or 2 * inputs in self._made
+
+    def _is_beside_queries(self, path: str) -> bool:
+        """Return whether this is the one other matrix beside query, key and value.
+
+        A matrix with three times as many outputs as inputs is all of them, fused.
+        """
+        module, own = _module_and_name(path)
+        beside = self._modules[module]
+        queries = v.QUERIES & beside.keys()
+        fused = (3 * self.width, self.width)
+        is_attention = len(queries) > 1 or fused in map(
+            self.shapes.get, beside.values()
+        )
+        others = [
+            name
+            for name, other in beside.items()
+            if name not in queries and self.shapes[other] == (self.width, self.width)
+        ]
+        return is_attention and others == [own]
 
 
 def matrix_shapes(found: Assignment) -> dict[str, tuple[int, int]]:
@@ -135,15 +227,10 @@ def model_width(found: Assignment) -> int:
 
 def _is_inside_layer(path: str) -> bool:
     parts = path.split("/")
-    return block_depth(parts) > 0 or stack_depth(parts) is not None
-
-
-def _reads(path: str) -> bool:
-    """Return whether a matrix reads the residual stream, by the name of its layer."""
-    name = layer_name(path.split("/"))
-    if not v.READERS.isdisjoint(words(name)):
+    if block_depth(parts) > 0 or stack_depth(parts) is not None:
         return True
-    return name in v.QUERIES and not v.ATTENTION.isdisjoint(words(path))
+    number, _ = _split_number(parts[layer_depth(parts) - 1])
+    return number != ""
 
 
 def _is_named_output(path: str) -> bool:
@@ -154,21 +241,26 @@ def _is_named_output(path: str) -> bool:
     parts = path.split("/")
     names = [part for part in parts[: layer_depth(parts)] if words(part)]
     *_, above, own = ["", "", *names]
-    if own.lower() not in ("dense", "linear"):
-        return own.lower() in _OUTPUTS
+    _, own = _split_number(own.lower())
+    if own not in ("dense", "linear"):
+        return own in _OUTPUTS
     return above.lower() in _OUTPUTS or not v.ATTENTION.isdisjoint(words(above))
 
 
-def _layers(spec: ParamSpec) -> int:
-    """Return how many layers are stacked in a parameter of matrices.
+def _module_and_name(path: str) -> tuple[str, str]:
+    """Return the module of a layer, and its name in there, in lower case."""
+    parts = path.split("/")
+    *above, own = parts[: layer_depth(parts)]
+    number, name = _split_number(own.lower())
+    return "/".join([*above, number]), name
 
-    They are all batch axes but that of stacked experts, the largest.
+
+def _split_number(name: str) -> tuple[str, str]:
+    """Return the number of a layer in front of a flat name, and the rest.
+
+    "block_0_down" is ("block_0", "down").
     """
-    assert spec.dims is not None
-    batch, _, _ = split_axes(len(spec.shape), spec.dims)
-    sizes = sorted(spec.shape[axis] for axis in batch)
-    found = {*words(spec.path)}
-    is_expert = not v.EXPERTS.isdisjoint(found) and "shared" not in found
-    if is_expert and not v.COUNTED_EXPERT.search(spec.path):
-        sizes = sizes[:-1]
-    return math.prod(sizes)
+    match = re.fullmatch(r"(.*\d)[_.-](.*[A-Za-z].*)", name)
+    if match is None:
+        return "", name
+    return match[1], match[2]
