@@ -20,6 +20,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
+import normpre_optax as npo
 from tests import cases
 from tests.parameters.tables import tree
 from tests.parameters.test_models import entries_of
@@ -67,6 +68,78 @@ def test_haiku():
         params, state, loss = scope["step"](params, state)
         losses.append(loss)
     assert losses[-1] < losses[0] / 2
+
+
+@pytest.fixture
+def keras(monkeypatch):
+    """Keras on JAX; CI has it."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    return pytest.importorskip("keras")
+
+
+def keras_model(keras, length=8):
+    """A small GPT of Keras' own layers."""
+    tokens = keras.Input((length,), dtype="int32")
+    x = keras.layers.Embedding(32, 16, name="token_embedding")(tokens)
+    for _ in range(2):
+        normed = keras.layers.LayerNormalization()(x)
+        # A bias of keys has no gradient but rounding, and AdamW steps in its signs.
+        attention = keras.layers.MultiHeadAttention(2, 8, use_bias=False)
+        x = x + attention(normed, normed, use_causal_mask=True)
+        hidden = keras.layers.Dense(64, "gelu")(keras.layers.LayerNormalization()(x))
+        x = x + keras.layers.Dense(16)(hidden)
+    logits = keras.layers.Dense(32, use_bias=False, name="lm_head")(x)
+    return keras.Model(tokens, logits)
+
+
+def test_keras(keras, tmp_path):
+    """``fit`` computes what optax does, and the state is saved and loaded."""
+    scope = run_block("Keras")
+    keras.utils.set_random_seed(0)
+    model = keras_model(keras)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    tokens = np.random.default_rng(0).integers(0, 32, (16, 9))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+
+    variables = model.trainable_variables
+    params = {v.path: jnp.array(v.value) for v in variables}
+    others = [v.value for v in model.non_trainable_variables]
+    tx = npo.normpre_h(1.6e-2, adam_learning_rate=1e-3)
+    state = tx.init(params)
+
+    def loss_of(params):
+        # A dict of jax is sorted by its keys.
+        values = [params[v.path] for v in variables]
+        logits, _ = model.stateless_call(values, others, inputs)
+        return loss(targets, logits)
+
+    for _ in range(3):
+        updates, state = tx.update(jax.grad(loss_of)(params), state, params)
+        params = optax.apply_updates(params, updates)
+
+    model.compile(optimizer=scope["optimizer"], loss=loss)
+    model.fit(inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0)
+    for v in variables:
+        np.testing.assert_allclose(v.value, params[v.path], rtol=1e-3, atol=1e-4)
+
+    file = tmp_path / "model.weights.h5"
+    model.save_weights(file)
+    other = keras_model(keras)
+    other.compile(optimizer=scope["OptaxOptimizer"](tx), loss=loss)
+    other.optimizer.build(other.trainable_variables)
+    other.load_weights(file)
+    pairs = zip(model.optimizer.variables, other.optimizer.variables, strict=True)
+    for saved, loaded in pairs:
+        np.testing.assert_array_equal(saved.value, loaded.value)
+
+
+def test_keras_groups(keras):
+    """Attention's outputs and second layers are found; the head is not a matrix."""
+    params = {v.path: v.value for v in keras_model(keras).trainable_variables}
+    text = npo.explain(params)
+    assert re.search(r"lm_head/kernel +\(16, 32\) +adamw", text)
+    assert re.search(r"0.5 for \S*attention_output/kernel", text)
+    assert "residual stream" not in text
 
 
 def test_maxtext():
