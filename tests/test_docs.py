@@ -270,12 +270,24 @@ def test_the_numbers_on_the_pages_are_in_the_reports_that_they_cite(capsys):
     assert load("figures_in_text").main() == 0, capsys.readouterr().out
 
 
-def test_the_index_lists_every_report():
+def test_every_report_is_in_the_index_or_cited_by_a_page():
+    """The index has reports whose program exists; pages cite some older ones."""
     folder = DOCS / "results"
     index = (folder / "index.md").read_text()
     listed = re.findall(r"^\| \[[^\]]*\]\(([^)]+)\)", index, re.MULTILINE)
+    assert len(listed) == len({*listed})
     reports = {str(path.relative_to(folder)) for path in folder.glob("**/*.md")}
-    assert sorted(listed) == sorted(reports - {"index.md"})
+    assert {*listed} <= reports
+    pages = "".join(page.read_text() for page in DOCS.glob("*.md"))
+    cited = {*re.findall(r"\]\(results/([^)#]+\.md)[)#]", pages)}
+    assert reports - {"index.md"} <= {*listed} | cited
+
+
+def test_the_programs_of_the_index_exist():
+    index = (DOCS / "results" / "index.md").read_text()
+    modules = {*re.findall(r"`((?:examples|tests)\.[\w.]+)", index)}
+    missing = {name for name in modules if not importlib.util.find_spec(name)}
+    assert not missing
 
 
 # The address of the repository, and advice.
