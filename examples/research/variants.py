@@ -33,13 +33,20 @@ from normpre_optax.parameters.dims import (
     split_axes,
     to_matrices,
 )
-from normpre_optax.parameters.roles import matrix_shapes, model_width
+from normpre_optax.parameters.roles import (
+    matrix_shapes,
+    model_width,
+    residual_outputs,
+    row_norms_by_role,
+)
 from normpre_optax.parameters.rules import assign, assigned
 
 Sides = Literal["both", "before", "after"]
 Statistic = Literal["gradient", "momentum", "residual"]
 Follows = Literal["run", "rate"]
-Norms = Literal["role", "ones", "unequal", "width", "keep"]
+Norms = Literal[
+    "role", "ones", "unequal", "width", "keep", "half_k", "twice_k", "k_times_32"
+]
 
 
 @checked
@@ -102,7 +109,9 @@ def normpre_h_variant(
         frozen_after: steps after which the metric does not change; 0 never freezes it.
         norms: row norms: as in ``normpre_h`` by "role"; "ones" for all; reduced where
             the outputs are the width and the inputs are not ("unequal"), or wherever
-            the outputs are the "width"; or "keep" those of the initialization.
+            the outputs are the "width"; or "keep" those of the initialization. Or those
+            by role with a wrong number k of matrices that write: half of it, twice, or
+            32 times.
         radial: whether ``U`` keeps its part along the weights, as whole matrices.
         peak_power: front-loaded learning rate ``peak (1 - (t / steps)^power)``; 0 keeps
             the schedule.
@@ -216,12 +225,28 @@ def _reduced_all(params: Any) -> Any:
     return _reduced(params, lambda m, n, width: m == width)
 
 
+def _with_wrong_k(factor: float) -> Callable[[Any], Any]:
+    """Norms by role with k multiplied by a factor."""
+
+    def norms_of(params: Any) -> Any:
+        found = assign(params)
+        norms = dict.fromkeys(found, 1.0) | row_norms_by_role(found)
+        for path in residual_outputs(found):
+            norms[path] /= math.sqrt(factor)
+        return jax.tree.structure(params).unflatten(norms.values())
+
+    return norms_of
+
+
 NORMS: dict[str, Any] = {
     "role": None,
     "ones": 1.0,
     "unequal": _reduced_unequal,
     "width": _reduced_all,
     "keep": "keep",
+    "half_k": _with_wrong_k(0.5),
+    "twice_k": _with_wrong_k(2.0),
+    "k_times_32": _with_wrong_k(32.0),
 }
 
 

@@ -96,6 +96,15 @@ def test_norms_by_shape_of_a_block():
     assert width["down"] == pytest.approx((4 / 6) ** 0.5)
 
 
+def test_norms_with_a_wrong_number_of_writers():
+    layers = [{"up": jnp.ones((4, 16)), "down": jnp.ones((16, 4))}] * 2
+    tree = {"layers": layers, "wte": jnp.ones((9, 4))}
+    factors = {"half_k": 0.5, "twice_k": 2, "k_times_32": 32}
+    for name, factor in factors.items():
+        first = NORMS[name](tree)["layers"][0]
+        assert first == {"up": 1.0, "down": pytest.approx((2 / factor) ** 0.5)}
+
+
 def test_a_weight_that_ends_where_it_starts_is_constant():
     assert distance(last_slow_weight=0.56, steps=5) < 1e-5
 
