@@ -12,6 +12,7 @@ from normpre_optax.parameters.names import Named, kind_by_name
 from normpre_optax.parameters.roles import residual_outputs, unclear_roles
 from normpre_optax.parameters.spec import Assignment
 from normpre_optax.parameters.tree import named_leaves
+from normpre_optax.parameters.unnamed_tables import TABLES, unnamed_tables
 from normpre_optax.trees import PyTree
 
 _NO_MATRIX = "no parameter is a matrix, so all use AdamW; explain(params) shows why"
@@ -29,6 +30,12 @@ _MASKED = (
     " sets: pass row_norms=, or freeze after the optimizer: optax.chain(optimizer,"
     " optax.freeze(mask))"
 )
+_NO_TABLE = (
+    "no parameter has the name of an embedding or of an output head, but {} may be one"
+    " (Flax NNX keeps only one of the names of a tied table): if so, return None for it"
+    " in a rule, matrix_dims="
+)
+_MOST_NAMES = 3  # in a warning
 
 
 def cautions(found: Assignment, params: PyTree, by_role: bool = True) -> Iterator[str]:
@@ -52,14 +59,18 @@ def cautions(found: Assignment, params: PyTree, by_role: bool = True) -> Iterato
             yield _UNCLEAR.format(
                 _joined(unclear, found), _joined(residual_outputs(found), found)
             )
+    candidates = unnamed_tables(found)
+    if candidates and not _hides_a_table(params):
+        shown = [f"{spec.path!r} of shape {spec.shape}" for spec in candidates]
+        yield _NO_TABLE.format(" or ".join(shown[:_MOST_NAMES]))
 
 
 def _joined(paths: set[str], found: Assignment) -> str:
     """Return the common names of parameters, the first three."""
     shapes = {path: spec.shape for path, spec in found.items() if path in paths}
     names = [repr(name) for name, *_ in repeated(shapes)]
-    if len(names) > 3:
-        names[3:] = [f"{len(names) - 3} others"]
+    if len(names) > _MOST_NAMES:
+        names[_MOST_NAMES:] = [f"{len(names) - _MOST_NAMES} others"]
     return ", ".join(names) or "none"
 
 
@@ -83,6 +94,21 @@ def _masked_matrix(params: PyTree, names: set[str]) -> str | None:
         if masked and kind_by_name(Named(path.split("/"), ndim=2)) is None:
             return path
     return None
+
+
+def _hides_a_table(params: PyTree) -> bool:
+    """Return whether an embedding or a head may be among the masked parameters.
+
+    A user who masks parameters has seen which ones are matrices. None may also be what
+    a model does not have, such as a bias: here, its name counts.
+    """
+    for path, hole, *_ in named_leaves(params, _is_hole):
+        if isinstance(hole, optax.MaskedNode):
+            return True
+        by_name = kind_by_name(Named(path.split("/"), ndim=2))
+        if hole is None and by_name is not None and by_name.kind in TABLES:
+            return True
+    return False
 
 
 def _is_hole(node: object) -> bool:

@@ -102,11 +102,11 @@ def _given(path: str, leaf: Leaf, value: object, default: Reader) -> Reading:
         if dims == reading.dims:
             return reading
     if dims is not None:
-        return Reading(dims, "matrix", GIVEN)
+        return Reading(dims, "matrix", GIVEN, given=True)
     by_itself = None
     with contextlib.suppress(UncoveredError):
         by_itself = default(path, Leaf(leaf.shape, leaf.dtype)).dims
-    return Reading(None, "given", GIVEN, default=by_itself)
+    return Reading(None, "given", GIVEN, default=by_itself, given=True)
 
 
 def _tree_reader(params: PyTree, dims: PyTree, default: Reader) -> Reader:
@@ -136,7 +136,9 @@ def _tree_reader(params: PyTree, dims: PyTree, default: Reader) -> Reader:
                 f"{_WRONG_TREE}: it has no entry for {path!r} or its parents (None"
                 " means AdamW)"
             )
-        return _given(path, leaf, entries[nearest(path)], default)
+        reading = _given(path, leaf, entries[nearest(path)], default)
+        # A rule may pass on what the default rule says, but an entry is the user's.
+        return reading._replace(given=True)
 
     return read
 

@@ -149,7 +149,7 @@ class _Roles:
 
     def is_in_layer(self, path: str) -> bool:
         """Return whether a matrix is in a layer, or one of several alike."""
-        return path in self._several or _is_inside_layer(path)
+        return path in self._several or is_inside_layer(path)
 
     def reads(self, path: str) -> bool:
         """Return whether a matrix reads the residual stream, by the name of its layer.
@@ -225,7 +225,8 @@ def model_width(found: Assignment) -> int:
     return min(sizes, key=lambda size: (-count[size], size), default=0)
 
 
-def _is_inside_layer(path: str) -> bool:
+def is_inside_layer(path: str) -> bool:
+    """Return whether a path is below the name or the number of a layer."""
     parts = path.split("/")
     if block_depth(parts) > 0 or stack_depth(parts) is not None:
         return True

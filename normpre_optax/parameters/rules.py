@@ -97,6 +97,7 @@ def assign(params: PyTree, matrix_dims: PyTree | Rule = None) -> Assignment:
             reading.reason,
             kind=reading.kind,
             default=reading.default,
+            given=reading.given,
         )
     if uncovered:
         raise UncoveredError(*uncovered)

@@ -30,6 +30,8 @@ class Reading(NamedTuple):
         quoted: whether one word of a longer name decided alone, which may mislead.
         default: for the kind "given", the axes of its matrices by the default rule,
             which knows only its path and shape; None if this does not cover it.
+        given: whether the user gave it: as an entry of a tree, or by a rule that says
+            something else than the default rule.
     """
 
     dims: MatrixDims | None
@@ -37,6 +39,7 @@ class Reading(NamedTuple):
     reason: str
     quoted: bool = False
     default: MatrixDims | None = None
+    given: bool = False
 
 
 class ParamSpec(NamedTuple):
@@ -50,6 +53,7 @@ class ParamSpec(NamedTuple):
         sharding: its PartitionSpec from the option ``shardings``.
         kind: what the parameter is.
         default: see ``Reading``.
+        given: see ``Reading``.
     """
 
     path: str
@@ -59,6 +63,7 @@ class ParamSpec(NamedTuple):
     sharding: Any = None
     kind: Kind = "matrix"
     default: MatrixDims | None = None
+    given: bool = False
 
 
 class Assignment(dict[str, ParamSpec]):

@@ -155,21 +155,10 @@ NORMS = {
 }
 ATTENTION = {"attn", "attention", "mha", "mhsa", "msa", "mqa", "gqa", "multihead", "sa"}
 ATTENTION |= {"selfattn", "crossattn", "selfattention", "crossattention"}
+FEED_FORWARD = {"mlp", "ffn", "feedforward", "fc", "up", "down", "gate"}
 # Nearer than the name of an embedding, head or norm, these decide that a parameter is
 # no part of it.
-INNER = {
-    "mlp",
-    "ffn",
-    "feedforward",
-    "fc",
-    "up",
-    "down",
-    "gate",
-    "query",
-    "key",
-    "value",
-    "mixer",
-} | ATTENTION
+INNER = {"query", "key", "value", "mixer"} | FEED_FORWARD | ATTENTION
 EMBEDDINGS = {
     "embed",
     "embeds",
