@@ -142,6 +142,23 @@ def test_keras_groups(keras):
     assert "residual stream" not in text
 
 
+@pytest.mark.parametrize("stack", ["", "2x"])
+def test_penzai(stack):
+    """On the names and shapes of its transformers, with one layer or stacked ones."""
+    layer = f"""
+        attention/{{key,value}}/weights {stack}32x2x8; mlp/out_linear/weights {stack}96x32
+        attention/query/weights {stack}32x2x2x8; mlp/value_linear/weights {stack}32x96
+        attention/output/weights {stack}2x2x8x32; pre_ffw_norm/scale/weights {stack}32"""
+    blocks = "blocks" if stack else "block_{0,1}"
+    outside = f"t/embedder/embeddings 64x32; t/lm_head/weights 32x64; t/{blocks}:"
+    params = tree(f"{outside} {layer}")
+    tx = run_block("Penzai")["tx"]
+    shapes_of_an_update(tx, params)
+    text = npo.explain(params, run_block("Penzai")["rule"])
+    assert re.search(r"0\.5 for t/\S+/attention/output/weights", text)
+    assert "ERROR" not in text
+
+
 def test_maxtext():
     """On LLaMA 3 with layers scanned along axis 1."""
     scope = run_block("MaxText")

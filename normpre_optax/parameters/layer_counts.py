@@ -112,7 +112,8 @@ def _stack_of_norms(path: str, found: Assignment, width: int) -> tuple[int, ...]
     nearest: tuple[int, ...] | None = None
     depth = -1
     for other, spec in found.items():
-        if spec.kind != "norm" or width not in spec.shape:
+        # A vector without a telling name may be the scale of a norm.
+        if spec.kind not in ("norm", "vector") or width not in spec.shape:
             continue
         shared = _common_depth(path.split("/"), other.split("/"))
         if shared > depth and (len(spec.shape) > 1 or _is_numbered(path, shared)):
