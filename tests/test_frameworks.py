@@ -146,9 +146,11 @@ def test_keras_groups(keras):
 def test_penzai(stack):
     """On the names and shapes of its transformers, with one layer or stacked ones."""
     layer = f"""
-        attention/{{key,value}}/weights {stack}32x2x8; mlp/out_linear/weights {stack}96x32
+        attention/{{key,value}}/weights {stack}32x2x8
+        mlp/out_linear/weights {stack}96x32
         attention/query/weights {stack}32x2x2x8; mlp/value_linear/weights {stack}32x96
-        attention/output/weights {stack}2x2x8x32; pre_ffw_norm/scale/weights {stack}32"""
+        attention/output/weights {stack}2x2x8x32
+        pre_ffw_norm/scale/weights {stack}32"""
     blocks = "blocks" if stack else "block_{0,1}"
     outside = f"t/embedder/embeddings 64x32; t/lm_head/weights 32x64; t/{blocks}:"
     params = tree(f"{outside} {layer}")
