@@ -5,7 +5,7 @@ They hold parameters, optimizer state, position in the data, and step. There is 
 random state to store: initialization, data order and sampling are functions of the
 seed, which is part of the run's configuration, and of the step. A checkpoint is
 complete or absent on disk: Orbax renames a finished folder. It is written in the
-background while training continues.
+background while training continues, except the first one, which is read back.
 """
 
 import atexit
@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,25 +27,34 @@ import orbax.checkpoint as ocp
 
 from .config import RunError, one_line
 from .mesh import by_name
+from .paths import check_readable, check_writable, full_path
 
 
 class Checkpoints:
     """The checkpoints of one run, the last ``keep`` of them.
 
     With None they are read only, while the run may continue.
+
+    Raises:
+        RunError: if the path of the folder is one that Orbax misreads.
     """
 
     def __init__(self, folder: Path, keep: int | None = None):
         quiet()
         self.folder = folder
+        self._read_back = False
         reads = keep is None
+        check_path = check_writable
+        if reads:
+            check_path = check_readable
+        check_path(folder)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             read_only=reads,
             lightweight_initialize=reads,
             cleanup_tmp_directories=not reads,
         )
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self._manager = ocp.CheckpointManager(full_path(folder), options=options)
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, oldest first."""
@@ -59,8 +68,11 @@ class Checkpoints:
             data_state: state of the data iterator.
             trees: pytrees of arrays, by name.
 
+        The first one is written before this returns, and its description is read back.
+
         Raises:
-            OSError: if it, or the one before, cannot be written.
+            OSError: if it, or the one before, cannot be written, or the first one
+                cannot be read.
         """
         if jax.default_backend() == "cpu":
             # Orbax copies device memory before it returns, but on CPU it would read
@@ -71,6 +83,28 @@ class Checkpoints:
         arguments = ocp.args.Composite(facts=ocp.args.JsonSave(facts), **items)
         with writing(self.folder):
             self._manager.save(step, args=arguments, force=True)
+            if not self._read_back:
+                self._manager.wait_until_finished()
+        if not self._read_back:
+            self._check_written(step, trees)
+            self._read_back = True
+
+    def _check_written(self, step: int, names: Iterable[str]) -> None:
+        """Read a checkpoint that was just written, but not the data of its arrays.
+
+        Raises:
+            OSError: if it cannot be read.
+        """
+        folder = self.folder / str(step)
+        message = f"stopped: {folder} was written, but cannot be read back"
+        try:
+            self._restore_facts(step)
+            found = self._manager.item_metadata(step)
+        except Exception as error:  # each library has its own
+            raise OSError(f"{message} ({first_line(error)})") from error
+        for name in names:
+            if found.get(name) is None:  # Orbax found no arrays in it
+                raise OSError(f"{message} (no arrays in {name})")
 
     def restore(self, step: int, **like: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The trees of these names and the data position stored at ``step``.
@@ -93,8 +127,8 @@ class Checkpoints:
                 return self._restore_trees(step, like), facts["data"]
         except Exception as error:  # Orbax, Tensorstore and JSON each have their own
             raise RunError(
-                f"{folder} is damaged ({first_line(error)}): delete it to use the"
-                " checkpoint before"
+                f"{folder} is damaged, or cannot be read here ({first_line(error)}): to"
+                f" use the checkpoint before it, move it out of {self.folder}"
             ) from error
         raise RunError(
             f"cannot restore {folder}, which belongs to another model or optimizer:"

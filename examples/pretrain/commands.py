@@ -23,7 +23,7 @@ from .checks import check_ranges
 from .config import Config, Evaluate, Export, Generate, RunError
 from .flat import from_dict
 from .mesh import make_layout
-from .prepare.tokenizer import end_of_text
+from .prepare.tokenizer import end_of_text, write_tokenizer
 from .train import evaluation, initialize, vocabulary_of
 
 EXPORTED = ("model.safetensors", "config.json", "tokenizer.json")
@@ -190,7 +190,7 @@ def export(options: Export) -> None:
     vocabulary = vocabulary_of(trained.config, trained.dataset)
     params = jax.device_get(trained.params)
     hugging_face.save_hf(options.output, trained.config.model, vocabulary, params)
-    trained.dataset.tokenizer.save(str(options.output / "tokenizer.json"))
+    write_tokenizer(trained.dataset.tokenizer, options.output / "tokenizer.json")
     print(
         f"step {trained.step:,} of {options.run}:"
         f" {options.output}/{', '.join(EXPORTED)}"

@@ -14,6 +14,7 @@ which is no token: the loss leaves such targets out, and the model reads ``max(t
 import dataclasses
 import json
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def load(folder: Path) -> Dataset:
     if not (folder / "manifest.json").exists():
         names = (name for name in CORPORA if folder.name.startswith(name))
         corpus = next(names, "CORPUS")
-        command = f"python -m examples.pretrain prepare {corpus} --output {folder}"
+        output = shlex.quote(str(folder))
+        command = f"python -m examples.pretrain prepare {corpus} --output {output}"
         raise RunError(
             f"there are no token files in {folder} (no manifest.json): run `{command}`"
         )
@@ -89,8 +91,8 @@ def load(folder: Path) -> Dataset:
         return read(folder)
     except Exception as error:  # `tokenizers` raises bare Exception
         raise RunError(
-            f"cannot read the token files in {folder} ({one_line(error)}): delete the"
-            " folder and prepare them again"
+            f"cannot read the token files in {folder} ({one_line(error)}): prepare them"
+            " again with another --output, and pass that as --tokens"
         ) from error
 
 

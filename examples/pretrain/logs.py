@@ -81,7 +81,7 @@ def read_json(file: Path) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
         if isinstance(content := json.loads(file.read_text()), dict):
             return content
-    raise RunError(f"{file} is damaged: remove it, or its folder, to start again")
+    raise RunError(f"{file} is damaged: another --name starts again")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

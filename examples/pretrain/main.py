@@ -112,7 +112,8 @@ def exit_status(run: Callable[[], Any], stopped: str = "stopped") -> int:
     except KeyboardInterrupt:
         line = stopped
         status = 130
-    print(line, file=sys.stderr)
+    # Names of files may have line ends.
+    print(line.replace("\n", "\\n"), file=sys.stderr)
     return status
 
 

@@ -5,6 +5,7 @@
 """
 
 import json
+import shlex
 import shutil
 import time
 from contextlib import closing, nullcontext
@@ -20,6 +21,7 @@ from .commands import Trained, load
 from .config import Config, Diverged, RunError
 from .evaluate import Score
 from .flat import differences, to_dict
+from .paths import check_writable
 from .processes import LOCK, lock, on_signals
 from .train import Trainer, compute_dtype, warmup_steps
 
@@ -33,6 +35,7 @@ def main(config: Config) -> None:
     """Train as ``config`` says, alone or with other processes."""
     optimizers.settings_of(config.optimizer)
     mesh.check(config)
+    check_writable(config.run_folder)
     with cluster.joined(config):
         console = Console(
             markup=False, highlight=False, soft_wrap=True, quiet=not cluster.first()
@@ -60,8 +63,7 @@ def stored(config: Config) -> Stored:
         if there <= {LOCK, "run.json.partial"}:
             return None  # stopped before there was anything to resume
         raise RunError(
-            f"{folder} is not a run (no run.json in it): remove it, or choose another"
-            " --name"
+            f"{folder} is not a run (no run.json in it): choose another --name"
         )
     if config.overwrite:
         return None
@@ -86,15 +88,15 @@ def read_stored(config: Config) -> dict[str, Any]:
         changed = differences(found["config"], config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
-            f"cannot resume: {file} is damaged; remove {folder} to start again"
+            f"cannot resume: {file} is damaged; another --name starts again"
         ) from error
     if not changed:
         return found
     way_out = ""
     if any(change.startswith("--steps ") for change in changed):
         way_out = (
-            f" (learning rates depend on it; --init-from {folder} --name NEW starts a"
-            " new run from its weights)"
+            f" (learning rates depend on it; --init-from {shlex.quote(str(folder))}"
+            " --name NEW starts a new run from its weights)"
         )
     raise RunError(
         f"cannot resume {folder} with other settings: {'; '.join(changed)}{way_out}"
@@ -119,7 +121,8 @@ def train(config: Config, stored: Stored, console: Console) -> Score:
         f"\nFinal validation loss {score.loss:.4f} ({score.bits_per_byte:.3f} bits per"
         f" byte) after {config.steps:,} steps of {config.optimizer}; {seconds:.0f} s"
         f" total.\nLog, plot and checkpoint: {config.run_folder}/\nGenerate text:"
-        f" python -m examples.pretrain generate {config.run_folder} --prompt TEXT"
+        f" python -m examples.pretrain generate {shlex.quote(str(config.run_folder))}"
+        " --prompt TEXT"
     )
     return score
 

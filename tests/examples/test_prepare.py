@@ -188,7 +188,7 @@ def damages(dataset: data.Dataset) -> list[tuple[str, bytes, str]]:
 
 
 def refuse_to_load(folder: Path, message: str) -> None:
-    message = rf"cannot read the token files in .*{message}.*: delete the folder"
+    message = rf"cannot read the token files in .*{message}.*: prepare them again"
     refuses(message, data.load, folder)
 
 

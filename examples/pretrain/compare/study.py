@@ -26,6 +26,7 @@ from ..checks import check_ranges
 from ..config import Config, RunError
 from ..logs import read_json, write_json
 from ..optimizers import make_optimizer
+from ..paths import check_writable
 from ..processes import Stopped, begin_as_child, lock, on_signals
 from .arms import Arm, Result, finished
 
@@ -75,8 +76,7 @@ class Study:
         if not self._file.exists():
             if any(self.folder.rglob("run.json")):
                 raise RunError(
-                    f"{self.folder} holds runs but no study.json: remove it, or choose"
-                    " another --name"
+                    f"{self.folder} holds runs but no study.json: choose another --name"
                 )
             return
         before = own | read_json(self._file)
@@ -92,6 +92,7 @@ class Study:
 
     def check(self, arm: Arm) -> None:
         """Raise a RunError that names an option of an arm that cannot be."""
+        check_writable(self.folder / arm.name)
         make_optimizer(self.config_of(arm), lambda t: 0.1)
 
     def config_of(self, arm: Arm) -> Config:

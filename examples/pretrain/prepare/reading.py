@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -88,7 +89,7 @@ def read_records(path: Path, field: str, problems: Problems) -> Iterator[str]:
         elif re.match(rb"(\xef\xbb\xbf)?\s*\[\s*{", file.peek(64)):
             problems.bad(
                 "one JSON array, not one object a line",
-                f"`jq -c '.[]' {path}` writes its elements as lines",
+                f"`jq -c '.[]' {shlex.quote(str(path))}` writes its elements as lines",
             )
         else:
             if file.peek(3).startswith(BYTE_ORDER_MARK):
@@ -129,7 +130,8 @@ def reading(path: Path, problems: Problems, *known: bytes) -> Iterator[Any]:
         # Arrow's errors are among them. zstd refuses windows above 128 MiB.
         way_out = ""
         if "too much memory" in str(error):
-            way_out = f": decompress it with `zstd -d --long=31 {path}`"
+            name = shlex.quote(str(path))
+            way_out = f": decompress it with `zstd -d --long=31 {name}`"
         after = ""
         if problems.number:
             after = f" after {problems.unit} {problems.number:,}"
@@ -202,7 +204,8 @@ def table_rows(file: Any, field: str) -> Iterator[Any]:
 
 def open_zstd(path: Path, mode: str) -> io.BufferedReader:
     """A file compressed by zstd, to read."""
-    stream = require("pyarrow").input_stream(str(path), compression="zstd")
+    # An open file: Arrow takes no path that is not UTF-8.
+    stream = require("pyarrow").input_stream(path.open("rb"), compression="zstd")
     return io.BufferedReader(stream)
 
 

@@ -26,7 +26,13 @@ from tokenizers import Tokenizer
 from ..config import RunError
 from ..processes import LOCK, lock
 from .sources import Stream
-from .tokenizer import end_of_text, load_tokenizer, unknown_of, vocabulary_of
+from .tokenizer import (
+    end_of_text,
+    load_tokenizer,
+    unknown_of,
+    vocabulary_of,
+    write_tokenizer,
+)
 
 SPLITS = ("train", "validation")
 COUNTED = ("documents", "bytes", "tokens")
@@ -86,7 +92,7 @@ def write(
         try:
             state = read_state(partial, json.loads(json.dumps(settings, default=str)))
             if state["position"] is None:
-                make_tokenizer().save(str(partial / "tokenizer.json"))
+                write_tokenizer(make_tokenizer(), partial / "tokenizer.json")
             with ExitStack() as files:
                 writer = Writer(partial, state, files)
                 report(writer.counts)

@@ -59,9 +59,20 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer stored in ``path``, with ``switch_off``."""
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = read_tokenizer(path)
     switch_off(tokenizer)
     return tokenizer
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer stored in ``path``, as it is."""
+    # `Tokenizer.from_file` takes no path that is not UTF-8.
+    return Tokenizer.from_str(path.read_bytes().decode())
+
+
+def write_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
+    """Store a tokenizer, in any path."""
+    path.write_bytes(tokenizer.to_str(pretty=True).encode())
 
 
 def switch_off(tokenizer: Tokenizer) -> None:
@@ -118,7 +129,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     if path.is_dir():
         path = path / "tokenizer.json"
     if path.exists() or path.suffix == ".json":
-        return Tokenizer.from_file(str(path))
+        return read_tokenizer(path)
     return Tokenizer.from_pretrained(name)
 
 
