@@ -20,14 +20,15 @@ GUIDES = (
     "parameters",
     "frameworks",
     "scaling",
+    "running",
     "pretraining",
     "method",
-    "why",
     "family",
     "reliability",
     "index",
 )
 NOTES = (
+    "why",
     "comparison",
     "ablations",
     "performance",
@@ -61,6 +62,7 @@ INSTEAD = {
 }
 
 
+README_WORDS = 900  # read in two minutes
 CODE = re.compile(r"```.*?```|^---.*?^---", re.DOTALL | re.MULTILINE)
 NO_PROSE = re.compile(r"\s*(\||#|!\[|    )")  # a table, heading, picture or code
 BETWEEN_BLOCKS = re.compile(r"\n\s*\n|\n(?=\s*[-*] |\s*\d+\. )")
@@ -156,7 +158,11 @@ def main() -> None:
     found = []
     for names, limit in WORDS.items():
         found += advice_on(names, limit)
-    found += advice("README", (ROOT / "README.md").read_text(), is_guide=True)
+    readme = (ROOT / "README.md").read_text()
+    words = len(readme.split())
+    if words > README_WORDS:
+        found.append(f"README: {words} words, the guideline is {README_WORDS}")
+    found += advice("README", readme, is_guide=True)
     for warning in found:
         print(f"advice: {warning}")
     if not found:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many layers a parameter of matrices stands for: layers count, experts do not."""
+"""How many layers parameters of matrices stand for: layers count, experts do not."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.dims import split_axes
@@ -14,14 +14,24 @@ from normpre_optax.parameters.names import block_depth
 from normpre_optax.parameters.spec import Assignment, ParamSpec
 from normpre_optax.parameters.vocabulary import words
 
-_NUMBER = re.compile(r"\d+")
+
+class Stacked(NamedTuple):
+    """A parameter that shows how its layers are stacked.
+
+    Attributes:
+        parts: names of its path.
+        sizes: of the axes of the stack.
+    """
+
+    parts: list[str]
+    sizes: tuple[int, ...]
 
 
 def count_layers(paths: Collection[str], found: Assignment, width: int) -> int:
-    """Return how many matrices of one expert each the parameters have, in all layers.
+    """Return how many layers have these matrices; all experts of a layer count once.
 
     Args:
-        paths: those to be counted. The numbered experts of a layer count once.
+        paths: of the parameters to be counted.
         found: the groups of all parameters, which show what is a layer: norms are
             stacked with their layers, and routers have an output for every expert.
         width: of the model.
@@ -34,113 +44,117 @@ def count_layers(paths: Collection[str], found: Assignment, width: int) -> int:
         >>> count_layers(["layers/attn/out"], assign({"layers": layers}), width=8)
         16
     """
-    below: dict[str, set[str]] = {}
-    for path in found:
-        parts = path.split("/")
-        for depth in range(len(parts)):
-            below.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
+    evidence = _Evidence(found, width)
     layers: dict[str, int] = {}
     for path in paths:
-        one_expert = _without_experts(path, found, below)
-        layers[one_expert] = _stacked_layers(found[path], found, width)
+        one_expert = evidence.without_experts(path)
+        if one_expert not in layers:
+            layers[one_expert] = evidence.stacked_layers(found[path])
     return sum(layers.values())
 
 
-def _without_experts(
-    path: str, found: Assignment, below: Mapping[str, set[str]]
-) -> str:
-    """Return the path of a matrix, equal for all experts of its layer.
+class _Evidence:
+    """What the other parameters show of layers and experts.
 
-    Experts are known by their name, or by a router in the same block that has as many
-    outputs as there are copies.
-
-    Args:
-        path: of the matrix.
-        found: the groups of all parameters.
-        below: the names directly below every prefix of a path.
+    Attributes:
+        below: names directly below every prefix of a path.
+        routers: path and shape of every router.
+        norms: the norms of the width; a vector without a telling name may be one.
+        matrices: the stacked matrices.
     """
-    parts = path.split("/")
-    inside = block_depth(parts) + 1
-    routers = None
-    for depth in range(inside, len(parts)):
-        if not parts[depth].isdigit():
-            continue
-        if routers is None:
-            routers = _router_sizes("/".join(parts[:inside]) + "/", found)
-        if len(below["/".join(parts[:depth])]) in routers:
-            parts[depth] = "#"
-    return v.COUNTED_EXPERT.sub("", "/".join(parts))
+
+    def __init__(self, found: Assignment, width: int) -> None:
+        self.below: dict[str, set[str]] = {}
+        self.routers: list[tuple[str, tuple[int, ...]]] = []
+        self.norms: list[Stacked] = []
+        self.matrices: list[Stacked] = []
+        for path, spec in found.items():
+            parts = path.split("/")
+            for depth, part in enumerate(parts):
+                self.below.setdefault("/".join(parts[:depth]), set()).add(part)
+            if spec.kind == "router":
+                self.routers.append((path, spec.shape))
+            if spec.kind in ("norm", "vector") and width in spec.shape:
+                stack = list(spec.shape)
+                stack.remove(width)
+                self.norms.append(Stacked(parts, tuple(stack)))
+            if _batch_sizes(spec):
+                self.matrices.append(Stacked(parts, _batch_sizes(spec)))
+
+    def without_experts(self, path: str) -> str:
+        """Return the path of a matrix, equal for all experts of its layer.
+
+        Experts are known by their name, or by a router in the same block that has as
+        many outputs as there are copies.
+        """
+        parts = path.split("/")
+        inside = block_depth(parts) + 1
+        block = "/".join(parts[:inside]) + "/"
+        one_expert = list(parts)
+        for depth in range(inside, len(parts)):
+            copies = len(self.below["/".join(parts[:depth])])
+            if parts[depth].isdigit() and self._is_routed(block, copies):
+                one_expert[depth] = "#"
+        return v.COUNTED_EXPERT.sub("", "/".join(one_expert))
+
+    def _is_routed(self, block: str, copies: int) -> bool:
+        """Return whether a router below a path has this many outputs."""
+        return any(
+            copies in shape and path.startswith(block) for path, shape in self.routers
+        )
+
+    def stacked_layers(self, spec: ParamSpec) -> int:
+        """Return how many layers are stacked in a parameter of matrices."""
+        sizes = _batch_sizes(spec)
+        if not sizes:
+            return 1
+        stack = self._stack_of_layers(spec.path.split("/"), len(sizes))
+        if stack is not None:
+            # What else is stacked are experts.
+            both = Counter(sizes) & Counter(stack)
+            return math.prod(both.elements())
+        names = {*words(spec.path)}
+        is_expert = not v.EXPERTS.isdisjoint(names) and "shared" not in names
+        if is_expert and not v.COUNTED_EXPERT.search(spec.path):
+            # The largest axis is that of the experts.
+            sizes = tuple(sorted(sizes)[:-1])
+        return math.prod(sizes)
+
+    def _stack_of_layers(self, parts: list[str], axes: int) -> tuple[int, ...] | None:
+        """Return the sizes of the stack of layers around a parameter.
+
+        It is that of the nearest norm, else that of the nearest matrix with fewer batch
+        axes than ``axes``; None if there are none.
+        """
+        norms = []
+        for norm in self.norms:
+            # One that is not stacked may be outside of the stack, as a final norm is,
+            # unless it is in the same numbered block.
+            if norm.sizes or _share_a_block(parts, norm.parts):
+                norms.append(norm)
+        if norms:
+            return _nearest(parts, norms)
+        fewer = [matrix for matrix in self.matrices if len(matrix.sizes) < axes]
+        if fewer:
+            return _nearest(parts, fewer)
+        return None
 
 
-def _router_sizes(block: str, found: Assignment) -> set[int]:
-    """Return the sizes of routers below a path."""
-    sizes: set[int] = set()
-    for path, spec in found.items():
-        if spec.kind == "router" and path.startswith(block):
-            sizes.update(spec.shape)
-    return sizes
-
-
-def _stacked_layers(spec: ParamSpec, found: Assignment, width: int) -> int:
-    """Return how many layers are stacked in a parameter of matrices."""
-    assert spec.dims is not None
+def _batch_sizes(spec: ParamSpec) -> tuple[int, ...]:
+    """Return the sizes of the batch axes of a parameter; none if it has no matrices."""
+    if spec.dims is None:
+        return ()
     batch, _, _ = split_axes(len(spec.shape), spec.dims)
-    sizes = sorted(spec.shape[axis] for axis in batch)
-    if not sizes:
-        return 1
-    stack = _stack_of_norms(spec.path, found, width)
-    if stack is None:
-        stack = _stack_of_matrices(spec.path, len(sizes), found)
-    if stack is not None:
-        # What else is stacked are experts.
-        both = Counter(sizes) & Counter(stack)
-        return math.prod(both.elements())
-    names = {*words(spec.path)}
-    is_expert = not v.EXPERTS.isdisjoint(names) and "shared" not in names
-    if is_expert and not v.COUNTED_EXPERT.search(spec.path):
-        # The largest axis is that of the experts.
-        sizes = sizes[:-1]
-    return math.prod(sizes)
+    return tuple(spec.shape[axis] for axis in batch)
 
 
-def _stack_of_norms(path: str, found: Assignment, width: int) -> tuple[int, ...] | None:
-    """Return the sizes of the stack that the nearest norms of the width are in.
-
-    None means that they show nothing: norms without a stack may be outside of it, such
-    as a final norm, unless they share a numbered block with the parameter.
-    """
-    nearest: tuple[int, ...] | None = None
-    depth = -1
-    for other, spec in found.items():
-        # A vector without a telling name may be the scale of a norm.
-        if spec.kind not in ("norm", "vector") or width not in spec.shape:
-            continue
-        shared = _common_depth(path.split("/"), other.split("/"))
-        if shared > depth and (len(spec.shape) > 1 or _is_numbered(path, shared)):
-            stack = list(spec.shape)
-            stack.remove(width)
-            nearest, depth = tuple(stack), shared
-    return nearest
+def _nearest(parts: Sequence[str], others: Sequence[Stacked]) -> tuple[int, ...]:
+    """Return the stack of the parameter that shares the most of a path."""
+    return max(others, key=lambda other: _shared(parts, other.parts)).sizes
 
 
-def _stack_of_matrices(
-    path: str, axes: int, found: Assignment
-) -> tuple[int, ...] | None:
-    """Return the sizes of the stack of the nearest matrix with fewer batch axes."""
-    nearest: tuple[int, ...] | None = None
-    depth = -1
-    for other, spec in found.items():
-        if spec.dims is None:
-            continue
-        batch, _, _ = split_axes(len(spec.shape), spec.dims)
-        shared = _common_depth(path.split("/"), other.split("/"))
-        if 0 < len(batch) < axes and shared > depth:
-            nearest = tuple(spec.shape[axis] for axis in batch)
-            depth = shared
-    return nearest
-
-
-def _common_depth(parts: Iterable[str], others: Iterable[str]) -> int:
+def _shared(parts: Sequence[str], others: Sequence[str]) -> int:
+    """Return how many first parts two paths have in common."""
     depth = 0
     for part, other in zip(parts, others, strict=False):
         if part != other:
@@ -149,9 +163,7 @@ def _common_depth(parts: Iterable[str], others: Iterable[str]) -> int:
     return depth
 
 
-def _is_numbered(path: str, depth: int) -> bool:
-    """Return whether the first parts of a path have the number of a block."""
-    parts = path.split("/")
-    return 0 < block_depth(parts) < depth or any(
-        _NUMBER.search(part) for part in parts[:depth]
-    )
+def _share_a_block(parts: list[str], others: Sequence[str]) -> bool:
+    """Return whether two paths have the number of a block in common."""
+    common = parts[: _shared(parts, others)]
+    return any(any(map(str.isdigit, part)) for part in common)
