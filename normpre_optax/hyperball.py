@@ -56,7 +56,7 @@ def hyperball(
             each): a number for all matrices, or a tree of numbers like the parameters,
             or a function ``(params) -> tree``. None means 1, but ``sqrt(in / (out k))``
             for the ``k`` matrices that write into the residual stream, found by their
-            names and shapes: the outputs of a block then have a size that does not
+            shapes, neighbors and names: the outputs of a block then have a size that does not
             depend on its width or on the depth. ``explain`` shows them. "keep" keeps
             the norm that every matrix has, to fine-tune trained weights; a matrix of
             zeros, such as a new layer, gets the norm of its first step: ``lr`` times
