@@ -216,10 +216,10 @@ def hyperball(
             each): a number for all matrices, or a tree of numbers like the parameters,
             or a function ``(params) -> tree``. None means 1, but ``sqrt(in / (out k))``
             for the ``k`` matrices that write into the residual stream, found by their
-            shapes, neighbors and names: the outputs of a block then have a size that does not
-            depend on its width or on the depth. ``explain`` shows them. "keep" keeps
-            the norm that every matrix has, to fine-tune trained weights; a matrix of
-            zeros, such as a new layer, gets the norm of its first step: ``lr`` times
+            shapes, neighbors and names: the outputs of a block then have a size that
+            does not depend on its width or on the depth. ``explain`` shows them. "keep"
+            keeps the norm that every matrix has, to fine-tune trained weights; a matrix
+            of zeros, such as a new layer, gets the norm of its first step: ``lr`` times
             the norm of None. In bfloat16 weights, the norm may change by several
             percent in 20,000 steps.
         matrix_dims: see ``normpre_g``.
