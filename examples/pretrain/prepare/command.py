@@ -64,8 +64,8 @@ class Corpus:
     # Tokens of the tokenizer that is trained, on a sample of 50 MB if there is more
     # text.
     vocabulary: int = 2048
-    # Leave out lines that are not JSON, and files and rows that are not UTF-8 or have
-    # no text, and report them.
+    # Leave out lines that are not JSON, and files and rows that are not UTF-8, have
+    # NULs or no text, and report them.
     skip_bad: bool = False
     # text: cut files into documents of at most so many characters, at a line end or
     # else a space; None: do not cut.
@@ -122,6 +122,7 @@ class Corpus:
             self.installed_packages,
             self.validation_percent,
             self.problems.left_out,
+            self.problems,
         )
 
     def _split_streams(

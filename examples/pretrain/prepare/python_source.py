@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from .problems import LeftOut
+from .encodings import NULS, reason
+from .problems import LeftOut, Problems
 from .search import SUFFIXES, check_found, existing, files_below
 from .sources import Stream
 
@@ -28,7 +29,11 @@ LEFT_OUT_AS = "Python files that are tests, copies, tables, empty or not UTF-8"
 
 
 def python_streams(
-    folders: Sequence[Path], installed: bool, percent: float, left_out: LeftOut
+    folders: Sequence[Path],
+    installed: bool,
+    percent: float,
+    left_out: LeftOut,
+    problems: Problems | None = None,
 ) -> list[Stream]:
     """Python files of the folders, or of the standard library; those held out apart.
 
@@ -36,9 +41,15 @@ def python_streams(
     without them), tables of characters, help texts, files that the installation wrote,
     files that are not UTF-8, second copies of a text, and of packages tables. A file is
     in training or validation by a hash of its path: the same on every machine.
+
+    Raises:
+        RunError: if a file in the folders has NULs, and ``problems`` are not skipped.
+            Without ``problems``, and of the installation, it is left out.
     """
+    if not folders:
+        problems = None
     files: dict[str, list[Path]] = {"train": [], "validation": []}
-    for name, path in named_files(folders, installed, left_out):
+    for name, path in named_files(folders, installed, left_out, problems):
         split = "train"
         if zlib.crc32(name.encode()) % 100 < percent:
             split = "validation"
@@ -55,7 +66,10 @@ def files_stream(files: Sequence[Path], held_out: float) -> Stream:
 
 
 def named_files(
-    folders: Sequence[Path], installed: bool, left_out: LeftOut
+    folders: Sequence[Path],
+    installed: bool,
+    left_out: LeftOut,
+    problems: Problems | None = None,
 ) -> list[tuple[str, Path]]:
     """Files, and their names, which are the same on every machine."""
     files: list[tuple[str, Path]] = []
@@ -64,7 +78,7 @@ def named_files(
         root = folder
         if not folder.is_dir():
             root = folder.parent
-        for path in python_files(folder, seen, left_out):
+        for path in python_files(folder, seen, left_out, problems):
             files.append((path.relative_to(root).as_posix(), path))
     if installed:
         for folder in site_packages():
@@ -82,11 +96,16 @@ def site_packages() -> list[Path]:
 
 
 def python_files(
-    folder: Path, seen: set[bytes], left_out: LeftOut, *, tables: bool = True
+    folder: Path,
+    seen: set[bytes],
+    left_out: LeftOut,
+    problems: Problems | None = None,
+    *,
+    tables: bool = True,
 ) -> Iterator[Path]:
     """Files in order of path; ``seen`` collects digests of their texts."""
     for path in files_below(folder, SUFFIXES["python"], left_out, set()):
-        text = source_to_keep(path, folder)
+        text = source_to_keep(path, folder, problems)
         digest = hashlib.sha256(text.encode()).digest()
         if text.strip() and digest not in seen and (tables or not is_table(text)):
             seen.add(digest)
@@ -95,11 +114,21 @@ def python_files(
             left_out[path] = LEFT_OUT_AS
 
 
-def source_to_keep(path: Path, folder: Path) -> str:
-    """The text of a file; "" if it is in a folder to leave out, or not UTF-8."""
+def source_to_keep(path: Path, folder: Path, problems: Problems | None = None) -> str:
+    """The text of a file; "" if it is in a folder to leave out, or not UTF-8.
+
+    Raises:
+        RunError: if it has NULs, and ``problems`` are given and not skipped.
+    """
     # The installation writes files such as _sysconfigdata__linux_x86_64-linux-gnu.py.
     written = path.name.startswith("_sysconfigdata")
     if written or LEFT_OUT.intersection(path.relative_to(folder).parts):
+        return ""
+    data = path.read_bytes()
+    if b"\0" in data:
+        if problems is not None:
+            problems.begin(str(path), "")
+            problems.bad(NULS, reason(data, ""))
         return ""
     with suppress(UnicodeDecodeError):
         return read_source(path)

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RunError, one_line
+from .encodings import HEAD, NULS, encoding_of, reason
 from .problems import Problems, require
 from .search import LFS, suffix_of
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PARQUET = b"PAR1"
+# The value of an integer is never used, and `int` refuses more than 4,300 digits.
+JSON = json.JSONDecoder(parse_int=lambda digits: 0)
 
 
 def read_plain(path: Path, cut: int | None, problems: Problems) -> Iterator[str]:
@@ -28,6 +31,11 @@ def read_plain(path: Path, cut: int | None, problems: Problems) -> Iterator[str]
             skipped.
     """
     with reading(path, problems) as file:
+        head = file.peek(HEAD)[:HEAD]
+        if cut and b"\0" in head and encoding_of(head):
+            # All parts are left out: short ones may have no NULs.
+            problems.bad("not UTF-8", reason(head, ""))
+            return
         # Bytes that are not UTF-8 become characters that no text has.
         text = io.TextIOWrapper(
             file, encoding="utf-8-sig", errors="surrogateescape", newline=""
@@ -45,9 +53,15 @@ def read_plain(path: Path, cut: int | None, problems: Problems) -> Iterator[str]
 
 
 def is_usable(document: str, problems: Problems) -> bool:
-    """Whether a document is UTF-8 and not blank; else it is counted."""
+    """Whether a document is UTF-8, without NULs, and not blank; else it is counted."""
+    what = ""
     if re.search("[\udc80-\udcff]", document):
-        problems.bad("not UTF-8", "iconv converts it")
+        what = "not UTF-8"
+    elif "\0" in document:
+        what = NULS
+    if what:
+        data = document.encode(errors="surrogateescape")
+        problems.bad(what, reason(data, "iconv converts it"))
         return False
     if not document.strip():
         problems.note("blank, left out")
@@ -103,7 +117,7 @@ def parse_line(line: bytes, field: str) -> Any:
     """The JSON of a line; an empty line is a blank text."""
     if line.isspace():
         return {field: ""}
-    return json.loads(line.decode())
+    return JSON.decode(line.decode())
 
 
 @contextmanager
@@ -161,13 +175,18 @@ def texts_of(
         try:
             row = parse(record)
         except (ValueError, RecursionError) as error:
-            what = "not JSON"
-            if problems.unit == "row":
-                what = "not UTF-8"
-            problems.bad(what, one_line(error))
+            what = "not UTF-8"
+            detail = one_line(error)
+            if problems.unit != "row":
+                what = "not JSON"
+                detail = reason(record, detail)
+            problems.bad(what, detail)
             continue
         if detail := why_no_text(row, field):
             problems.bad(f"no text in the field {field!r}", detail)
+        elif "\0" in (row[field] or ""):
+            data = row[field].encode(errors="replace")
+            problems.bad(f"{NULS} in the field {field!r}", reason(data, ""))
         elif not (row[field] or "").strip():
             problems.note(f"null or blank in the field {field!r}, left out")
         else:
