@@ -133,6 +133,46 @@ def test_keras(keras, tmp_path):
         np.testing.assert_array_equal(saved.value, loaded.value)
 
 
+def test_keras_restores_the_state_under_other_automatic_names(keras, tmp_path):
+    """From dense_9 to dense_10, the order of the names is not that of the layers."""
+    scope = run_block("Keras")
+    inputs = np.random.default_rng(0).standard_normal((16, 8)).astype("float32")
+
+    def model_of(names):
+        layers = [keras.layers.Dense(8, name=name) for name in names]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        adamw = optax.adamw(1e-2)
+        model.compile(optimizer=scope["OptaxOptimizer"](adamw), loss="mse")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    def fit(model):
+        model.fit(inputs, inputs, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        return [v.numpy() for v in model.trainable_variables]
+
+    first = model_of(["dense_8", "dense_9"])
+    fit(first)
+    file = tmp_path / "model.weights.h5"
+    first.save_weights(file)
+    second = model_of(["dense_9", "dense_10"])
+    second.load_weights(file)
+    for ours, theirs in zip(fit(second), fit(first), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_keras_applies_constraints(keras):
+    scope = run_block("Keras")
+    constraint = keras.constraints.MaxNorm(0.1)
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(8, kernel_constraint=constraint)]
+    )
+    model.compile(optimizer=scope["OptaxOptimizer"](optax.sgd(1.0)), loss="mse")
+    x = np.ones((4, 8), "float32")
+    model.fit(x, x, verbose=0)
+    kernel = model.trainable_variables[0].numpy()
+    assert np.linalg.norm(kernel, axis=0).max() < 0.1001
+
+
 def test_keras_groups(keras):
     """Attention's outputs and second layers are found; the head is not a matrix."""
     params = {v.path: v.value for v in keras_model(keras).trainable_variables}
