@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import optax
 
 from normpre_optax.parameters.labels import repeated
 from normpre_optax.parameters.names import Named, kind_by_name
-from normpre_optax.parameters.roles import residual_outputs, unclear_roles
-from normpre_optax.parameters.spec import Assignment
+from normpre_optax.parameters.roles import (
+    matrix_shapes,
+    residual_outputs,
+    unclear_roles,
+)
+from normpre_optax.parameters.spec import Assignment, ParamSpec
+from normpre_optax.parameters.transposed_layers import (
+    exchanged_dims,
+    transposed_layers,
+)
 from normpre_optax.parameters.tree import named_leaves
 from normpre_optax.parameters.unnamed_tables import TABLES, unnamed_tables
 from normpre_optax.trees import PyTree
@@ -34,6 +42,12 @@ _NO_TABLE = (
     "no parameter has the name of an embedding or of an output head, but {} may be one"
     " (Flax NNX keeps only one of the names of a tied table): if so, return None for it"
     " in a rule, matrix_dims="
+)
+_TRANSPOSED = (
+    "the name of {} is that of the first layer of an MLP, but its outputs are as many"
+    " as the model is wide, {}, not its inputs. The MLP may be stored as {}, not as {}:"
+    " if so, return MatrixDims(inputs={}, outputs={}) for its layers in a rule,"
+    " matrix_dims="
 )
 _MOST_NAMES = 3  # in a warning
 
@@ -63,6 +77,17 @@ def cautions(found: Assignment, params: PyTree, by_role: bool = True) -> Iterato
     if candidates and not _hides_a_table(params):
         shown = [f"{spec.path!r} of shape {spec.shape}" for spec in candidates]
         yield _NO_TABLE.format(" or ".join(shown[:_MOST_NAMES]))
+    transposed = transposed_layers(found)
+    if transposed:
+        yield _transposed_text(transposed, found)
+
+
+def _transposed_text(specs: Sequence[ParamSpec], found: Assignment) -> str:
+    """Return the note on layers that are read with inputs and outputs exchanged."""
+    width, _ = matrix_shapes(found)[specs[0].path]
+    read, stored, dims = exchanged_dims(specs[0])
+    names = _joined({spec.path for spec in specs}, found)
+    return _TRANSPOSED.format(names, width, stored, read, dims.inputs, dims.outputs)
 
 
 def _joined(paths: set[str], found: Assignment) -> str:

@@ -8,9 +8,10 @@ words themselves are in ``vocabulary.py``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.vocabulary import words
@@ -63,6 +64,18 @@ Where = Literal[
 ]
 
 
+Shape = tuple[int, ...]
+
+
+class HasShape(Protocol):
+    """A parameter, of which its shape is known."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+        ...
+
+
 class Named(NamedTuple):
     """The names of a parameter, and what else the table looks at.
 
@@ -71,14 +84,14 @@ class Named(NamedTuple):
         ndim: number of its axes.
         class_name: class of the object that has it as an attribute, or "".
         axes: names of its axes, if they have some.
-        near: paths of the parameters of its own module and of its sibling modules.
+        near: parameters of its own module and of its sibling modules, by path.
     """
 
     parts: list[str]
     ndim: int
     class_name: str = ""
     axes: tuple[object, ...] = ()
-    near: Collection[str] = ()
+    near: Mapping[str, HasShape] = MappingProxyType({})
 
 
 class NameRule(NamedTuple):
@@ -175,6 +188,18 @@ def is_in_attention(named: Named) -> bool:
     return any(v.ATTENTION.intersection(words(part)) for part in above)
 
 
+def attention_role(named: Named) -> Literal["query", "output", ""]:
+    """Return "query" for query, key and value, "output" for the output projection."""
+    layer = layer_name(named.parts)
+    inside = is_in_attention(named)
+    # "q", "k" and "v" may be anything outside of attention.
+    if layer in v.QUERIES and (inside or len(layer) > 1):
+        return "query"
+    if layer in v.OUTPUTS and inside:
+        return "output"
+    return ""
+
+
 # Conditions of rows.
 
 
@@ -198,17 +223,101 @@ def _is_of_the_whole_model(named: Named) -> bool:
 
 
 def _is_gate_of_experts(named: Named) -> bool:
-    """Return whether a gate is of experts: near them, and not of an MLP with "up"."""
-    *above, layer = named.parts[: layer_depth(named.parts)]
+    """Return whether a gate scores experts, and is not the gate of an MLP.
+
+    That of an MLP has an "up" or "down" of its sizes beside it.
+    """
+    above, layer = module_and_gate(named.parts)
+    own = {*words(layer)}
+    if own.isdisjoint(v.GATES):
+        return False
     beside = names_below(named.near, above)
     words_beside = {word for name in beside for word in words(name)}
     if words_beside & {"up", "down"}:
-        return False
-    own = {*words(layer)}
+        is_plain = own <= v.GATES | v.EXPERTS | v.PLAIN | {"shared"}
+        if not is_plain or not _differs_from_up_and_down(named, above):
+            return False
     if own & v.EXPERTS:
         return True
     mixture = (above and "moe" in words(above[-1])) or words_beside & v.EXPERTS
-    return own <= v.GATES and bool(mixture)
+    if own <= v.GATES and mixture:
+        return True
+    return own <= v.GATES | v.PLAIN and _scores_what_is_beside(named, above)
+
+
+def is_inside_gate(parts: list[str]) -> bool:
+    """Return whether a layer is all of a module with the name of a gate.
+
+    Such layers are "gate/dense/kernel" and "gate/wg/weight".
+    """
+    *above, layer = parts[: layer_depth(parts)]
+    if not above or not words(above[-1]) or not v.GATES.issuperset(words(above[-1])):
+        return False
+    return (v.GATES | v.PLAIN).issuperset(words(layer))
+
+
+def module_and_gate(parts: list[str]) -> tuple[list[str], str]:
+    """Return the path of the module in which a layer, maybe a gate, is; and its name.
+
+    For "moe/gate/dense/kernel", they are "moe" and "gate".
+    """
+    *above, layer = parts[: layer_depth(parts)]
+    if is_inside_gate(parts):
+        layer = above.pop()
+    return above, layer
+
+
+def _differs_from_up_and_down(named: Named, above: list[str]) -> bool:
+    """Return whether it is known that no "up" or "down" beside has a layer's sizes."""
+    own = named.near.get("/".join(named.parts))
+    others = [
+        shape
+        for name, shape in _shapes_beside(named.near, above)
+        if not {"up", "down"}.isdisjoint(words(name))
+    ]
+    if own is None or not others:
+        return False
+    return sorted(own.shape) not in map(sorted, others)
+
+
+def _scores_what_is_beside(named: Named, above: list[str]) -> bool:
+    """Return whether the shapes or numbers beside a gate show that they are experts."""
+    own = named.near.get("/".join(named.parts))
+    if own is None or is_in_attention(named):
+        return False
+    beside = names_below(named.near, above)
+    numbered = sum(name.isdigit() for name in beside)
+    if numbered > 1 and numbered in own.shape[-2:]:
+        return True
+    shapes = _shapes_beside(named.near, above)
+    return any(
+        is_score_of(own.shape, shape) for name, shape in shapes if "conv" not in name
+    )
+
+
+def is_score_of(gate: Shape, experts: Shape) -> bool:
+    """Return whether a gate may score experts that are stacked in an array.
+
+    It has the axes of the array but one, that of the hidden layer of experts.
+
+    Example:
+        >>> from normpre_optax.parameters.names import is_score_of
+        >>> is_score_of((8, 4), (4, 8, 32)), is_score_of((8, 32), (8, 32))
+        (True, False)
+    """
+    different = len(gate) > 1 and len({*gate}) == len(gate)
+    has_one_less = len(experts) == len(gate) + 1
+    return different and has_one_less and Counter(gate) <= Counter(experts)
+
+
+def _shapes_beside(
+    near: Mapping[str, HasShape], above: list[str]
+) -> Iterator[tuple[str, Shape]]:
+    """Yield the name and the shape of each layer directly below a path."""
+    for path, leaf in near.items():
+        parts = path.split("/")
+        if parts[: len(above)] == above and layer_depth(parts) == len(above) + 1:
+            yield parts[len(above)], leaf.shape
 
 
 # Biases and norms: they have one axis, unless layers are stacked.
@@ -239,7 +348,7 @@ NAMES = (
     NameRule("embedding", "anywhere", _NEAREST_WORDS, when=_has_a_vocabulary_axis),
     NameRule("head", "layer_name", v.LAST_LAYERS, when=_is_of_the_whole_model, ndim=2),
     NameRule("router", "layer_or_above", v.ROUTERS),
-    NameRule("router", "layer", v.GATES, when=_is_gate_of_experts),
+    NameRule("router", "layer_or_above", v.GATES, when=_is_gate_of_experts),
     # With more axes, the shape decides: see _has_one_input_channel in rules.py.
     NameRule(
         "depthwise", "layer_or_below", {"conv"}, {"layer_or_below": v.DENSE}, ndim=2

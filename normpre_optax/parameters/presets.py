@@ -13,8 +13,13 @@ Example:
 from __future__ import annotations
 
 from normpre_optax.parameters.dims import MatrixDims
-from normpre_optax.parameters.rules import default_matrix_dims, is_stack_of_experts
-from normpre_optax.parameters.tree import Leaf, Shaped
+from normpre_optax.parameters.experts import (
+    EXPERTS_IN_FRONT,
+    is_stack_of_experts,
+    why_not_in_order,
+)
+from normpre_optax.parameters.rules import default_matrix_dims
+from normpre_optax.parameters.tree import Shaped
 
 
 def experts_in_front(path: str, leaf: Shaped) -> MatrixDims | None:
@@ -43,23 +48,18 @@ def experts_in_front(path: str, leaf: Shaped) -> MatrixDims | None:
     except ValueError:
         if leaf.ndim < 3 or not is_stack_of_experts(path, leaf):
             raise
-        _check_down_projection(path, leaf)
-        return MatrixDims(inputs=-2, outputs=-1)
+        _check_order("experts_in_front", path, leaf)
+        return EXPERTS_IN_FRONT
 
 
-def _check_down_projection(path: str, leaf: Shaped) -> None:
-    """Raise a ValueError if experts are (expert, out, in), by their next layer.
+def _check_order(preset: str, path: str, leaf: Shaped) -> None:
+    """Raise a ValueError if experts are (expert, out, in).
 
     Hugging Face stores some models so, under the same names.
     """
-    if not isinstance(leaf, Leaf):
-        return
-    down = leaf.near.get(path.replace("gate_up", "down"), leaf)
-    if down is not leaf and down.shape[-1] != leaf.shape[-2]:
-        raise ValueError(
-            f"presets.experts_in_front: {path!r} of shape {leaf.shape} and its down"
-            f" projection of shape {down.shape} are not (expert, in, out)"
-        ) from None
+    why = why_not_in_order(path, leaf, EXPERTS_IN_FRONT)
+    if why:
+        raise ValueError(f"presets.{preset}: {why}") from None
 
 
 def maxtext(path: str, leaf: Shaped) -> MatrixDims | None:
@@ -87,7 +87,8 @@ def maxtext(path: str, leaf: Shaped) -> MatrixDims | None:
     """
     module, last = ["", *path.split("/")][-2:]
     if last in ("wi_0", "wi_1", "wo"):  # (expert, layer, in, out)
-        return MatrixDims(inputs=-2, outputs=-1)
+        _check_order("maxtext", path, leaf)
+        return EXPERTS_IN_FRONT
     if last != "kernel" or module == "gate" or leaf.ndim < 3:
         return default_matrix_dims(path, leaf)
     if "layers/" in path and leaf.ndim == 3:  # not layers_0/, which is a single layer

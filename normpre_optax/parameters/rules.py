@@ -11,17 +11,22 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.dims import Axes, MatrixDims, matrix_shape
+from normpre_optax.parameters.experts import (
+    EXPERTS_IN_FRONT,
+    is_stack_of_experts,
+    why_not_in_order,
+)
 from normpre_optax.parameters.names import (
     Kind,
     Named,
-    is_in_attention,
+    attention_role,
     kind_by_name,
     layer_depth,
     layer_name,
@@ -288,7 +293,13 @@ def _read_named_axes(path: str, named: Named, leaf: Leaf) -> Reading | None:
     swapped = _Layout(layout.outputs, layout.inputs, note)
     if _wrong_bias(path, leaf, layout) and not _wrong_bias(path, leaf, swapped):
         layout = swapped
-    return Reading(MatrixDims(layout.inputs, layout.outputs), "matrix", note)
+    dims = MatrixDims(layout.inputs, layout.outputs)
+    of_experts = any(v.EXPERT_AXES.intersection(words(str(x))) for x in named.axes)
+    if of_experts or is_stack_of_experts(path, leaf):
+        why = why_not_in_order(path, leaf, dims)
+        if why:
+            raise UncoveredError((path, leaf.shape, why))
+    return Reading(dims, "matrix", note)
 
 
 def _axes_by_name(names: tuple[object, ...]) -> tuple[Axes, Axes]:
@@ -311,7 +322,7 @@ def _note_of_axes(names: tuple[object, ...]) -> str:
 def _heads_layout(named: Named, axes: Axes, heads: Axes) -> _Layout:
     """Return the layout of head axes and one other axis, the width."""
     (width,) = {*axes} - {*heads}
-    role = _attention_role(named)
+    role = attention_role(named)
     width_is_output = role == "output"
     if not role:
         # The outputs of a weight are in front, those of a kernel behind.
@@ -361,32 +372,12 @@ def _unknown_order(path: str, named: Named, leaf: Leaf) -> str:
     """Return why the axis order of a convolution or of stacked experts is unknown."""
     if any("conv" in words(part) for part in (*named.parts, named.class_name)):
         return "a convolution can be flattened in several ways"
-    if is_stack_of_experts(path, leaf):
-        return (
-            "experts may be stacked along any axis; presets.experts_in_front reads"
-            " (expert, in, out)"
-        )
-    return ""
-
-
-def is_stack_of_experts(path: str, leaf: Shaped) -> bool:
-    """Return whether a parameter may hold several experts.
-
-    It may by its name or, outside of attention, by a router beside it.
-
-    Args:
-        path: its path.
-        leaf: a ``Leaf``, or an array of which nothing nearby is known.
-    """
-    above = path.rpartition("/")[0]
-    near = getattr(leaf, "near", {})
-    has_router = any(
-        v.ROUTERS.intersection(words(other.removeprefix(above))) for other in near
+    if not is_stack_of_experts(path, leaf):
+        return ""
+    return why_not_in_order(path, leaf, EXPERTS_IN_FRONT) or (
+        "experts may be stacked along any axis; presets.experts_in_front reads"
+        " (expert, in, out)"
     )
-    if has_router and not _attention_role(Named(path.split("/"), leaf.ndim, near=near)):
-        return True
-    has_name = not v.EXPERTS.isdisjoint(words(path))
-    return has_name and not v.COUNTED_EXPERT.search(path)
 
 
 # Cases 4 and 5: the layout of two and of three axes.
@@ -433,7 +424,7 @@ def _attention_layout(
     Raises:
         UncoveredError: with the reason ``why``, if it is something else.
     """
-    role = _attention_role(named)
+    role = attention_role(named)
     # The einsums of weights are stored in other orders.
     is_weight = "weight" in words(named.parts[-1])
     if len(axes) != 3 or not role or is_weight:
@@ -441,18 +432,6 @@ def _attention_layout(
     if role == "query":
         return _Layout(axes[:1], axes[1:], "attention (d, heads, size)")
     return _Layout(axes[:2], axes[2:], "attention (heads, size, d)")
-
-
-def _attention_role(named: Named) -> Literal["query", "output", ""]:
-    """Return "query" for query, key and value, "output" for the output projection."""
-    layer = layer_name(named.parts)
-    inside = is_in_attention(named)
-    # "q", "k" and "v" may be anything outside of attention.
-    if layer in v.QUERIES and (inside or len(layer) > 1):
-        return "query"
-    if layer in v.OUTPUTS and inside:
-        return "output"
-    return ""
 
 
 # Case 6: contradictions.

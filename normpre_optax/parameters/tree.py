@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +21,11 @@ import numpy as np
 from jax import tree_util
 
 from normpre_optax.parameters import vocabulary as v
+from normpre_optax.parameters.feed_forward import sizes_as_wide
 from normpre_optax.parameters.names import (
     VECTORS,
     Named,
+    is_inside_gate,
     kind_by_name,
     layer_depth,
     stack_depth,
@@ -121,6 +124,27 @@ class Tree:
     leaves: dict[str, Leaf] = dataclasses.field(default_factory=dict)
     below: dict[str, dict[str, Leaf]] = dataclasses.field(default_factory=dict)
     vectors: set[str] = dataclasses.field(default_factory=set)
+
+    @functools.cached_property
+    def sizes_as_wide(self) -> Counter[int]:
+        """How many norms, tables and routers have an axis of a size."""
+        found = []
+        for path, leaf in self.leaves.items():
+            axes = leaf.names or ()
+            named = Named(path.split("/"), leaf.ndim, leaf.class_name, axes, leaf.near)
+            by_name = kind_by_name(named)
+            if by_name is not None:
+                found.append((by_name.kind, leaf.shape))
+        return sizes_as_wide(found)
+
+    @property
+    def width(self) -> int:
+        """The size that most of them have, or 0 if there are several."""
+        counted = self.sizes_as_wide.most_common(2)
+        counts = [count for _, count in counted]
+        if len(counts) != len({*counts}) or not counts:
+            return 0
+        return counted[0][0]
 
     def layer_axes(self, path: str) -> tuple[int | None, str]:
         """Return the number of layer axes in front, by the nearest biases and norms.
@@ -304,7 +328,11 @@ def leaves(params: PyTree) -> dict[str, Leaf]:
         parts = path.split("/")
         prefixes = ["/".join(parts[:depth]) for depth in range(len(parts))]
         groups = [tree.below.setdefault(prefix, {}) for prefix in prefixes]
-        near = groups[layer_depth(parts) - 1]  # leaves that follow are added to it
+        depth = layer_depth(parts) - 1
+        # Experts are beside a gate, also if it is a module: "gate/dense/kernel".
+        if v.GATES.intersection(words(parts[depth - 1])) and is_inside_gate(parts):
+            depth -= 1
+        near = groups[depth]  # leaves that follow are added to it
         leaf = Leaf(shape, array.dtype, names, class_name, near, tree)
         tree.leaves[path] = leaf
         for group in groups:

@@ -74,6 +74,15 @@ SECOND_LAYERS = {
     "dense_out",
 }
 SECOND_LAYERS |= {"dense_4h_to_h"}
+# Layers of an MLP, from the width of the model and back to it. Numbers begin at one.
+FIRST_LAYER = re.compile(
+    r"(^|_)(up|gate|gating|intermediate|wi|c_fc|h_to_4h|(w|fc|dense|ffn)_in"
+    r"|((w|fc|lin|linear|ff|ffn|mlp)_?|dense)(?P<number>1|13|3))(_|$)"
+)
+SECOND_LAYER = re.compile(
+    r"(^|_)(down|wo|4h_to_h|(w|fc|dense|ffn)_out|(feed_?forward|ffn|mlp)_output"
+    r"|((w|fc|lin|linear|ff|ffn|mlp)_?|dense)(?P<number>2))(_|$)"
+)
 READERS = {
     "q",
     "k",
@@ -111,6 +120,10 @@ WHOLE_MODELS = {
 }
 
 # Words, as `words` splits them.
+# Of projections in attention; q, k and v alone may be something else.
+PROJECTIONS = {"wq", "wk", "wv", "wqk", "wkv", "wqkv", "qk", "kv", "qkv"}
+PROJECTIONS |= {"query", "queries", "key", "keys", "value", "values"}
+FUSED = {"qkv", "wqkv", "kv", "wkv"}
 STACKS = {
     "layers",
     "blocks",
@@ -225,6 +238,8 @@ PLAIN_AFTER = {
 PLAIN_AFTER |= EMBEDDINGS
 ROUTERS = {"router", "routers", "routing"}
 GATES = {"gate", "gating", "wg", "switch"}
+# Beside "gate", these say nothing more: w_gate, gate/dense/kernel.
+PLAIN = {"w", "kernel", "weight", "dense", "linear", "proj", "projection", "layer"}
 EXPERTS = {"expert", "experts", "moe"}
 DENSE = {"point", "pointwise", "pw", "proj", "projection", "dense", "linear", "qkv"}
 
@@ -241,7 +256,8 @@ LAYER_AXES = {
     "pipe",
     "pipeline",
 }
-LAYER_AXES |= {"expert", "experts", "exp"}
+EXPERT_AXES = {"expert", "experts", "exp"}
+LAYER_AXES |= EXPERT_AXES
 HEAD_AXES = {"heads", "kv", "head", "dim", "size", "q", "qkv", "per", "group"}
 
 
