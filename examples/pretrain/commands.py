@@ -23,10 +23,16 @@ from .checks import check_ranges
 from .config import Config, Evaluate, Export, Generate, RunError
 from .flat import from_dict
 from .mesh import make_layout
-from .prepare.tokenizer import end_of_text, write_tokenizer
+from .prepare.tokenizer import end_of_text
 from .train import evaluation, initialize, vocabulary_of
 
-EXPORTED = ("model.safetensors", "config.json", "tokenizer.json")
+EXPORTED = (
+    "model.safetensors",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 
 class Trained(NamedTuple):
@@ -123,7 +129,7 @@ def continuation(
     """
     tokenizer = model.dataset.tokenizer
     context = model.config.model.context
-    end = end_of_text(tokenizer, model.dataset.manifest.get("end_token"))
+    end = end_of(model.dataset)
     start = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
     tokens = list(start)
     for key in jax.random.split(jax.random.key(seed), new_tokens):
@@ -140,6 +146,11 @@ def continuation(
     return prompt + tokenizer.decode(tokens)[len(tokenizer.decode(start)) :]
 
 
+def end_of(dataset: data.Dataset) -> int:
+    """The token that ends a document."""
+    return end_of_text(dataset.tokenizer, dataset.manifest.get("end_token"))
+
+
 def draw(key: jax.Array, logits: jax.Array, temperature: float) -> jax.Array:
     """A token; the likeliest one without a temperature."""
     if temperature > 1e-6:
@@ -147,9 +158,29 @@ def draw(key: jax.Array, logits: jax.Array, temperature: float) -> jax.Array:
     return jnp.argmax(logits)  # divided by less, logits could overflow
 
 
+def check_tokens(tokens: Path | None, flag: str) -> None:
+    """Refuse a number as the folder of token files.
+
+    Args:
+        tokens: the value of --tokens.
+        flag: the option of a number of tokens.
+
+    Raises:
+        RunError: naming it.
+    """
+    if tokens is None or tokens.exists():
+        return
+    if str(tokens).replace("_", "").isdecimal():
+        raise RunError(
+            f"--tokens is a folder of token files, and there is no folder {tokens}: for"
+            f" a number of tokens, write {flag} {tokens}"
+        )
+
+
 def evaluate(options: Evaluate) -> None:
     """Print the score of a run's model."""
     check_ranges(vars(options))
+    check_tokens(options.tokens, "--validation-tokens")
     trained = load(options.run, options.step, options.tokens)
     count = options.validation_tokens or trained.config.validation_tokens
     config = dataclasses.replace(trained.config, validation_tokens=count)
@@ -165,6 +196,7 @@ def evaluate(options: Evaluate) -> None:
 def generate(options: Generate) -> None:
     """Print a continuation of a text."""
     check_ranges(vars(options))
+    check_tokens(options.tokens, "--sample-tokens")
     trained = load(options.run, options.step, options.tokens)
     text = continuation(
         trained,
@@ -189,8 +221,11 @@ def export(options: Export) -> None:
     trained = load(options.run, options.step, options.tokens)
     vocabulary = vocabulary_of(trained.config, trained.dataset)
     params = jax.device_get(trained.params)
-    hugging_face.save_hf(options.output, trained.config.model, vocabulary, params)
-    write_tokenizer(trained.dataset.tokenizer, options.output / "tokenizer.json")
+    tokenizer = trained.dataset.tokenizer
+    end = end_of(trained.dataset)
+    model = trained.config.model
+    hugging_face.save_hf(options.output, model, vocabulary, params, end)
+    hugging_face.save_tokenizer(options.output, tokenizer, end)
     print(
         f"step {trained.step:,} of {options.run}:"
         f" {options.output}/{', '.join(EXPORTED)}"

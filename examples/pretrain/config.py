@@ -219,8 +219,8 @@ class Generate(Stored):
 
 @dataclass(frozen=True, kw_only=True)
 class Export(Stored):
-    """Write the model of a run as safetensors and config.json, for Hugging Face
-    transformers and others to load.
+    """Write the model of a run as safetensors, with its tokenizer and the token that
+    ends a text, for Hugging Face transformers and others to load.
     """
 
     output: Path  # Folder to write.

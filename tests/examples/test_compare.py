@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import matplotlib.figure
@@ -84,6 +85,50 @@ def test_the_table_of_losses(content):
         "",
         "Runs are missing: these means are of different seeds.",
     ]
+
+
+H = "normpre_h"  # of 10 steps: the rule is 0.054
+
+
+@cases.rows(
+    "name losses line",
+    (H, {0.01: 3.0, 0.02: 2.9}, "0.02, is the largest tried, and the rule by length"),
+    (H, {0.1: 2.9, 0.2: 3.0}, "0.1, is the smallest tried, and the rule by length"),
+    ("muon,norm_control=hyperball", {0.01: 3.0, 0.02: 2.9}, "0.02, is the largest"),
+    ("normpre_h,hidden_std=0.1", {0.01: 3.0, 0.02: 2.9}, "0.02, is the largest"),
+    # The rule lies inside, or is an end.
+    (H, {0.01: 2.9, 0.02: 3.0}, ""),
+    (H, {0.1: 3.0, 0.2: 2.9}, ""),
+    (H, {0.054: 2.9, 0.2: 3.0}, ""),
+    (H, {0.01: 3.0, 0.054: 2.9}, ""),
+    (H, {0.01: 2.9, 0.1: 2.9}, ""),
+    # The best is no end, there is no sweep, or the rule is for others.
+    (H, {0.01: 3.0, 0.02: 2.9, 0.03: 3.0}, ""),
+    (H, {0.02: 2.9}, ""),
+    ("muon", {0.01: 3.0, 0.02: 2.9}, ""),
+)
+def test_a_rule_by_length_beyond_the_sweep_is_said(
+    content, tmp_path, name, losses, line
+):
+    content["arms"] = [arm(name, rate, 0, loss) for rate, loss in losses.items()]
+    content["arms"].append(arm("adamw", 0.001, 0, 3.0))
+    with warnings.catch_warnings(action="error"):  # it says enough
+        said = report.write(tmp_path, content)
+    for text in (said, (tmp_path / "README.md").read_text()):
+        found = [one for one in text.splitlines() if "learning_rate_by_length" in one]
+        if not line:
+            assert found == []
+            continue
+        (one,) = found
+        assert one.startswith(f"{results.label(name)}: the best learning rate, {line}")
+        assert one.endswith("(`learning_rate_by_length`), 0.054, lies beyond it.")
+
+
+def test_a_long_comparison_has_no_warning_of_the_rule(content):
+    content["config"] = content["config"] | {"steps": 10**6}
+    content["arms"] = [arm(H, rate, 0, 2 + rate) for rate in (0.01, 0.02)]
+    with warnings.catch_warnings(action="error"):
+        assert "smallest tried" in tables.losses_table(content)
 
 
 def test_the_table_of_differences(content):

@@ -17,7 +17,9 @@ from safetensors.numpy import load_file
 
 from examples.pretrain import models
 from examples.pretrain.config import ModelConfig
-from examples.pretrain.models.hugging_face import save_hf
+from examples.pretrain.models.hugging_face import save_hf, save_tokenizer
+from examples.pretrain.prepare.tokenizer import end_of_text, find_tokenizer
+from tests.examples.corpora import TEXTS
 from tests.examples.test_models import MODELS, TOKENS
 
 VOCABULARY = 100
@@ -181,6 +183,38 @@ def test_exported_weights_give_the_same_logits(name, tmp_path):
     np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
     assert used == tensors.keys()
     assert {x.dtype for x in tensors.values()} == {np.dtype("float32")}
+
+
+END = 7
+
+
+def test_a_saved_model_has_the_end_of_a_text(tmp_path):
+    config = CONFIGS["llama"]
+    params = random_parameters(config)
+    for end in (END, None):
+        save_hf(tmp_path, config, VOCABULARY, params, end)
+        for name in ("config.json", "generation_config.json"):
+            settings = json.loads((tmp_path / name).read_text())
+            assert settings["eos_token_id"] == end
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", ["byte_level", "sentence_piece"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_saved_tokenizer_is_one_of_theirs(name, kind, tmp_path, request):
+    transformers = pytest.importorskip("transformers")
+    path = request.getfixturevalue(kind)
+    tokenizer = find_tokenizer(str(path))
+    end = end_of_text(tokenizer)
+    save_hf(tmp_path, CONFIGS[name], VOCABULARY, random_parameters(CONFIGS[name]), end)
+    save_tokenizer(tmp_path, tokenizer, end)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == end
+    for text in TEXTS[:20]:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ids
+    settings = transformers.GenerationConfig.from_pretrained(tmp_path)
+    assert settings.eos_token_id == end
 
 
 @pytest.mark.parity

@@ -330,7 +330,7 @@ def test_python_source_with_nuls_is_refused(sources, out, capsys, content, why):
     dataset = prepare("python", sources, skip_bad=True, **options)
     assert len(all_decoded(dataset)) == 40
     said = capsys.readouterr().out
-    assert "or not UTF-8 3\n" in said
+    assert "or not UTF-8 2, NUL characters 1\n" in said
     assert f"{bad}: NUL characters, skipped\n" in said
 
 

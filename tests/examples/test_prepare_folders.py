@@ -156,6 +156,46 @@ def test_what_is_left_out_is_said_the_most_first(folder, out, byte_level, capsys
     assert "left out: .png 2, .pdf 1\n" in capsys.readouterr().out
 
 
+def test_blank_documents_are_counted_with_what_is_left_out(
+    folder, out, byte_level, capsys
+):
+    put_texts(folder, TEXTS[:50])
+    for name in ("blank.txt", "empty.txt", "other.md"):
+        put(folder / name, b" \n" * (name != "empty.txt"))
+    put(folder / "x.png")
+    put(folder / "latin.txt", b"caf\xe9")
+    options = {"tokenizer": byte_level, "validation_percent": 20, "output": out}
+    prepare("text", folder, skip_bad=True, **options)
+    said = capsys.readouterr().out
+    assert "left out: blank 3, .png 1, not UTF-8 1\n" in said
+    assert said.count(": blank, left out\n") == 3
+
+
+def test_blank_records_are_counted_with_what_is_left_out(
+    folder, out, byte_level, capsys
+):
+    folder.mkdir()
+    save(folder / "a.jsonl", [*TEXTS[:50], " ", ""])
+    put(folder / "b.jsonl", b'{"text": null}\n\n{"text": 1}\n')
+    put(folder / "empty.jsonl")
+    options = {"tokenizer": byte_level, "validation_percent": 20, "output": out}
+    prepare("jsonl", folder, skip_bad=True, **options)
+    assert left_out(capsys) == [
+        "empty 1",
+        "no text in the field 'text' 1",
+        "null or blank in the field 'text' 4",
+    ]
+
+
+def test_parts_are_counted_with_what_is_left_out(folder, out, byte_level, capsys):
+    put_texts(folder, TEXTS[:50])
+    put(folder / "spaces.txt", b"one\n" + b" " * 40 + b"two\n")
+    options = {"tokenizer": byte_level, "validation_percent": 20, "output": out}
+    prepare("text", folder, cut=10, **options)
+    (line,) = left_out(capsys)
+    assert line.startswith("blank ")
+
+
 def test_a_folder_without_text_is_refused_with_what_it_has(folder, out, byte_level):
     for name in ("x.png", "y.PNG", "z.pdf"):
         put(folder / name)

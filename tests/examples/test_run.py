@@ -17,14 +17,16 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer
 
 from examples.pretrain import checkpoint, configs, logs, main, processes, train
 from examples.pretrain import run as run_module
 from examples.pretrain.compare import arms
 from examples.pretrain.evaluate import Score
+from examples.pretrain.prepare.tokenizer import END_OF_TEXT
 from tests import cases
 from tests.examples.conftest import ENVIRONMENT, losses, wait_for, words
-from tests.examples.corpora import prepare, put
+from tests.examples.corpora import TEXTS, prepare, put, put_texts, whole_words
 
 STEPS = words(
     "--steps 12 --warmup-steps 2 --checkpoint-every 4 --evaluate-every 6 --log-every 3"
@@ -619,13 +621,47 @@ def test_a_model_is_exported(copy, capsys):
     folder = Path("exported")
     export = ["export", str(run), "--output", "exported"]
     succeeds(export)
-    assert files(folder) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert files(folder) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     settings = json.loads((folder / "config.json").read_text())
     assert settings["vocab_size"] == 512
+    end = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(END_OF_TEXT)
+    check_end(folder, END_OF_TEXT, end)
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
     message = "exported has a model.safetensors: pass --overwrite"
     assert message in refused(export, capsys)
     succeeds(export, "--overwrite")
+
+
+def check_end(folder: Path, token: str, number: int) -> None:
+    """Assert that exported files have this token as the end of a text."""
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((folder / name).read_text())["eos_token_id"] == number
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings["eos_token"] == token
+
+
+def test_the_end_of_a_text_is_exported_as_the_tokenizer_has_it(flags, tmp_path):
+    put_texts(tmp_path / "texts", TEXTS)
+    words_of_texts = sorted({word for text in TEXTS for word in text.split()})
+    tokenizer = tmp_path / "tokenizer.json"
+    whole_words([*words_of_texts, "[EOS]", "."]).save(str(tokenizer))
+    tokens = tmp_path / "tokens"
+    options = {"tokenizer": tokenizer, "end_token": "[EOS]", "output": tokens}
+    dataset = prepare("text", tmp_path / "texts", **options)
+    flags = [*flags, *SMALLEST, *words("--steps 1 --name words"), "--tokens"]
+    succeeds([*flags, str(tokens)])
+    exported = tmp_path / "exported"
+    run = tmp_path / "runs" / "words"
+    succeeds(["export", str(run), "--output", str(exported)])
+    number = dataset.tokenizer.token_to_id("[EOS]")
+    assert number > 10
+    check_end(exported, "[EOS]", number)
 
 
 def test_a_model_is_read_without_its_optimizer(copy, capsys):
@@ -646,10 +682,22 @@ def test_a_model_is_read_without_its_optimizer(copy, capsys):
     ("generate", "--temperature nan", "--temperature must be at least 0"),
     ("evaluate", "--tokens no", "there are no token files in"),
     ("evaluate", "--validation-tokens 0", "--validation-tokens must be at least 1"),
+    ("generate", "--tokens 30", "for a number of tokens, write --sample-tokens 30"),
+    ("generate", "--tokens=30", "for a number of tokens, write --sample-tokens 30"),
+    ("generate", "--tokens 1_000", "write --sample-tokens 1_000"),
+    ("generate", "--tokens 30b", "there are no token files in 30b"),
+    ("evaluate", "--tokens 512", "for a number of tokens, write --validation-tokens"),
+    ("export", "--output a --tokens 30", "there are no token files in 30 "),
 )
 def test_what_a_model_cannot_do_is_one_line(copy, capsys, command, options, line):
     run, _ = copy
     assert line in refused([command, str(run)], capsys, options)
+
+
+def test_a_folder_of_token_files_may_have_a_number_as_its_name(copy, dataset):
+    run, _ = copy
+    Path("30").symlink_to(dataset.folder)
+    succeeds(["generate", str(run)], "--tokens 30 --sample-tokens 1")
 
 
 def test_a_model_that_is_not_there_is_one_line(capsys):

@@ -2,15 +2,20 @@
 """The tables and paragraphs of a report, in Markdown."""
 
 import math
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
 
+from ..configs import with_rates_of_hyperball
+from ..flat import from_dict
+from ..names import is_relative
 from .results import (
     Content,
     Run,
     best_runs,
     label,
+    learning_rate_of,
     loss_of,
     mean_loss,
     of_seeds,
@@ -65,7 +70,36 @@ def losses_table(content: Content) -> str:
     seeds = {frozenset(of_seeds(arms)) for arms in runs.values()}
     if len(seeds) > 1:
         text += "\nRuns are missing: these means are of different seeds.\n"
+    for name, arms in runs.items():
+        text += beyond_the_sweep(content, name, learning_rate_of(arms[0]))
     return text
+
+
+def beyond_the_sweep(content: Content, name: str, best: float) -> str:
+    """A line on the rule by length, if it lies beyond an end that is the best.
+
+    Of optimizers under Hyperball, which the rule is for.
+    """
+    end = end_of_range(best, [learning_rate_of(arm) for arm in swept(content, name)])
+    if not end or not is_relative(name):
+        return ""
+    rule = rule_by_length(content)
+    below = end == "smallest" and rule < best
+    above = end == "largest" and rule > best
+    if not below and not above:
+        return ""
+    return (
+        f"\n{label(name)}: the best learning rate, {best:g}, is the {end} tried, and"
+        f" the rule by length (`learning_rate_by_length`), {rule:g}, lies beyond it.\n"
+    )
+
+
+def rule_by_length(content: Content) -> float:
+    """The default learning rate of the runs under Hyperball."""
+    config = from_dict(content["config"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of lengths that the rule was not measured at
+        return with_rates_of_hyperball(config, config.steps).learning_rate
 
 
 def losses_row(
@@ -74,6 +108,9 @@ def losses_row(
     """The row of one optimizer, whose ``arms`` are the seeds at its best rate."""
     best = arms[0]["learning_rate"]
     rates = [arm["learning_rate"] for arm in tried]
+    rate = f"{best:g}"
+    if end := end_of_range(best, rates):
+        rate += f" ({end})"
     group = arms[0].get("adam_learning_rate", best)
     mean = f"{mean_loss(arms):.4f}"
     if mean_loss(arms) == least:
@@ -86,7 +123,7 @@ def losses_row(
         norms = [f"{found[name]:.2f}" for name in ("row_norm", "column_norm")]
     return [
         label(name),
-        f"{best:g}{end_of_range(best, rates)}",
+        rate,
         f"{group:g}",
         mean,
         deviation,
@@ -96,13 +133,13 @@ def losses_row(
 
 
 def end_of_range(best: float, rates: Sequence[float]) -> str:
-    """A note where the best of several learning rates is at an end of them."""
+    """The end that the best of several learning rates is at; "" if it is at none."""
     if len(rates) == 1:
         return ""
     if best == rates[0]:
-        return " (smallest)"
+        return "smallest"
     if best == rates[-1]:
-        return " (largest)"
+        return "largest"
     return ""
 
 

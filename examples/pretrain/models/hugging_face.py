@@ -17,9 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
 
 from ..config import ModelConfig
 from ..mesh import by_name
+from ..prepare.tokenizer import write_tokenizer
 from .transformer import head_width
 
 Params = dict[str, Any]
@@ -54,24 +56,53 @@ GPT2 = {
 }
 
 
-def save_hf(folder: Path, config: ModelConfig, vocabulary: int, params: Params) -> None:
-    """Write ``model.safetensors`` and ``config.json`` for transformers.
+def save_hf(
+    folder: Path,
+    config: ModelConfig,
+    vocabulary: int,
+    params: Params,
+    end: int | None = None,
+) -> None:
+    """Write ``model.safetensors``, ``config.json`` and ``generation_config.json``.
 
-    ``AutoModelForCausalLM.from_pretrained(folder)`` reads them.
+    ``AutoModelForCausalLM.from_pretrained(folder)`` of transformers reads them.
 
     Args:
         folder: created where it does not exist.
         config: the model.
         vocabulary: rows of its token table.
         params: its parameters, nested as ``nnx.to_pure_dict`` returns them.
+        end: the token that ends a document, where ``generate`` of transformers stops;
+            None: it does not.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / "model.safetensors"
     save_file(to_hf(config, params), weights, metadata={"format": "pt"})
-    settings = json.dumps(hf_config(config, vocabulary), indent=2)
-    (folder / "config.json").write_text(settings + "\n")
+    write_settings(folder / "config.json", hf_config(config, vocabulary, end))
+    # transformers takes the end from here.
+    write_settings(folder / "generation_config.json", {"eos_token_id": end})
     # Else only their owner may read the weights.
     shutil.copymode(folder / "config.json", weights)
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer, end: int) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` for transformers.
+
+    ``AutoTokenizer.from_pretrained(folder)`` reads them, with ``end`` as the token that
+    ends a document.
+    """
+    write_tokenizer(tokenizer, folder / "tokenizer.json")
+    settings = {
+        # Else it is that of the model's family, with another way to split text.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.id_to_token(end),
+    }
+    write_settings(folder / "tokenizer_config.json", settings)
+
+
+def write_settings(file: Path, settings: dict[str, Any]) -> None:
+    """Write a dictionary as JSON."""
+    file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def to_hf(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
@@ -110,15 +141,15 @@ def unstacked(blocks: Params, layers: int) -> dict[int, Params]:
     return {i: block(i) for i in range(layers)}
 
 
-def hf_config(config: ModelConfig, vocabulary: int) -> dict[str, Any]:
-    """``config.json`` of the model. Special tokens are the tokenizer's: unset."""
+def hf_config(config: ModelConfig, vocabulary: int, end: int | None) -> dict[str, Any]:
+    """``config.json`` of the model. Of special tokens, it has the end of a document."""
     shared = {
         "model_type": config.family,
         "vocab_size": vocabulary,
         "tie_word_embeddings": config.tied_head,
         "dtype": "float32",
         "bos_token_id": None,
-        "eos_token_id": None,
+        "eos_token_id": end,
     }
     if config.family == "gpt2":
         return shared | gpt2_config(config)

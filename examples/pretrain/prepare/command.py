@@ -22,7 +22,7 @@ from ..checks import check_ranges
 from ..config import RunError
 from ..processes import Stopped, on_signals
 from . import token_files
-from .problems import Problems, summary
+from .problems import Problems
 from .python_source import python_streams
 from .reading import read_plain, read_records
 from .search import SUFFIXES, find_files
@@ -299,8 +299,6 @@ def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> N
     clear(folder, partial, corpus.overwrite)
     streams = corpus.streams()
     settings = settings_of(corpus, streams)
-    if corpus.paths:
-        console.print(summary(corpus.problems.left_out))
     trained = f"byte-level BPE of {corpus.vocabulary}, trained on it"
     about = {"source": corpus.source, "tokenizer": corpus.tokenizer or trained}
     try:
@@ -315,6 +313,9 @@ def prepare(corpus: Corpus, console: Console, stopping: Sequence[int] = ()) -> N
                 functools.partial(report, console, status, partial, stopping),
             )
     finally:
+        # Once all files are read: blank ones are left out, too.
+        if corpus.paths:
+            console.print(corpus.problems.summary())
         for line in corpus.problems.lines():
             console.print(line)
     print_counts(console, folder, counts)

@@ -3,7 +3,7 @@
 
 import importlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,16 +69,25 @@ class Problems:
             raise RunError(f"{where}: {what} ({detail}); --skip-bad skips it")
         self.note(f"{what}, skipped")
 
+    def summary(self) -> str:
+        """What searches and the reading of files left out, in one line."""
+        documents: Counter[str] = Counter()
+        for (_, what), found in self._found.items():
+            kind, _, ending = what.rpartition(", ")
+            if ending in ("left out", "skipped"):
+                documents[kind] += found.count
+        return summary(self.left_out, documents)
+
     def lines(self) -> Iterator[str]:
         """One line for every file and problem."""
         for (name, what), found in self._found.items():
             yield f"{name}: {what}{found}"
 
 
-def summary(left_out: LeftOut) -> str:
-    """What searches left out, in one line."""
-    counts = Counter(left_out.values()).most_common()
-    kinds = ", ".join(f"{kind} {count:,}" for kind, count in counts)
+def summary(left_out: LeftOut, documents: Mapping[str, int] | None = None) -> str:
+    """What searches left out, and how many documents of each kind, in one line."""
+    counts = Counter(left_out.values()) + Counter(documents)
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common())
     return f"left out: {kinds or 'nothing'}"
 
 

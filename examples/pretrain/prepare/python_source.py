@@ -105,7 +105,14 @@ def python_files(
 ) -> Iterator[Path]:
     """Files in order of path; ``seen`` collects digests of their texts."""
     for path in files_below(folder, SUFFIXES["python"], left_out, set()):
-        text = source_to_keep(path, folder, problems)
+        text = ""
+        if not is_without_prose(path, folder):
+            data = path.read_bytes()
+            if b"\0" in data and problems is not None:
+                problems.begin(str(path), "")
+                problems.bad(NULS, reason(data, ""))
+                continue  # counted there
+            text = text_of(data)
         digest = hashlib.sha256(text.encode()).digest()
         if text.strip() and digest not in seen and (tables or not is_table(text)):
             seen.add(digest)
@@ -114,24 +121,19 @@ def python_files(
             left_out[path] = LEFT_OUT_AS
 
 
-def source_to_keep(path: Path, folder: Path, problems: Problems | None = None) -> str:
-    """The text of a file; "" if it is in a folder to leave out, or not UTF-8.
-
-    Raises:
-        RunError: if it has NULs, and ``problems`` are given and not skipped.
-    """
-    # The installation writes files such as _sysconfigdata__linux_x86_64-linux-gnu.py.
+def is_without_prose(path: Path, folder: Path) -> bool:
+    """Whether a file is in a folder to leave out, or the installation wrote it."""
+    # Such as _sysconfigdata__linux_x86_64-linux-gnu.py.
     written = path.name.startswith("_sysconfigdata")
-    if written or LEFT_OUT.intersection(path.relative_to(folder).parts):
-        return ""
-    data = path.read_bytes()
+    return written or bool(LEFT_OUT.intersection(path.relative_to(folder).parts))
+
+
+def text_of(data: bytes) -> str:
+    """The text of a file; "" if it is not UTF-8."""
     if b"\0" in data:
-        if problems is not None:
-            problems.begin(str(path), "")
-            problems.bad(NULS, reason(data, ""))
         return ""
     with suppress(UnicodeDecodeError):
-        return read_source(path)
+        return data.decode("utf-8-sig")
     return ""
 
 

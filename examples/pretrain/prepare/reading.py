@@ -93,7 +93,7 @@ def read_records(path: Path, field: str, problems: Problems) -> Iterator[str]:
     """
     with reading(path, problems, PARQUET) as file:
         if not file.peek(1):
-            problems.note("empty")
+            problems.note("empty, left out")
         if suffix_of(path).startswith((".csv", ".tsv")):
             raise RunError(f"{path} is a CSV file: {CONVERT.format('csv')}")
         if file.peek(4).startswith(PARQUET) or suffix_of(path) == ".parquet":
