@@ -320,6 +320,12 @@ def _shapes_beside(
             yield parts[len(above)], leaf.shape
 
 
+def _is_in_a_head(named: Named) -> bool:
+    """Return whether a layer has the name of a head, as an embedding called "vocab"."""
+    layer = named.parts[layer_depth(named.parts) - 1]
+    return not v.HEADS.isdisjoint(words(layer))
+
+
 # Biases and norms: they have one axis, unless layers are stacked.
 VECTORS = (
     NameRule("bias", "path", pattern=v.SHORT_BIAS, when=_has_its_weight_beside),
@@ -344,6 +350,7 @@ NAMES = (
     NameRule("lora", "path", pattern=v.LORA),
     NameRule("head", "path", pattern=v.UNEMBEDDING),
     NameRule("embedding", "path", pattern=v.TOKEN),
+    NameRule("embedding", "last", {"embedding", "embeddings"}, when=_is_in_a_head),
     *NEAREST,
     NameRule("embedding", "anywhere", _NEAREST_WORDS, when=_has_a_vocabulary_axis),
     NameRule("head", "layer_name", v.LAST_LAYERS, when=_is_of_the_whole_model, ndim=2),

@@ -179,3 +179,16 @@ def test_notes(params, reason, note):
     assert [line[: len(note)] for line in lines if line.startswith("note")] == [
         note
     ] * bool(note)
+
+
+def test_an_embedding_called_vocab_is_no_head():
+    """So its size is the vocabulary's, and a matrix of this size may be the head."""
+    text = explain(
+        {
+            "vocab": {"embeddings": jnp.ones((120, 32))},
+            "final": {"kernel": jnp.ones((32, 120))},
+            "layers": [{"up": jnp.ones((32, 64)), "down": jnp.ones((64, 32))}] * 2,
+        }
+    )
+    assert re.search(r"vocab/embeddings .* embedding", text)
+    assert "may be an output head" in text
