@@ -16,6 +16,7 @@ from normpre_optax.parameters.overrides import reader
 from normpre_optax.parameters.roles import keeps_norms, row_norms_by_path
 from normpre_optax.parameters.rules import assign, read_default
 from normpre_optax.parameters.spec import (
+    HOW_TO_NAME,
     Assignment,
     Reader,
     Reading,
@@ -23,6 +24,7 @@ from normpre_optax.parameters.spec import (
     UncoveredError,
 )
 from normpre_optax.parameters.tree import MAX_ASPECT_RATIO, Leaf, leaves
+from normpre_optax.parameters.vocabulary import words
 from normpre_optax.trees import PyTree
 
 _HEADER = ("parameter", "shape", "optimizer", "matrices", "reason")
@@ -241,6 +243,8 @@ def _row_norms(row_norms: PyTree, params: PyTree, found: Assignment) -> Iterator
 
 def _notes(rows: Sequence[_Row]) -> Iterator[str]:
     """Yield what looks like a mistake in a single parameter."""
+    if any(row.group == "ERROR" and not words(row.path) for row in rows):
+        yield f"some parameters have no names: {HOW_TO_NAME}"
     if any(row.quoted for row in rows):
         yield (
             "the quoted word alone decided the group; its name may mean something else"

@@ -351,8 +351,7 @@ def _checked_layers(
     Raises:
         UncoveredError: if the layers are not in front, or the order of axes is unknown.
     """
-    has_name = any(map(words, named.parts))
-    if not has_name and len(leaf.tree.leaves) > 1:
+    if not any(map(words, named.parts)) and len(leaf.tree.leaves) > 1:
         error = (
             "its path has no name, so it may be an embedding, an output head or a"
             " hidden matrix"

@@ -12,12 +12,20 @@ from normpre_optax.parameters.dims import MatrixDims
 from normpre_optax.parameters.labels import repeated
 from normpre_optax.parameters.names import Kind
 from normpre_optax.parameters.tree import Leaf
+from normpre_optax.parameters.vocabulary import words
 
+# How to give arrays names, for errors and notes.
+HOW_TO_NAME = (
+    "pass the arrays in a dict by name, for Keras {v.path: v.value for v in"
+    " model.trainable_variables}"
+)
 _HOW = (
     "Pass matrix_dims=rule, or a rule of normpre_optax.presets for a known layout."
     " Replace the dots by the input and output axes (all others are batch axes), or"
     " return None for AdamW:"
 )
+# More arrays without names are no longer told apart by hand.
+_MOST_NAMELESS = 10
 
 
 class Reading(NamedTuple):
@@ -86,22 +94,42 @@ class UncoveredError(ValueError):
 
     def __init__(self, *cases: Uncovered):
         by_path = {path: (shape, why) for path, shape, why in cases}
-        problems, rule = [], []
+        problems: list[str] = []
+        rule: list[str] = []
+        nameless = [path for path in by_path if not words(path)]
+        if nameless:
+            problems.append(f"some parameters have no names: {HOW_TO_NAME}")
         for name, paths, _ in repeated(by_path):
             shape, why = by_path[paths[0]]
-            which, test = f"parameter {name!r}", f"path == {name!r}"
+            which = f"parameter {name!r}"
             if len(paths) > 1:
                 which = f"{len(paths)} parameters {name!r}"
-                test = _test_of_all(name, shape)
             problem = f"no rule covers {which} of shape {shape}"
             problems.append(_with_reason(problem, why))
-            rule.append(f"        if {test}:")
-            rule.append("            return MatrixDims(inputs=..., outputs=...)")
-        start = "    def rule(path, leaf):"
-        end = "        return default_matrix_dims(path, leaf)"
-        super().__init__("\n".join([*problems, _HOW, start, *rule, end]))
+            if words(name) or len(nameless) <= _MOST_NAMELESS:
+                rule += _lines_of_rule(name, paths, shape)
+        if rule:
+            start = "    def rule(path, leaf):"
+            end = "        return default_matrix_dims(path, leaf)"
+            rule = [_HOW, start, *rule, end]
+        super().__init__("\n".join([*problems, *rule]))
         self.cases = cases
         self.short = _with_reason("no rule covers it", cases[0][2])
+
+
+def _lines_of_rule(
+    name: str, paths: tuple[str, ...], shape: tuple[int, ...]
+) -> list[str]:
+    """Return lines of a rule for parameters with a common name and shape."""
+    tests = [f"path == {path!r}" for path in paths]
+    # Without names, arrays of one shape may be a hidden matrix and an output head.
+    if len(paths) > 1 and words(name):
+        tests = [_test_of_all(name, shape)]
+    lines = []
+    for test in tests:
+        lines.append(f"        if {test}:")
+        lines.append("            return MatrixDims(inputs=..., outputs=...)")
+    return lines
 
 
 def _test_of_all(name: str, shape: tuple[int, ...]) -> str:

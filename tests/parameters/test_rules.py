@@ -21,6 +21,7 @@ from optax.contrib import MuonDimensionNumbers
 from normpre_optax.learning_rates import _adamw_inputs
 from normpre_optax.parameters import presets
 from normpre_optax.parameters.dims import MatrixDims, matrix_shape
+from normpre_optax.parameters.explain import explain
 from normpre_optax.parameters.roles import row_norms_by_role
 from normpre_optax.parameters.rules import (
     Assignment,
@@ -29,7 +30,7 @@ from normpre_optax.parameters.rules import (
     decay_matrices_only,
     default_matrix_dims,
 )
-from normpre_optax.parameters.tree import leaf_paths
+from normpre_optax.parameters.tree import leaf_paths, leaves
 from normpre_optax.stages.metric import without_boxes
 from tests import cases
 from tests.parameters.tables import (
@@ -420,6 +421,53 @@ def test_several_arrays_without_names_are_an_error_that_shows_a_rule(name):
         IN_OUT if len(shape) == 2 else None for shape in shapes
     ]
     assert list(chosen([array(8, 32)]).values()) == [IN_OUT]  # one kernel alone
+
+
+def test_the_error_on_arrays_without_names_tells_them_apart():
+    """An MLP and a head of one shape, its transpose, and pairs of arrays."""
+    kernel, transposed = array(8, 32), array(32, 8)
+    flat = [kernel, array(32), transposed, array(8), kernel, array(32), transposed]
+    pairs = [(kernel, array(32)), (transposed, array(8)), (kernel, array(32))]
+    for params in (flat, pairs, {str(i): x for i, x in enumerate(flat)}):
+        with pytest.raises(ValueError, match="some parameters have no names") as caught:
+            assign(params)
+        text = str(caught.value)
+        first = text.splitlines()[0]
+        assert "{v.path: v.value for v in model.trainable_variables}" in first
+        assert first.rpartition(": ")[2] in explain(params)
+        matrices = [path for path, leaf in leaves(params).items() if leaf.ndim == 2]
+        tests = re.findall("        if (.*):\n", text)
+        assert sorted(tests) == sorted(f"path == {path!r}" for path in matrices)
+        found = chosen(params, shown(caught.value, "0, 1"))
+        assert [path for path, dims in found.items() if dims] == matrices
+
+
+def test_the_error_on_many_arrays_without_names_shows_no_rule_for_them():
+    many = {str(i): array(8, 32) for i in range(11)}
+    with pytest.raises(ValueError, match=r"\{v\.path: v\.value for") as caught:
+        assign(many)
+    assert "def rule" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"\{v\.path: v\.value for") as caught:
+        assign({**many, "cube": array(2, 3, 4)})
+    tests = re.findall("        if (.*):\n", str(caught.value))
+    assert tests == ["path == 'cube'"]
+
+
+def test_names_of_keras():
+    """Of a keras-hub backbone, and of a Sequential."""
+    text = """
+        token_and_position_embedding/{token,position}_embedding/embeddings 90x8; norm/{gamma,beta} 8
+        embeddings_layer_norm/gamma 8; transformer_layer_{0,1}: self_attention_layer/{query,key,value}/bias 2x4
+        self_attention_layer/{query,key,value}/kernel 8x2x4 0>12; self_attention_layer/attention_output/bias 8
+        self_attention_layer/attention_output/kernel 2x4x8 01>2; self_attention_layer_norm/{gamma,beta} 8
+        feedforward_intermediate_dense/kernel 8x32 0>1; feedforward_intermediate_dense/bias 32
+        feedforward_output_dense/kernel 32x8 0>1; feedforward_output_dense/bias 8; feedforward_layer_norm/gamma 8
+    """
+    assert chosen(tree(text)) == dims_of(text)
+    assert "note" not in explain(tree(text))
+    text = "model/embedding/embeddings 90x8; model/dense{,_1,_3}/kernel 8x8 0>1"
+    flat = {path: leaf for path, (leaf, _) in table(text).items()}
+    assert chosen(flat) == dims_of(text)
 
 
 def test_gemmas_einsums_may_be_scanned():
