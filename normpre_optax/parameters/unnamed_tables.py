@@ -33,8 +33,8 @@ def unnamed_tables(found: Assignment) -> list[ParamSpec]:
     one of its axes is the width of the model:
 
     - In a tree with layers, it is the matrix with the longest axis of the tree, or else
-      any such matrix. What is outside of all layers is the input or the output layer of
-      the model, or a part of it.
+      any such matrix if the layers are blocks of several ones. What is outside of these
+      is the input or the output layer of the model, or a part of it.
     - In a tree without layers, it has the longest axis, and a feed-forward layer has a
       name or the axis is as long as a vocabulary. The first layer of a perceptron may
       have the longest axis, too.
@@ -64,8 +64,10 @@ def unnamed_tables(found: Assignment) -> list[ParamSpec]:
         if is_plain and not is_hidden and width in spec.shape:
             outside.append(spec)
     longest = [spec for spec in outside if _is_longest(spec, matrices)]
-    if len(inside) > 1:
-        return longest or outside
+    if len(inside) > 1 and longest:
+        return longest
+    if sum(map(_is_in_block, inside)) > 1:
+        return outside
     if sum(map(_is_feed_forward, matrices)) > 1:
         return longest
     return [spec for spec in longest if _is_as_long_as_a_vocabulary(spec, matrices)]
@@ -79,9 +81,9 @@ def _is_table(spec: ParamSpec) -> bool:
 def _in_layers(matrices: Sequence[ParamSpec]) -> set[str]:
     """Return the paths of the matrices that are in layers.
 
-    Layers have a name, or are stacked in one array. In a tree without these, they are
-    modules that have an equal layer, such as "b1" and "b2" with "b1/up" and "b2/up", or
-    that have attention and a feed-forward layer.
+    Layers have a name, or are stacked in one array. In a tree without blocks of these,
+    they are modules that have an equal layer, such as "b1" and "b2" with "b1/up" and
+    "b2/up", or that have attention and another layer.
     """
     inside = set()
     for spec in matrices:
@@ -89,10 +91,20 @@ def _in_layers(matrices: Sequence[ParamSpec]) -> set[str]:
         count, _, _ = matrix_shape(spec.shape, spec.dims)
         if count > 1 or is_inside_layer(spec.path):
             inside.add(spec.path)
-    if inside:
+    if any(map(_is_in_block, inside)):
         return inside
-    modules = _with_equal_layers(matrices) | _with_both_parts(matrices)
-    return {spec.path for spec in matrices if modules.intersection(_above(spec.path))}
+    modules = _with_equal_layers(matrices) | _with_attention(matrices)
+    for spec in matrices:
+        if modules.intersection(_above(spec.path)):
+            inside.add(spec.path)
+    return inside
+
+
+def _is_in_block(path: str) -> bool:
+    """Return whether a matrix has a name of its own in its layer: not "layers_0"."""
+    parts = path.split("/")
+    found = words(parts[layer_depth(parts) - 1])
+    return found != () and not v.UNITS.issuperset(found)
 
 
 def _with_equal_layers(matrices: Sequence[ParamSpec]) -> set[str]:
@@ -111,18 +123,16 @@ def _with_equal_layers(matrices: Sequence[ParamSpec]) -> set[str]:
     return modules
 
 
-def _with_both_parts(matrices: Sequence[ParamSpec]) -> set[str]:
-    """Return the paths of modules that have attention and a feed-forward layer."""
-    attention, feed_forward = set(), set()
+def _with_attention(matrices: Sequence[ParamSpec]) -> set[str]:
+    """Return the paths of modules that have attention and another layer."""
+    attention: set[str] = set()
+    others: set[str] = set()
     for spec in matrices:
-        found = words(spec.path)
-        if not v.ATTENTION.isdisjoint(found):
-            attention.update(_above(spec.path))
-        elif not v.FEED_FORWARD.isdisjoint(found):
-            feed_forward.update(_above(spec.path))
+        is_attention = not v.ATTENTION.isdisjoint(words(spec.path))
+        (attention if is_attention else others).update(_above(spec.path))
     # A module that has all matrices is the model.
     model = set.intersection(*({*_above(spec.path)} for spec in matrices))
-    both = (attention & feed_forward) - model
+    both = (attention & others) - model
     # The innermost one.
     return {path for path in both if not any(x.startswith(f"{path}/") for x in both)}
 

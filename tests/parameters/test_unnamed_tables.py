@@ -133,6 +133,9 @@ def test_a_rule_that_passes_the_table_to_adamw_ends_the_warning():
         ["encoder/words"],
     ),
     ("body/{a,b}/mix 8x8; body/{a,b}/fold 8x24; words 20x8", ["words"]),
+    ("layers/{0,1}/kernel 8x8; words 20x8", ["words"]),
+    ("{b1,b2}/attn/q 8x8; {b1,b2}/l1/w 8x32; {b1,b2}/l2/w 32x8; words 20x8", ["words"]),
+    ("core/attn/q 8x8; core/l1/w 8x32; core/l2/w 32x8; words 20x8", ["words"]),
     # Without layers and their names, a vocabulary counts.
     ("lstm 256x1024; decoder 20000x256", ["decoder"]),
 )
@@ -157,6 +160,8 @@ def test_other_trees_with_a_note(leaves, names):
     ("fc1/kernel 784x256; fc2/kernel 256x128; fc3/kernel 128x10",),
     ("mlp/linear_0/w 3072x300; mlp/linear_1/w 300x100; mlp/linear_2/w 100x10",),
     ("encoder/a 784x256; encoder/b 256x64; decoder/a 64x256; decoder/b 256x784",),
+    ("layers_0/kernel 20x64; layers_1/kernel 64x64; mean/kernel 64x6",),
+    ("layers/{0,1,2}/kernel 64x64; last/kernel 64x10",),
     ("actor/Dense_0/kernel 8x64; critic/Dense_0/kernel 8x64; actor/last 64x4",),
     # An embedding or a head elsewhere.
     ("blocks/{0,1}/up 8x32; back 96x8; patch_embed/kernel 48x8",),
