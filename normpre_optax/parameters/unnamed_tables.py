@@ -66,7 +66,7 @@ def unnamed_tables(found: Assignment) -> list[ParamSpec]:
     longest = [spec for spec in outside if _is_longest(spec, matrices)]
     if len(inside) > 1 and longest:
         return longest
-    if sum(map(_is_in_block, inside)) > 1:
+    if len(inside) > 1 and any(map(_is_in_block, inside)):
         return outside
     if sum(map(_is_feed_forward, matrices)) > 1:
         return longest
