@@ -31,6 +31,7 @@ ALGORITHM = "tests/test_algorithm.py"
 RELATIVES = "tests/test_relatives.py"
 RECOMMENDED = "tests/test_recommended.py"
 MESHES = "tests/sharding/test_meshes.py"
+ROLES = "tests/parameters/test_roles.py"
 EXCHANGE = "tests/sharding/test_exchange.py"
 
 # name: (file, function, old, new, tests), bottom up.
@@ -214,14 +215,40 @@ _FAULTS = {
         PARAMETERS,
     ),
     # Roles under Hyperball.
-    "queries_write": ("parameters/roles.py", "", "not _reads(path)", "True"),
+    "queries_write": ("parameters/roles.py", "", "self.reads(path)", "False"),
     "a_number_is_no_place": (
         "parameters/roles.py",
         "",
-        "path in several",
+        "path in self._several",
         "False",
     ),
-    "experts_count_as_layers": ("parameters/roles.py", "", "sizes[:-1]", "sizes"),
+    "experts_count_as_layers": (
+        "parameters/layer_counts.py",
+        "",
+        "both.elements()",
+        "sizes",
+        ROLES,
+    ),
+    "numbered_experts_count": (
+        "parameters/layer_counts.py",
+        "",
+        "self._is_routed(block, copies)",
+        "False",
+        ROLES,
+    ),
+    "a_final_norm_is_in_the_stack": (
+        "parameters/layer_counts.py",
+        "",
+        "norm.sizes or _share_a_block(parts, norm.parts)",
+        "True",
+        ROLES,
+    ),
+    "attentions_output_needs_a_name": (
+        "parameters/roles.py",
+        "",
+        "is_attention and others == [own]",
+        "False",
+    ),
     # Meshes.
     "a_wrong_device": (
         "sharding/plan.py",
@@ -377,14 +404,21 @@ _FAULTS = {
     "frozen_layers_rescaled": (
         "hyperball.py",
         "_step",
-        "(uu == 0) | ((ww != 0) & keep)",
-        "(ww != 0) & keep",
+        "uu == 0",
+        "False",
     ),
     "keep_forgets_the_norm": (
         "hyperball.py",
         "_step",
-        "(uu == 0) | ((ww != 0) & keep)",
-        "uu == 0",
+        "jnp.where(ww == 0, rate * norm, jnp.sqrt(ww))",
+        "norm",
+    ),
+    "zeros_get_the_full_norm": ("hyperball.py", "_step", "rate * norm", "norm"),
+    "a_huge_rate_overflows": (
+        "hyperball.py",
+        "_step",
+        "jnp.minimum(jnp.asarray(rate, u.dtype), _REPLACES)",
+        "jnp.asarray(rate, u.dtype)",
     ),
     "norms_of_the_other_side": (
         "hyperball.py",
