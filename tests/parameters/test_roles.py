@@ -78,6 +78,11 @@ def test_the_matrices_that_write_are_found_and_counted(key):
         {"Blk_0", "Blk_1"},
     ),
     ("linear{,_2}/w 8x32; linear_{1,3}/w 32x8; norm/scale 8", {"linear_1", "linear_3"}),
+    # Nothing of the width makes its inputs.
+    (
+        "Blk_{0,1}/Dense_0/kernel 8x40; Blk_{0,1}/Dense_1/kernel 24x8",
+        {"Blk_0", "Blk_1"},
+    ),
     ("0/kernel 8x16; 2/kernel 16x4; 4/kernel 4x4", set()),
     (
         "input/kernel 20x8; layers/{0,1}/w 8x8",
@@ -156,6 +161,12 @@ STRANGERS = {
             "gpt/transformer_layer_0/feedforward_output_dense/kernel",
         },
         4,
+    ),
+    "a stack whose only norm is the final one": (
+        "embed/embedding 512x64; final_norm/scale 64; layers:"
+        " attn/{q,k,v,out}/kernel 3x64x64; up/kernel 3x64x128; down/kernel 3x128x64",
+        {"layers/attn/out/kernel", "layers/down/kernel"},
+        6,
     ),
     "experts by name": (
         STACKED
