@@ -1,29 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many layers parameters of matrices stand for: layers count, experts do not."""
+"""How many layers parameters of matrices stand for: layers count, experts do not.
+
+No name is needed. A norm belongs to a layer, so what is numbered or stacked as norms
+are is a layer; and a router has an output for every expert.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from normpre_optax.parameters import vocabulary as v
 from normpre_optax.parameters.dims import split_axes
-from normpre_optax.parameters.names import block_depth
 from normpre_optax.parameters.spec import Assignment, ParamSpec
 from normpre_optax.parameters.vocabulary import words
+
+Names = tuple[str, ...]
 
 
 class Stacked(NamedTuple):
     """A parameter that shows how its layers are stacked.
 
     Attributes:
-        parts: names of its path.
+        names: see ``_names``.
         sizes: of the axes of the stack.
     """
 
-    parts: list[str]
+    names: Names
     sizes: tuple[int, ...]
 
 
@@ -32,8 +38,7 @@ def count_layers(paths: Collection[str], found: Assignment, width: int) -> int:
 
     Args:
         paths: of the parameters to be counted.
-        found: the groups of all parameters, which show what is a layer: norms are
-            stacked with their layers, and routers have an output for every expert.
+        found: the groups of all parameters.
         width: of the model.
 
     Example:
@@ -45,9 +50,9 @@ def count_layers(paths: Collection[str], found: Assignment, width: int) -> int:
         16
     """
     evidence = _Evidence(found, width)
-    layers: dict[str, int] = {}
+    layers: dict[Names, int] = {}
     for path in paths:
-        one_expert = evidence.without_experts(path)
+        one_expert = evidence.without_experts(found[path])
         if one_expert not in layers:
             layers[one_expert] = evidence.stacked_layers(found[path])
     return sum(layers.values())
@@ -57,58 +62,59 @@ class _Evidence:
     """What the other parameters show of layers and experts.
 
     Attributes:
-        below: names directly below every prefix of a path.
-        routers: path and shape of every router.
+        copies: number of parameters of one shape that differ in one number.
+        sizes: sizes of axes by what the names begin with, up to a number.
         norms: the norms of the width; a vector without a telling name may be one.
-        matrices: the stacked matrices.
+        blocks: what the names of norms begin with, up to a number.
+        matrices: all parameters of matrices.
     """
 
     def __init__(self, found: Assignment, width: int) -> None:
-        self.below: dict[str, set[str]] = {}
-        self.routers: list[tuple[str, tuple[int, ...]]] = []
+        self.copies: Counter[tuple[Names, tuple[int, ...]]] = Counter()
+        self.sizes: dict[Names, set[int]] = {}
         self.norms: list[Stacked] = []
+        self.blocks: set[Names] = set()
         self.matrices: list[Stacked] = []
         for path, spec in found.items():
-            parts = path.split("/")
-            for depth, part in enumerate(parts):
-                self.below.setdefault("/".join(parts[:depth]), set()).add(part)
-            if spec.kind == "router":
-                self.routers.append((path, spec.shape))
+            names = _names(path)
+            starts = [names[: at + 1] for at in _numbers(names)]
+            for start in [(), *starts]:
+                self.sizes.setdefault(start, set()).update(spec.shape)
+            for at in _numbers(names):
+                self.copies[_without(names, at), spec.shape] += 1
             if spec.kind in ("norm", "vector") and width in spec.shape:
                 stack = list(spec.shape)
                 stack.remove(width)
-                self.norms.append(Stacked(parts, tuple(stack)))
-            if _batch_sizes(spec):
-                self.matrices.append(Stacked(parts, _batch_sizes(spec)))
+                self.norms.append(Stacked(names, tuple(stack)))
+                self.blocks.update(starts)
+            if spec.dims is not None:
+                self.matrices.append(Stacked(names, _batch_sizes(spec)))
 
-    def without_experts(self, path: str) -> str:
-        """Return the path of a matrix, equal for all experts of its layer.
-
-        Experts are known by their name, or by a router in the same block that has as
-        many outputs as there are copies.
-        """
-        parts = path.split("/")
-        inside = block_depth(parts) + 1
-        block = "/".join(parts[:inside]) + "/"
-        one_expert = list(parts)
-        for depth in range(inside, len(parts)):
-            copies = len(self.below["/".join(parts[:depth])])
-            if parts[depth].isdigit() and self._is_routed(block, copies):
-                one_expert[depth] = "#"
-        return v.COUNTED_EXPERT.sub("", "/".join(one_expert))
-
-    def _is_routed(self, block: str, copies: int) -> bool:
-        """Return whether a router below a path has this many outputs."""
-        return any(
-            copies in shape and path.startswith(block) for path, shape in self.routers
-        )
+    def without_experts(self, spec: ParamSpec) -> Names:
+        """Return the names of a matrix, equal for all experts of its layer."""
+        names = _names(v.COUNTED_EXPERT.sub("", spec.path))
+        starts = [names[: at + 1] for at in _numbers(names)]
+        layers = [start for start in starts if start in self.blocks]
+        if not layers and not _batch_sizes(spec):
+            # Norms are elsewhere, or there are none.
+            layers = starts[:1]
+        layer: Names = ()
+        for start in starts:
+            if start in layers:
+                layer = start
+                continue
+            one_expert = _without(names, len(start) - 1)
+            # A router has an output for every expert.
+            if self.copies[one_expert, spec.shape] in self.sizes.get(layer, ()):
+                names = one_expert
+        return names
 
     def stacked_layers(self, spec: ParamSpec) -> int:
         """Return how many layers are stacked in a parameter of matrices."""
         sizes = _batch_sizes(spec)
         if not sizes:
             return 1
-        stack = self._stack_of_layers(spec.path.split("/"), len(sizes))
+        stack = self._stack_of_layers(_names(spec.path), len(sizes))
         if stack is not None:
             # What else is stacked are experts.
             both = Counter(sizes) & Counter(stack)
@@ -120,24 +126,40 @@ class _Evidence:
             sizes = tuple(sorted(sizes)[:-1])
         return math.prod(sizes)
 
-    def _stack_of_layers(self, parts: list[str], axes: int) -> tuple[int, ...] | None:
+    def _stack_of_layers(self, names: Names, axes: int) -> tuple[int, ...] | None:
         """Return the sizes of the stack of layers around a parameter.
 
         It is that of the nearest norm, else that of the nearest matrix with fewer batch
         axes than ``axes``; None if there are none.
         """
-        norms = []
-        for norm in self.norms:
-            # One that is not stacked may be outside of the stack, as a final norm is,
-            # unless it is in the same numbered block.
-            if norm.sizes or _share_a_block(parts, norm.parts):
-                norms.append(norm)
-        if norms:
-            return _nearest(parts, norms)
         fewer = [matrix for matrix in self.matrices if len(matrix.sizes) < axes]
-        if fewer:
-            return _nearest(parts, fewer)
+        for evidence in (self.norms, fewer):
+            # What is not stacked may be outside of the stack, as a final norm is,
+            # unless it is in the same numbered block.
+            inside = [
+                other
+                for other in evidence
+                if other.sizes or _share_a_number(names, other.names)
+            ]
+            if inside:
+                nearest = max(inside, key=lambda other: _shared(names, other.names))
+                return nearest.sizes
         return None
+
+
+def _names(path: str) -> Names:
+    """Split a path at its numbers and slashes: "l/0/_w" of "l0_w"."""
+    return tuple(re.findall(r"\d+|[^\d/]+", path))
+
+
+def _numbers(names: Names) -> Iterator[int]:
+    """Yield the places of numbers."""
+    return (at for at, name in enumerate(names) if name.isdigit())
+
+
+def _without(names: Names, at: int) -> Names:
+    """Return the names with "#" for a number."""
+    return (*names[:at], "#", *names[at + 1 :])
 
 
 def _batch_sizes(spec: ParamSpec) -> tuple[int, ...]:
@@ -148,22 +170,16 @@ def _batch_sizes(spec: ParamSpec) -> tuple[int, ...]:
     return tuple(spec.shape[axis] for axis in batch)
 
 
-def _nearest(parts: Sequence[str], others: Sequence[Stacked]) -> tuple[int, ...]:
-    """Return the stack of the parameter that shares the most of a path."""
-    return max(others, key=lambda other: _shared(parts, other.parts)).sizes
-
-
-def _shared(parts: Sequence[str], others: Sequence[str]) -> int:
-    """Return how many first parts two paths have in common."""
+def _shared(names: Sequence[str], others: Sequence[str]) -> int:
+    """Return how many first names two parameters have in common."""
     depth = 0
-    for part, other in zip(parts, others, strict=False):
-        if part != other:
+    for name, other in zip(names, others, strict=False):
+        if name != other:
             break
         depth += 1
     return depth
 
 
-def _share_a_block(parts: list[str], others: Sequence[str]) -> bool:
-    """Return whether two paths have the number of a block in common."""
-    common = parts[: _shared(parts, others)]
-    return any(any(map(str.isdigit, part)) for part in common)
+def _share_a_number(names: Names, others: Names) -> bool:
+    """Return whether two parameters have the number of a block in common."""
+    return any(name.isdigit() for name in names[: _shared(names, others)])

@@ -29,6 +29,8 @@ from normpre_optax.parameters.vocabulary import words
 from normpre_optax.trees import PyTree
 
 _OUTPUTS = v.OUTPUTS | v.SECOND_LAYERS
+# Last words of an output, after a word of attention.
+_ENDS = {("o",), ("wo",), ("out",), ("output",), ("proj",), ("projection",)}
 # Kinds of parameters with an axis as long as the model is wide.
 _AS_WIDE: frozenset[Kind] = frozenset({"norm", "embedding"})
 
@@ -160,7 +162,8 @@ class _Roles:
         if not v.READERS.isdisjoint(words(name)):
             return True
         module, own = _module_and_name(path)
-        if own not in v.QUERIES:
+        *_, last = ["", *words(own)]
+        if own not in v.QUERIES and last not in v.QUERIES:
             return False
         beside = v.QUERIES & self._modules[module].keys()
         return len(beside) > 1 or not v.ATTENTION.isdisjoint(words(path))
@@ -244,8 +247,16 @@ def _is_named_output(path: str) -> bool:
     *_, above, own = ["", "", *names]
     _, own = _split_number(own.lower())
     if own not in ("dense", "linear"):
-        return own in _OUTPUTS
+        return own in _OUTPUTS or _ends_as_an_output(own)
     return above.lower() in _OUTPUTS or not v.ATTENTION.isdisjoint(words(above))
+
+
+def _ends_as_an_output(name: str) -> bool:
+    """Return whether a longer name is that of an output: "w_down", "attn_wo"."""
+    found = words(name)
+    if "down" in found:
+        return True
+    return found[-1:] in _ENDS and not v.ATTENTION.isdisjoint(found)
 
 
 def _module_and_name(path: str) -> tuple[str, str]:

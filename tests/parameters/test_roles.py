@@ -200,6 +200,58 @@ STRANGERS = {
         {"layers/0/attn/out/kernel", *(f"layers/0/ff/{i}/down" for i in range(4))},
         6,
     ),
+    "numbered experts beside a router without a name": (
+        LISTED + "ff/fns/{0,1,2,3}/w_up 64x96; ff/fns/{0,1,2,3}/w_down 96x64;"
+        " ff/dispatch 64x4",
+        {"layers/0/attn/out/kernel", "layers/0/ff/fns/0/w_down"},
+        6,
+    ),
+    "numbered experts in the module of the router": (
+        LISTED + "ff/{0,1,2,3}/w_up 64x96; ff/{0,1,2,3}/w_down 96x64; ff/router 64x4",
+        {"layers/0/attn/out/kernel", "layers/0/ff/0/w_down"},
+        6,
+    ),
+    "experts with numbers in their names": (
+        LISTED + "ff/e{0,1,2,3}_w_up 64x96; ff/e{0,1,2,3}_w_down 96x64; ff/wr 64x4",
+        {"layers/0/attn/out/kernel", "layers/0/ff/e0_w_down"},
+        6,
+    ),
+    "matrices with the numbers of experts": (
+        LISTED + "ff/w_up{0,1,2,3} 64x96; ff/w_down{0,1,2,3} 96x64; ff/wr 64x4",
+        {"layers/0/attn/out/kernel", "layers/0/ff/w_down0"},
+        6,
+    ),
+    "experts in flat names": (
+        "embed 512x64; l{0,1,2}_ln 64; l{0,1,2}_attn_{wq,wk,wv,wo} 64x64;"
+        " l{0,1,2}_router 64x4; l{0,1,2}_w_up 4x64x96; l{0,1,2}_w_down 4x96x64",
+        {"l0_attn_wo", "l0_w_down"},
+        6,
+    ),
+    "numbered experts in flat names": (
+        "embed 512x64; l{0,1,2}_ln 64; l{0,1,2}_{wq,wk,wv,wo} 64x64;"
+        " l{0,1,2}_router 64x4; l{0,1,2}_expert{0,1,2,3}_w_up 64x96;"
+        " l{0,1,2}_expert{0,1,2,3}_w_down 96x64",
+        {"l0_wo", "l0_expert0_w_down"},
+        6,
+    ),
+    "one array of experts a layer, without norms": (
+        "embed 512x64; blocks/{0,1,2}: attn/{wq,wk,wv,wo} 64x64; ff/router 64x4;"
+        " ff/w_up 4x64x96; ff/w_down 4x96x64",
+        {"blocks/0/attn/wo", "blocks/0/ff/w_down"},
+        6,
+    ),
+    "experts as wide as the model": (
+        LISTED + "router/kernel 64x5; w_up 5x64x64; w_down 5x64x64",
+        {"layers/0/attn/out/kernel", "layers/0/w_down"},
+        6,
+    ),
+    "as many layers as experts and heads": (
+        "embed 512x64; norms/{0,1,2,3}/scale 64; attn/{0,1,2,3}/{q,k,v}/kernel 64x4x16;"
+        " attn/{0,1,2,3}/out/kernel 4x16x64; up/{0,1,2,3}/kernel 64x256;"
+        " down/{0,1,2,3}/kernel 256x64",
+        {"attn/0/out/kernel", "down/0/kernel"},
+        8,
+    ),
     "a plain MLP": ("0/kernel 8x16; 1/kernel 16x16; 2/kernel 16x4", set(), 0),
 }
 
