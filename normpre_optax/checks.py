@@ -186,10 +186,10 @@ def static_int(name: str, value: object, least: int, below: int = 2**31) -> int:
     if isinstance(value, jax.Array):
         fix = (
             "Under optax.inject_hyperparams, pass"
-            " static_args=normpre_optax.static_args(factory)"
+            " static_args=normpre_optax.static_args(f) for its argument f"
         )
         raise TypeError(
-            f"{name} must be a Python int, as shapes depend on it; got {value}. {fix}"
+            f"{name} must be a Python int, as shapes depend on it; got an array. {fix}"
         )
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an int, got {value!r}")

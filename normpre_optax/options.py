@@ -103,7 +103,7 @@ class _NotASchedule:
     def __call__(self, *args: Any) -> Any:
         raise TypeError(
             f"{self.option} is not a schedule. Under optax.inject_hyperparams, pass"
-            " static_args=normpre_optax.static_args(factory)"
+            " static_args=normpre_optax.static_args(f) for its argument f"
         )
 
 

@@ -232,14 +232,14 @@ _FAULTS = {
     "numbered_experts_count": (
         "parameters/layer_counts.py",
         "",
-        "self._is_routed(block, copies)",
+        "self.copies[one_expert, spec.shape] in self.sizes.get(layer, ())",
         "False",
         ROLES,
     ),
     "a_final_norm_is_in_the_stack": (
         "parameters/layer_counts.py",
         "",
-        "norm.sizes or _share_a_block(parts, norm.parts)",
+        "other.sizes or _share_a_number(names, other.names)",
         "True",
         ROLES,
     ),

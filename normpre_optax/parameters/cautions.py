@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 import optax
 
 from normpre_optax.parameters.labels import repeated
+from normpre_optax.parameters.layer_counts import score_matrices
 from normpre_optax.parameters.names import Named, kind_by_name
 from normpre_optax.parameters.roles import (
     matrix_shapes,
+    model_width,
     residual_outputs,
     unclear_roles,
 )
@@ -49,6 +51,10 @@ _TRANSPOSED = (
     " if so, return MatrixDims(inputs={}, outputs={}) for its layers in a rule,"
     " matrix_dims="
 )
+_SCORES = (
+    "{} have an output for every expert, so they may be routers: if so, return None for"
+    " them in a rule, matrix_dims="
+)
 _MOST_NAMES = 3  # in a warning
 
 
@@ -77,6 +83,9 @@ def cautions(found: Assignment, params: PyTree, by_role: bool = True) -> Iterato
     if candidates and not _hides_a_table(params):
         shown = [f"{spec.path!r} of shape {spec.shape}" for spec in candidates]
         yield _NO_TABLE.format(" or ".join(shown[:_MOST_NAMES]))
+    scores = score_matrices(found, model_width(found))
+    if scores:
+        yield _SCORES.format(_joined({*scores}, found))
     transposed = transposed_layers(found)
     if transposed:
         yield _transposed_text(transposed, found)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from normpre_optax.parameters import vocabulary as v
-from normpre_optax.parameters.dims import split_axes
+from normpre_optax.parameters.dims import matrix_shape, split_axes
 from normpre_optax.parameters.spec import Assignment, ParamSpec
 from normpre_optax.parameters.vocabulary import words
 
@@ -56,6 +56,32 @@ def count_layers(paths: Collection[str], found: Assignment, width: int) -> int:
         if one_expert not in layers:
             layers[one_expert] = evidence.stacked_layers(found[path])
     return sum(layers.values())
+
+
+def score_matrices(found: Assignment, width: int) -> list[str]:
+    """Return the paths of matrices that may be routers without a telling name.
+
+    They have the width as inputs and an output for every expert.
+
+    Args:
+        found: the groups of all parameters.
+        width: of the model.
+    """
+    evidence = _Evidence(found, width)
+    experts = evidence.numbers_of_experts(found)
+    scores = []
+    for path, spec in found.items():
+        if spec.dims is None or spec.given:
+            continue
+        count, outputs, inputs = matrix_shape(spec.shape, spec.dims)
+        # Experts themselves are several per layer.
+        is_expert = count > evidence.stacked_layers(spec) or evidence.without_experts(
+            spec
+        ) != _names(path)
+        is_score = inputs == width and outputs in experts - {width}
+        if is_score and not is_expert:
+            scores.append(path)
+    return scores
 
 
 class _Evidence:
@@ -108,6 +134,21 @@ class _Evidence:
             if self.copies[one_expert, spec.shape] in self.sizes.get(layer, ()):
                 names = one_expert
         return names
+
+    def numbers_of_experts(self, found: Assignment) -> set[int]:
+        """Return how many experts layers have, of those that are not known by name."""
+        numbers: set[int] = set()
+        for spec in found.values():
+            if spec.dims is None:
+                continue
+            sizes = _batch_sizes(spec)
+            if math.prod(sizes) > self.stacked_layers(spec):
+                numbers.update(sizes)
+            names = _names(spec.path)
+            for at in _numbers(names):
+                if names[: at + 1] not in self.blocks:
+                    numbers.add(self.copies[_without(names, at), spec.shape])
+        return numbers - {1}
 
     def stacked_layers(self, spec: ParamSpec) -> int:
         """Return how many layers are stacked in a parameter of matrices."""

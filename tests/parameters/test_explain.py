@@ -192,3 +192,14 @@ def test_an_embedding_called_vocab_is_no_head():
     )
     assert re.search(r"vocab/embeddings .* embedding", text)
     assert "may be an output head" in text
+
+
+def test_a_router_without_a_name_is_noted():
+    block = "norm 32; attn/{q,k,v,out} 32x32;"
+    experts = "fns/{0,1,2,3}/w_up 32x48; fns/{0,1,2,3}/w_down 48x32"
+    note = "an output for every expert"
+    for scores, noted in (("dispatch 32x4", True), ("router 32x4", False)):
+        text = explain(
+            tree(f"embed 64x32; blocks/{{0,1}}: {block} {scores}; {experts}")
+        )
+        assert (note in text) == noted
