@@ -20,10 +20,7 @@ from jax.sharding import PartitionSpec
 
 from normpre_optax.checks import PASS_PARAMS, check_dtype_of, warn_user
 from normpre_optax.docstrings import join_sections, split_sections
-from normpre_optax.hyperball import (
-    check_relative_rate,
-    constrain_norms,
-)
+from normpre_optax.hyperball import check_relative_rate, constrain_norms
 from normpre_optax.linalg.products import at_least_float32
 from normpre_optax.options import DimsTree, Dtype, Number, PyTree, checked
 from normpre_optax.parameters.broadcast import numbers, whole_tree

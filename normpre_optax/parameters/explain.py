@@ -222,8 +222,7 @@ def _counted(count: int, one: str, many: str) -> str:
 def _row_norms(row_norms: PyTree, params: PyTree, found: Assignment) -> Iterator[str]:
     """Yield a line with the row norms that Hyperball sets, if they differ."""
     start = "row norms under Hyperball: "
-    if isinstance(row_norms, str):
-        keeps_norms(row_norms)
+    if keeps_norms(row_norms):
         yield f"{start}those that the matrices have"
         return
     norms = {}

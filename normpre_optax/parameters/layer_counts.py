@@ -74,12 +74,12 @@ def score_matrices(found: Assignment, width: int) -> list[str]:
         if spec.dims is None or spec.given:
             continue
         count, outputs, inputs = matrix_shape(spec.shape, spec.dims)
+        if inputs != width or outputs == width or outputs not in experts:
+            continue
         # Experts themselves are several per layer.
-        is_expert = count > evidence.stacked_layers(spec) or evidence.without_experts(
-            spec
-        ) != _names(path)
-        is_score = inputs == width and outputs in experts - {width}
-        if is_score and not is_expert:
+        is_stacked = count > evidence.stacked_layers(spec)
+        is_numbered = evidence.without_experts(spec) != _names(path)
+        if not is_stacked and not is_numbered:
             scores.append(path)
     return scores
 

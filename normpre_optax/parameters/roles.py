@@ -52,10 +52,8 @@ def row_norms_by_path(
         ValueError: if it is another word, a number is out of range, or the tree does
             not match the parameters.
     """
-    if row_norms is None:
-        return row_norms_by_role(found)
-    if keeps_norms(row_norms):
-        # For matrices of zeros, which have no norm to keep.
+    # Under "keep" for matrices of zeros, which have no norm to keep.
+    if row_norms is None or keeps_norms(row_norms):
         return row_norms_by_role(found)
     return dict(zip(found, numbers("row_norms", row_norms, params), strict=True))
 
@@ -84,10 +82,11 @@ def row_norms_by_role(found: Assignment) -> dict[str, float]:
         >>> row_norms_by_role(assign({"layers": layers}))["layers/0/down"]
         1.0
     """
-    outputs = residual_outputs(found)
-    k = count_layers(outputs, found, model_width(found))
+    roles = _Roles(found)
+    outputs = roles.writers()
+    k = count_layers(outputs, found, roles.width)
     norms = {}
-    for path, (m, n) in matrix_shapes(found).items():
+    for path, (m, n) in roles.shapes.items():
         # With 1 / k, the residual stream does not grow with depth.
         norms[path] = math.sqrt(n / (m * k)) if path in outputs else 1.0
     return norms
@@ -193,15 +192,11 @@ class _Roles:
         module, own = _module_and_name(path)
         beside = self._modules[module]
         queries = v.QUERIES & beside.keys()
+        shapes = {name: self.shapes[other] for name, other in beside.items()}
         fused = (3 * self.width, self.width)
-        is_attention = len(queries) > 1 or fused in map(
-            self.shapes.get, beside.values()
-        )
-        others = [
-            name
-            for name, other in beside.items()
-            if name not in queries and self.shapes[other] == (self.width, self.width)
-        ]
+        is_attention = len(queries) > 1 or fused in shapes.values()
+        square = (self.width, self.width)
+        others = [name for name in shapes.keys() - queries if shapes[name] == square]
         return is_attention and others == [own]
 
 

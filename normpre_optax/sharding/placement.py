@@ -154,21 +154,19 @@ def without_devices(shardings: PyTree) -> PyTree:
 
     Only specs are used, and devices cannot be pickled.
     """
+    return jax.tree.map(_without_devices, shardings)
 
-    def without(entry: Any) -> Any:
-        if isinstance(entry, NamedSharding):
-            return entry.spec
-        return entry
 
-    return jax.tree.map(without, shardings)
+def _without_devices(entry: Any) -> Any:
+    if isinstance(entry, NamedSharding):
+        return entry.spec
+    return entry
 
 
 def _spec_from(entry: NamedSharding | PartitionSpec | None) -> PartitionSpec:
     if entry is None:
         return PartitionSpec()
-    if isinstance(entry, NamedSharding):
-        return entry.spec
-    return entry
+    return _without_devices(entry)
 
 
 def check_spec(

@@ -28,7 +28,7 @@ from examples.pretrain.config import RunError
 from examples.pretrain.logs import read_lines
 from examples.pretrain.prepare import command
 from examples.pretrain.prepare.tokenizer import train_tokenizer
-from tests.examples.corpora import TEXTS
+from tests.examples.corpora import TEXTS, prepare, put, save
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 PACKAGES = ("json", "email", "http", "logging")
@@ -168,3 +168,31 @@ def wait_for(run: Path, step: int, *processes: subprocess.Popen) -> None:
         assert all(process.poll() is None for process in processes)
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.fixture
+def prepare_file(tmp_path, monkeypatch, byte_level) -> Callable[..., data.Dataset]:
+    """``prepare`` of a file in the working folder, and of a good one after it.
+
+    It takes the corpus, "text" or "jsonl", and the name of the file.
+    """
+    monkeypatch.chdir(tmp_path)
+    for name in ("last", "held"):
+        put(Path(f"{name}.txt"), name.encode())
+        save(Path(f"{name}.jsonl"), [name])
+
+    def prepared(corpus: str, name: str, **options: object) -> data.Dataset:
+        suffix = ".txt"
+        if corpus == "jsonl":
+            suffix = ".jsonl"
+        return prepare(
+            corpus,
+            name,
+            f"last{suffix}",
+            validation_files=f"held{suffix}",
+            tokenizer=byte_level,
+            output="out",
+            **options,
+        )
+
+    return prepared

@@ -11,7 +11,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from examples.pretrain import data
 from examples.pretrain.prepare import python_source
 from examples.pretrain.prepare.encodings import ENCODINGS, encoding_of, reason
 from tests import cases
@@ -23,7 +22,6 @@ from tests.examples.corpora import (
     json_lines,
     prepare,
     put,
-    save,
     zstd,
 )
 
@@ -42,31 +40,6 @@ LANGUAGES = {
 }
 DAMAGE = "no text has NULs: it is damaged, or of another encoding"
 RECORD = {"text": "good", "n": 1}
-
-
-@pytest.fixture
-def prepare_file(tmp_path, monkeypatch, byte_level) -> Callable[..., data.Dataset]:
-    """``prepare`` of a file in the working folder, and of a good one after it."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("last", "held"):
-        put(Path(f"{name}.txt"), name.encode())
-        save(Path(f"{name}.jsonl"), [name])
-
-    def prepared(corpus: str, name: str, **options: object) -> data.Dataset:
-        suffix = ".txt"
-        if corpus == "jsonl":
-            suffix = ".jsonl"
-        return prepare(
-            corpus,
-            name,
-            f"last{suffix}",
-            validation_files=f"held{suffix}",
-            tokenizer=byte_level,
-            output="out",
-            **options,
-        )
-
-    return prepared
 
 
 @pytest.fixture

@@ -116,28 +116,14 @@ def wide_zstd(content: bytes) -> bytes:
 
 
 @pytest.fixture
-def prepare_file(tmp_path, monkeypatch, byte_level) -> Callable[..., data.Dataset]:
-    """``prepare`` of a file in the working folder, and of a good one after it."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("last", "held"):
-        put(Path(f"{name}.txt"), name.encode())
-        save(Path(f"{name}.jsonl"), [name])
+def prepare_file(prepare_file) -> Callable[..., data.Dataset]:
+    """``prepare`` of a file; its name shows the corpus."""
 
     def prepared(name: str, **options: object) -> data.Dataset:
         corpus = "jsonl"
-        suffix = ".jsonl"
         if ".txt" in name:
             corpus = "text"
-            suffix = ".txt"
-        return prepare(
-            corpus,
-            name,
-            f"last{suffix}",
-            validation_files=f"held{suffix}",
-            tokenizer=byte_level,
-            output="out",
-            **options,
-        )
+        return prepare_file(corpus, name, **options)
 
     return prepared
 
